@@ -1,0 +1,160 @@
+"""What a head borrows from its target: embedding, `lm_head`, and the features of every forward.
+
+A *feature* is the target's last hidden state **after its final norm**, exactly what the target's `lm_head` reads.
+Row j of a head pairs feature f_j with the embedding of token x_{j+1}:
+
+    token     x_0   x_1   x_2   x_3 (root, no feature yet)
+    feature   f_0   f_1   f_2
+    row       (x_1,f_0) (x_2,f_1) (x_3,f_2)      at positions 0, 1, 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+FINGERPRINT_ROWS = 8
+FINGERPRINT_COLUMNS = 4
+FINGERPRINT_TOLERANCE = 0.02  # of the entries' root mean square: above bf16/fp16 rounding, far below another model
+
+
+def as_embedding(embedding: torch.Tensor | nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An embedding lookup from a weight [V, E] or from the target's own module.
+
+    Modules are called, not read, so that offloaded, adapted or scaled embeddings behave as in the target.
+    """
+    if isinstance(embedding, torch.Tensor):
+        return lambda ids: F.embedding(ids, embedding)
+    return embedding
+
+
+def as_lm_head(lm_head: torch.Tensor | nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A map from features [..., H] to logits [..., V] from a weight [V, H] or from the target's own module."""
+    if isinstance(lm_head, torch.Tensor):
+        return lambda features: F.linear(features.to(lm_head.dtype), lm_head)
+    weight = getattr(lm_head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dtype.is_floating_point:
+        return lambda features: lm_head(features.to(weight.dtype))
+    return lm_head
+
+
+def target_sizes(target: PreTrainedModel) -> dict[str, int]:
+    """Sizes a head must agree on: `vocab_size`, `feature_size` (H) and `embedding_size` of a loaded target.
+
+    Raises:
+        ValueError: if the target has no output embedding, i.e. is not a language model.
+    """
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(target).__name__} has no `lm_head`; draft heads need a decoder-only language model "
+            "(AutoModelForCausalLM)."
+        )
+    config = target.config.get_text_config(decoder=True)
+    embedding = target.get_input_embeddings()
+    return {
+        "vocab_size": config.vocab_size,
+        "feature_size": getattr(target.get_output_embeddings(), "in_features", config.hidden_size),
+        "embedding_size": getattr(embedding, "embedding_dim", config.hidden_size),
+    }
+
+
+@torch.no_grad()
+def target_fingerprint(target: PreTrainedModel) -> list[float]:
+    """A few entries of the target's token embedding, spread over vocabulary and width.
+
+    Read through the module, so it is the same for offloaded targets; compared with a tolerance, so it is the same for
+    fp32, bf16 and fp16 copies of one model.
+
+    Returns:
+        FINGERPRINT_ROWS * FINGERPRINT_COLUMNS floats.
+    """
+    embedding = target.get_input_embeddings()
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    weight = getattr(embedding, "weight", None)
+    device = weight.device if weight is not None and weight.device.type != "meta" else torch.device("cpu")
+    ids = torch.linspace(0, vocab_size - 1, FINGERPRINT_ROWS, device=device).long()
+    rows = embedding(ids).float()
+    columns = torch.linspace(0, rows.shape[-1] - 1, FINGERPRINT_COLUMNS, device=rows.device).long()
+    return [round(x, 6) for x in rows[:, columns].flatten().tolist()]
+
+
+def fingerprints_match(ours: list[float], theirs: list[float]) -> bool:
+    """Whether two fingerprints come from the same weights, up to rounding to 16 bits."""
+    if len(ours) != len(theirs):
+        return False
+    a, b = torch.tensor(ours), torch.tensor(theirs)
+    scale = a.square().mean().sqrt().clamp_min(1e-8)
+    return bool(((a - b).abs().max() / scale) < FINGERPRINT_TOLERANCE)
+
+
+def target_identity(target: PreTrainedModel) -> dict[str, Any]:
+    """What heads remember of their target: name, revision, type, depth and fingerprint."""
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "name": target.config.name_or_path or None,
+        "revision": getattr(target.config, "_commit_hash", None),
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "fingerprint": target_fingerprint(target),
+    }
+
+
+@dataclass(frozen=True)
+class BorrowedModules:
+    """The target's parts a head calls. Held outside the module tree, so they are never saved or trained."""
+
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor]
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device
+
+    @classmethod
+    def of(cls, target: PreTrainedModel) -> BorrowedModules:
+        embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        weight = getattr(lm_head, "weight", None)
+        device = weight.device if weight is not None and weight.device.type != "meta" else target.device
+        return cls(embedding, as_lm_head(lm_head), device)
+
+
+class FeatureReader:
+    """Collects the features of every target forward of one generation.
+
+    `output_hidden_states=-1` selects the state after the final norm and survives `torch.compile`; only a chunked
+    prefill, which returns its last chunk alone, needs a forward hook on the decoder.
+
+    Args:
+        target: The target model.
+        chunked_prefill: Whether `generation_config.prefill_chunk_size` is set.
+        all_layers: Whether the caller asked for all hidden states anyway.
+    """
+
+    def __init__(self, target: PreTrainedModel, chunked_prefill: bool, all_layers: bool):
+        self.forward_kwargs: dict[str, Any] = {"output_hidden_states": True if all_layers else -1}
+        self._chunks: list[torch.Tensor] = []
+        self._hook = target.get_decoder().register_forward_hook(self._record) if chunked_prefill else None
+
+    def _record(self, module: nn.Module, args: tuple, output: Any) -> None:
+        state = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        self._chunks.append(state)
+
+    def prompt_features(self, outputs: Any) -> torch.Tensor:
+        """Features of the prefill, [B, T, H]; removes the hook, which only the prefill needs."""
+        chunks, self._chunks = self._chunks, []
+        self.close()
+        return torch.cat(chunks, dim=1) if chunks else self.features(outputs)
+
+    @staticmethod
+    def features(outputs: Any) -> torch.Tensor:
+        """Features of one forward over N nodes, [B, N, H]."""
+        return outputs.hidden_states[-1]
+
+    def close(self) -> None:
+        """Removes the hook, if any."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

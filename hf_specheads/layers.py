@@ -1,0 +1,101 @@
+"""Building blocks of draft heads, stated as differences from transformers' Llama layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration import EagleHeadConfig
+
+
+class DraftAttention(LlamaAttention):
+    """Llama attention in which only the last `num_queries` rows attend; the rows before them only fill the cache.
+
+    The keys and values of a one-layer head do not depend on attention, so rows that nobody reads (a prompt, the
+    tree levels a new specialist takes over) cost two projections instead of a whole layer.
+    """
+
+    def __init__(self, config: EagleHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.attention_out_bias != config.attention_bias:
+            self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias)
+
+    def cache_rows(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, h]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, R, head_dim]
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all rows, appended to the cache: each [B, key-value heads, cached + R, head_dim]."""
+        rows = hidden_states.shape[:-1]
+        key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+        key, _ = apply_rotary_pos_emb(key, key, *position_embeddings)
+        if past_key_values is None:
+            return key, value
+        return past_key_values.update(key, value, self.layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,  # additive, [B, 1, Q, cached + R]
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        key, value = self.cache_rows(hidden_states, position_embeddings, past_key_values)
+        queries = hidden_states[:, -num_queries:]
+        cos, sin = (table[:, -num_queries:] for table in position_embeddings)
+        query = self.q_proj(queries).view(*queries.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        attend = attention_function or ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.o_proj(output.reshape(*queries.shape[:-1], -1))
+
+
+class DraftDecoderLayer(GradientCheckpointingLayer):
+    """A Llama decoder layer **without** the norm before attention (EAGLE, section 3.2; every PosS specialist).
+
+    Shapes: `hidden_states` [B, R, h] -> [B, Q, h], the outputs of the last Q = `num_queries` rows;
+    with Q = 0 the rows only fill the cache.
+    """
+
+    def __init__(self, config: EagleHeadConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        if num_queries == 0:
+            self.self_attn.cache_rows(hidden_states, position_embeddings, past_key_values)
+            return hidden_states[:, :0]
+        attended = self.self_attn(
+            hidden_states, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        residual = hidden_states[:, -num_queries:] + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
