@@ -1,0 +1,1 @@
+"""Command line: `specheads ...` or `python -m hf_specheads ...`."""

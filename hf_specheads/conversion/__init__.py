@@ -1,0 +1,1 @@
+"""Reading draft heads that were published in other layouts."""

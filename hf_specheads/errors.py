@@ -1,0 +1,35 @@
+"""Errors of this package. Each message names the value, what was expected, and how to mend it."""
+
+from __future__ import annotations
+
+
+class HeadLoadError(ValueError):
+    """Draft heads could not be loaded; base class of the more particular reasons below."""
+
+
+class UnknownFormatError(HeadLoadError):
+    """The files are no draft heads in a layout this package reads; the message says what they look like."""
+
+
+class CorruptCheckpointError(HeadLoadError):
+    """A file is truncated, not parseable, or holds something else than plain tensors. Nothing of it was executed."""
+
+
+class CheckpointKeysError(HeadLoadError):
+    """Tensors are missing from a checkpoint, or it holds tensors that nothing accounts for."""
+
+
+class CheckpointShapeError(HeadLoadError):
+    """Sizes of tensors contradict one another, the config, or what draft heads can be."""
+
+
+class CheckpointValueError(HeadLoadError):
+    """A tensor holds NaN, infinities, or numbers of a type no weight has."""
+
+
+class HeadConfigError(HeadLoadError):
+    """`config.json` lacks a field that nothing else tells, or has an impossible value."""
+
+
+class WarmStartError(ValueError):
+    """The heads of a warm start do not fit the heads to be initialised."""

@@ -1,0 +1,1 @@
+"""Training of draft heads; installed as `hf_specheads.trainer`."""
