@@ -8,6 +8,7 @@ from . import auto
 from .auto import AutoDraftHead
 from .configuration import DraftHeadConfig, DraftTreeConfig, EagleHeadConfig, PossHeadConfig
 from .heads import EagleHead, PossHead
+from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead, WrongTargetError
 from .version import __version__
@@ -26,4 +27,5 @@ __all__ = [
     "PossHeadConfig",
     "WrongTargetError",
     "__version__",
+    "load_heads",
 ]

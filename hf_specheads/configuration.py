@@ -38,7 +38,9 @@ class DraftTreeConfig:
         if self.kind not in TREE_KINDS:
             raise ValueError(f"`kind` of a draft tree must be one of {list(TREE_KINDS)}, got {self.kind!r}.")
         if self.kind not in AVAILABLE_TREE_KINDS:
-            raise ValueError(f"draft trees of kind {self.kind!r} are not available yet; use {list(AVAILABLE_TREE_KINDS)}.")
+            raise ValueError(
+                f"draft trees of kind {self.kind!r} are not available yet; use {list(AVAILABLE_TREE_KINDS)}."
+            )
         for name, minimum in (("depth", 1), ("top_k", 1), ("total_tokens", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -178,12 +180,16 @@ class EagleHeadConfig(DraftHeadConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
         self.validate_specialists()
 
     def validate_specialists(self) -> None:
         """EAGLE and HASS: one layer serves every draft position."""
         if self.num_specialists != 1:
-            raise ValueError(f"EAGLE heads have one layer, got num_specialists={self.num_specialists}; use PossHeadConfig.")
+            raise ValueError(
+                f"EAGLE heads have one layer, got num_specialists={self.num_specialists}; use PossHeadConfig."
+            )
 
 
 @strict

@@ -19,6 +19,20 @@ class CheckpointKeysError(HeadLoadError):
     """Tensors are missing from a checkpoint, or it holds tensors that nothing accounts for."""
 
 
+def refuse_wrong_keys(*, missing: set[str], unknown: set[str]) -> None:
+    """Raises [`CheckpointKeysError`] if there is a missing or an unknown key, naming them."""
+    problems = [
+        f"{what} {sorted(keys)[:6]}{' ...' if len(keys) > 6 else ''}"
+        for what, keys in (("missing", missing), ("unknown", unknown))
+        if keys
+    ]
+    if problems:
+        raise CheckpointKeysError(
+            f"the tensors are not exactly those of these draft heads: {'; '.join(problems)}. The file is of another "
+            "kind, or damaged; download it again."
+        )
+
+
 class CheckpointShapeError(HeadLoadError):
     """Sizes of tensors contradict one another, the config, or what draft heads can be."""
 

@@ -64,7 +64,6 @@ def target_sizes(target: PreTrainedModel) -> dict[str, int]:
     }
 
 
-@torch.no_grad()
 def target_fingerprint(target: PreTrainedModel) -> list[float]:
     """A few entries of the target's token embedding, spread over vocabulary and width.
 
@@ -75,9 +74,20 @@ def target_fingerprint(target: PreTrainedModel) -> list[float]:
         FINGERPRINT_ROWS * FINGERPRINT_COLUMNS floats.
     """
     embedding = target.get_input_embeddings()
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
     weight = getattr(embedding, "weight", None)
     device = weight.device if weight is not None and weight.device.type != "meta" else torch.device("cpu")
+    return _fingerprint(embedding, target.config.get_text_config(decoder=True).vocab_size, device)
+
+
+def weight_fingerprint(weight: torch.Tensor) -> list[float]:
+    """The same as [`target_fingerprint`], from a copy [V, E] of the target's token embedding."""
+    return _fingerprint(as_embedding(weight), weight.shape[0], weight.device)
+
+
+@torch.no_grad()
+def _fingerprint(
+    embedding: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, device: torch.device
+) -> list[float]:
     ids = torch.linspace(0, vocab_size - 1, FINGERPRINT_ROWS, device=device).long()
     rows = embedding(ids).float()
     columns = torch.linspace(0, rows.shape[-1] - 1, FINGERPRINT_COLUMNS, device=rows.device).long()

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
+from .errors import refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class DraftHead(PreTrainedModel):
         verification: `"lossless"`: the output has exactly the target's distribution.
         exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one sync per round.
+        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop with our candidate generator (chains).
         profile: Record wall seconds by stage in `last_stats.seconds`.
         trace: Keep every draft tree in `last_stats.trees`.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
@@ -48,6 +50,7 @@ class DraftHead(PreTrainedModel):
         self.tree_config = DraftTreeConfig().replace(**config.tree_config)
         self.verification = "lossless"
         self.exact_seed = True
+        self.loop = "own"
         self.profile = False
         self.trace = False
         self.last_stats: GenerationStats | None = None
@@ -169,6 +172,18 @@ class DraftHead(PreTrainedModel):
         other.tree_config = self.tree_config.replace(**overrides)
         other.last_stats = None
         return other
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, but only from safetensors, and a missing or unknown tensor is an error, not a warning.
+
+        Raises:
+            CheckpointKeysError: naming the missing and the unknown tensors.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
+        return (heads, info) if output_loading_info else heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
         """As in transformers; the tree in force is saved as the default tree. Target weights are never saved."""

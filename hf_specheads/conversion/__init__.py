@@ -1,1 +1,100 @@
-"""Reading draft heads that were published in other layouts."""
+"""Draft heads published in other layouts: telling the layouts apart, and reading them.
+
+A layout is recognised by `config.json` and by the *names and shapes* of the tensors, never by guesswork: an EAGLE
+checkpoint's config looks exactly like that of a one-layer Llama, only its keys tell.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..errors import UnknownFormatError
+
+OURS = "specheads"
+EAGLE = "eagle"
+POSS = "poss"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def detect_from_config(config: dict[str, Any]) -> str | None:
+    """`OURS` for this package's own layout, `None` if the keys must decide.
+
+    Raises:
+        UnknownFormatError: for layouts that name themselves in `config.json` and are not read.
+    """
+    model_type = str(config.get("model_type", ""))
+    if model_type.startswith("specheads_"):
+        return OURS
+    if kind := config.get("speculators_model_type"):
+        raise UnknownFormatError(_not_read(f"a `speculators` model of type {kind!r}"))
+    if "mask_token_id" in config or "dflash_config" in config:
+        raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
+    if config.get("hydra_head_arch") or "hydra_num_heads" in config:
+        raise UnknownFormatError(_not_read("Hydra heads"))
+    if "medusa_num_heads" in config or "medusa" in config or model_type == "medusa":
+        raise UnknownFormatError(_not_read("Medusa heads"))
+    return None
+
+
+def detect_from_keys(shapes: Shapes, config: dict[str, Any]) -> str:
+    """`EAGLE` (EAGLE-1/2 and HASS, which share one layout) or `POSS`.
+
+    Raises:
+        UnknownFormatError: for everything else, naming what it looks like.
+    """
+    if refused := _refused_by_keys(shapes, config):
+        raise UnknownFormatError(refused)
+    return POSS if any(key.startswith("layers.1.") for key in shapes) else EAGLE
+
+
+def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
+    keys = list(shapes)
+    for what, found in (
+        ("P-EAGLE heads", "mask_hidden" in shapes),
+        ("Hydra heads", any(key.startswith(("hydra_mlp.", "prefix_embeding_layer.")) for key in keys)),
+        ("Medusa heads", _is_medusa(keys)),
+        ("EAGLE-3 heads", _is_eagle3(shapes, config)),
+        ("heads in the older `speculators` layout", "fusion_fc.weight" in shapes),
+        ("HASS heads with additional norms", not {"embed_layernorm.weight", "hidden_layernorm.weight"}.isdisjoint(shapes)),
+    ):
+        if found:
+            return _not_read(what)
+    fc = shapes.get("fc.weight")
+    normed = [key for key in keys if re.match(r"layers\.\d+\.input_layernorm\.weight$", key)]
+    if normed and fc is None:
+        return (
+            "these are the weights of a whole language model, not draft heads; pass such a model as an ordinary "
+            "`assistant_model`."
+        )
+    if normed:
+        return _not_read("EAGLE heads with several consecutive layers")
+    if fc is None or not any(key.startswith("layers.0.") for key in keys):
+        return (
+            f"these are no draft heads of a known layout: expected `fc.weight` and `layers.0.*`, found {keys[:5]} "
+            f"({len(keys)} tensors)."
+        )
+    return None
+
+
+def _is_medusa(keys: list[str]) -> bool:
+    if any(key.startswith("medusa_head") for key in keys):
+        return True
+    return all(re.match(r"\d+\.\d+\.(linear\.)?(weight|bias)$|blocks\.\d+\.layers\.|lm_heads\.", key) for key in keys)
+
+
+def _is_eagle3(shapes: Shapes, config: dict[str, Any]) -> bool:
+    if any(key.startswith("midlayer.") or key.endswith(".hidden_norm.weight") for key in shapes):
+        return True
+    return "d2t" in shapes or "draft_vocab_size" in config
+
+
+def _not_read(what: str) -> str:
+    return (
+        f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, HASS "
+        "and PosS."
+    )
+
+
+__all__ = ["EAGLE", "OURS", "POSS", "detect_from_config", "detect_from_keys"]
