@@ -2,11 +2,15 @@
 
     heads = load_heads("user/poss-heads")
     out = target.generate(**inputs, assistant_model=heads)
+
+Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `generate` take them as `assistant_model`.
 """
 
-from . import auto
+from . import auto, dispatch
 from .auto import AutoDraftHead
+from .candidates import DraftHeadCandidateGenerator
 from .configuration import DraftHeadConfig, DraftTreeConfig, EagleHeadConfig, PossHeadConfig
+from .generation import speculative_generate
 from .heads import EagleHead, PossHead
 from .hub import load_heads
 from .metrics import GenerationStats
@@ -14,10 +18,12 @@ from .modeling import DraftHead, WrongTargetError
 from .version import __version__
 
 auto.register()
+dispatch.install()
 
 __all__ = [
     "AutoDraftHead",
     "DraftHead",
+    "DraftHeadCandidateGenerator",
     "DraftHeadConfig",
     "DraftTreeConfig",
     "EagleHead",
@@ -28,4 +34,5 @@ __all__ = [
     "WrongTargetError",
     "__version__",
     "load_heads",
+    "speculative_generate",
 ]

@@ -116,8 +116,8 @@ def _own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadC
     model_type = raw_config["model_type"]
     if model_type not in HEADS:
         raise UnknownFormatError(
-            f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this package may "
-            "know it."
+            f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this "
+            "package may know it."
         )
     config_class, _ = HEADS[model_type]
     required = [*REQUIRED_FIELDS]

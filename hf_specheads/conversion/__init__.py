@@ -57,7 +57,7 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
         ("Medusa heads", _is_medusa(keys)),
         ("EAGLE-3 heads", _is_eagle3(shapes, config)),
         ("heads in the older `speculators` layout", "fusion_fc.weight" in shapes),
-        ("HASS heads with additional norms", not {"embed_layernorm.weight", "hidden_layernorm.weight"}.isdisjoint(shapes)),
+        ("HASS heads with additional norms", "embed_layernorm.weight" in keys or "hidden_layernorm.weight" in keys),
     ):
         if found:
             return _not_read(what)
