@@ -1,6 +1,6 @@
 """Trains the shipped target: a byte-level BPE tokenizer and a deep, narrow Llama on standard-library source.
 
-    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 1200
+    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 1000
 
 Resumes from the newest checkpoint in the output folder when there is one.
 """
@@ -23,6 +23,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
+from .optimizer import MatrixMomentum
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,11 +61,12 @@ def build_target(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--max_steps", type=int, default=1200)
+    parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--block_size", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--learning_rate", type=float, default=1.5e-3)
+    parser.add_argument("--matrix_lr", type=float, default=0.02)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the target: about 1.25x on a CPU")
     return parser.parse_args()
@@ -85,18 +87,16 @@ def main() -> None:
     train_blocks = pack_tokens(train_texts, tokenizer, args.block_size, args.seed)
     held_out_blocks = pack_tokens(held_out_texts, tokenizer, args.block_size, args.seed)[:64]
 
+    target = build_target(tokenizer)
     trainer = Trainer(
-        model=build_target(tokenizer),
+        model=target,
         args=TrainingArguments(
             output_dir=str(args.output_dir),
             max_steps=args.max_steps,
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
             lr_scheduler_type="cosine",
-            warmup_steps=100,
-            weight_decay=0.05,
-            adam_beta2=0.95,
+            warmup_steps=30,
             max_grad_norm=1.0,
             logging_steps=20,
             eval_strategy="steps",
@@ -109,6 +109,7 @@ def main() -> None:
         ),
         train_dataset=PackedBlocks(train_blocks),
         eval_dataset=PackedBlocks(held_out_blocks),
+        optimizers=(MatrixMomentum(target, args.matrix_lr, args.learning_rate), None),
     )
     started = time.time()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.output_dir)))

@@ -1,0 +1,98 @@
+"""Optimiser of the shipped target: orthogonalised momentum for matrices, AdamW for everything else.
+
+Per token it trains a small deep network several times faster than AdamW alone. `torch.optim.Muon` does the same, but
+orthogonalises one matrix at a time and in bf16, which is slow on CPUs without bf16 units; here matrices of one shape
+are stacked and stay in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+
+
+def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Nearest (semi-)orthogonal matrices by a quintic Newton-Schulz iteration.
+
+    Args:
+        matrices: fp32 [n, rows, columns].
+        steps: Iterations; five leave singular values between about 0.7 and 1.2.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+class MatrixMomentum(torch.optim.Optimizer):
+    """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases.
+
+    Args:
+        model: The model; embeddings and vectors are found by name and shape.
+        matrix_lr: Learning rate of orthogonalised updates.
+        lr: Learning rate of AdamW.
+        momentum: Nesterov momentum of the matrices.
+        betas: AdamW's.
+        weight_decay: Decoupled decay of the matrices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix_lr: float = 0.02,
+        lr: float = 3e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+    ):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
+        chosen = {id(p) for p in matrices}
+        others = [p for _, p in named if id(p) not in chosen]
+        groups = [
+            {"params": matrices, "lr": matrix_lr, "weight_decay": weight_decay, "orthogonal": True},
+            {"params": others, "lr": lr, "weight_decay": 0.0, "orthogonal": False},
+        ]
+        super().__init__(groups, {"momentum": momentum, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of all parameters that have a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            update = self._orthogonal_step if group["orthogonal"] else self._adamw_step
+            update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    def _orthogonal_step(self, group: dict, params: list[nn.Parameter]) -> None:
+        by_shape = defaultdict(list)
+        for p in params:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 1 - group["momentum"])
+            by_shape[p.shape].append((p, p.grad.lerp(momentum, group["momentum"])))
+        for (rows, columns), members in by_shape.items():
+            updates = orthogonalise(torch.stack([update for _, update in members]))
+            scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+            for (p, _), update in zip(members, updates, strict=True):
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+    def _adamw_step(self, group: dict, params: list[nn.Parameter]) -> None:
+        beta1, beta2 = group["betas"]
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+            state["step"] += 1
+            state["mean"].lerp_(p.grad, 1 - beta1)
+            state["square"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+            mean = state["mean"] / (1 - beta1 ** state["step"])
+            root = (state["square"] / (1 - beta2 ** state["step"])).sqrt_().add_(1e-8)
+            p.addcdiv_(mean, root, value=-group["lr"])
