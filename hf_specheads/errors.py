@@ -47,3 +47,11 @@ class HeadConfigError(HeadLoadError):
 
 class WarmStartError(ValueError):
     """The heads of a warm start do not fit the heads to be initialised."""
+
+
+class WrongTargetError(ValueError):
+    """The heads were made for another target than the one they were handed to."""
+
+
+class UnsupportedGenerationError(ValueError):
+    """Draft heads cannot serve this call of `generate`; the message says what to change."""

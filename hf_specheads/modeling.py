@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import refuse_wrong_keys
+from .errors import WrongTargetError
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from .metrics import GenerationStats
 
 VERIFICATIONS = ("lossless",)
-
-
-class WrongTargetError(ValueError):
-    """The heads were made for another target than the one they were handed to."""
 
 
 class DraftHead(PreTrainedModel):

@@ -1,0 +1,103 @@
+"""The candidate generator: features in, draft tree out. Used by our round loop and by transformers' own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import ModelOutput
+
+from .drafting import grow_tree
+from .modeling import DraftHead
+from .tree import DraftTree
+
+
+class DraftHeadCandidateGenerator(CandidateGenerator):
+    """Drafts candidates with a draft head, one generation long.
+
+    [`draft`] gives trees to [`speculative_generate`]. [`get_candidates`] follows transformers' contract and gives
+    chains to its assisted loop (set `heads.loop = "transformers"`); that loop stops at the exact token for length and
+    end-of-sequence only, and its seeded samples differ from plain `generate`'s although their distribution does not.
+
+    Args:
+        head: The draft head; bound to the target here.
+        target: The target model.
+        max_length: Total tokens of the generation, `None` without limit.
+        padding_mask: int or bool [B, T], 0 on padding of the prompt; `None` without padding.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1}
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: PreTrainedModel,
+        max_length: int | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ):
+        self.head = head.bind(target)
+        self.cache = head.new_draft_cache()
+        if padding_mask is not None:
+            self.cache.context_mask = padding_mask.bool()
+        self.max_length = max_length
+        config = target.config.get_text_config(decoder=True)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.draft_forwards = 0
+
+    def room(self, length: int, context_length: int) -> int:
+        """Draft positions of the next round: none for the last token of the budget, none past the target's context.
+
+        Args:
+            length: Tokens so far, the root included, as the length limit counts them.
+            context_length: Tokens in the target's cache, i.e. the root's position.
+        """
+        if self.max_length is not None and self.max_length - length <= 1:
+            return 0
+        depth = self.head.tree_config.depth
+        if self.max_positions is not None:
+            depth = min(depth, self.max_positions - 1 - context_length)
+        return max(depth, 0)
+
+    def draft(self, input_ids: torch.Tensor, features: torch.Tensor, context_length: int) -> DraftTree:
+        """Takes in newly committed features and grows the next tree.
+
+        Args:
+            input_ids: int64 [B, T + 1], committed tokens and the root.
+            features: [B, M, H], target features of the last M committed tokens before the root.
+            context_length: Tokens in the target's cache.
+        """
+        depth = self.room(input_ids.shape[1], context_length)
+        if depth == 0:
+            return DraftTree.root_only(input_ids[:, -1])
+        # Features without known tokens (a prompt given as embeddings) cannot be paired; the head starts after them.
+        rows = min(features.shape[1], input_ids.shape[1])
+        if rows < features.shape[1] and self.cache.committed == 0:
+            self.cache.context_mask = None
+        device = self.head.device
+        token_ids, features = input_ids[:, -rows:].to(device), features[:, -rows:].to(device)
+        self.draft_forwards += depth
+        return grow_tree(self.head, self.cache, token_ids, features, depth).to(input_ids.device)
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Chain candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
+
+        The first call returns the prompt alone, so that the target is prefilled and its features exist.
+        """
+        if is_first_iteration or model_outputs is None:
+            return input_ids, None
+        features = model_outputs.hidden_states[-1]
+        fresh = self.cache.committed == 0
+        new_rows = input_ids.shape[1] - 1 if fresh else n_last_matches + 1
+        tree = self.draft(input_ids, features[:, :new_rows], input_ids.shape[1] - 1)
+        return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), None

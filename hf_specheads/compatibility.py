@@ -1,0 +1,131 @@
+"""What cannot work is refused here, in one sentence, before any forward.
+
+Allow-lists, never trial: a target that silently ignores a tree mask produces wrong text, not an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
+
+from .cache import refuse_tree_cache
+from .errors import UnsupportedGenerationError
+from .modeling import VERIFICATIONS, DraftHead
+
+TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+TREE_ATTENTION = {"eager", "sdpa"}
+STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
+
+
+def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, config: GenerationConfig) -> None:
+    """Checks the call itself: decoding mode, target family, and whether the heads belong to the target.
+
+    Raises:
+        UnsupportedGenerationError: for a call no draft head can serve.
+        WrongTargetError: for heads of another target.
+    """
+    reasons = {
+        "beam search": (config.num_beams or 1) > 1,
+        "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
+        "encoder-decoder targets": bool(target.config.is_encoder_decoder),
+        "stateful targets, which cannot roll back": bool(getattr(target, "_is_stateful", False)),
+        "use_cache=False": config.use_cache is False,
+        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation in STATIC_CACHES,
+        "output_attentions=True": bool(config.output_attentions),
+        f"prompt-learning adapters ({_prompt_learning(target)})": _prompt_learning(target) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"draft heads do not support {what}; change that option or drop `assistant_model` to generate plainly."
+            )
+    if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedGenerationError(
+            f"draft heads do not support generation mode {mode.value!r}; use greedy decoding or sampling."
+        )
+    if head.verification not in VERIFICATIONS:
+        raise UnsupportedGenerationError(
+            f"`heads.verification` must be one of {list(VERIFICATIONS)}, got {head.verification!r}."
+        )
+    head.check_target(target)
+
+
+def _prompt_learning(target: PreTrainedModel) -> str | None:
+    """Name of a prompt-learning PEFT method on the target: its virtual tokens sit in the cache without ids.
+
+    peft generates through the base model and only lends it its own `prepare_inputs_for_generation`.
+    """
+    lender = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    for model in (target, lender):
+        adapters = getattr(model, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                return str(getattr(adapter.peft_type, "value", adapter.peft_type))
+    return None
+
+
+def refuse_prepared_call(
+    target: PreTrainedModel, head: DraftHead, batch_size: int, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """Checks what `generate` prepared: batch size, cache, and the target's attention under a tree.
+
+    Raises:
+        UnsupportedGenerationError: names the obstacle and the way out.
+    """
+    if batch_size > 1:
+        raise UnsupportedGenerationError(
+            f"draft heads generate one sequence at a time for now, got a batch of {batch_size}; loop over the prompts."
+        )
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
+        raise UnsupportedGenerationError(
+            f"draft heads need a transformers cache, got {type(cache).__name__}; pass use_cache=True."
+        )
+    if cache.is_compileable or type(cache).__name__ == "StaticCache":
+        raise UnsupportedGenerationError(
+            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
+        )
+    if reason := _refuse_rescaling_rope(target, config):
+        raise UnsupportedGenerationError(reason)
+    if head.tree_config.kind == "chain":
+        return
+    if reason := refuse_tree(target, cache):
+        raise UnsupportedGenerationError(
+            f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
+            "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
+        )
+
+
+def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
+    """Why a tree of nodes cannot be verified by this target in one forward, or `None` if it can."""
+    config = target.config.get_text_config(decoder=True)
+    other = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
+    if other or getattr(config, "attention_chunk_size", None):
+        return f"it has layers of type {sorted(other) or ['chunked_attention']}"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        return "its forward takes no position_ids (positions enter as attention biases)"
+    if config._attn_implementation not in TREE_ATTENTION:
+        return (
+            f"attention implementation {config._attn_implementation!r} takes no 4D mask "
+            "(`model.set_attn_implementation('sdpa')` does)"
+        )
+    return refuse_tree_cache(cache)
+
+
+def _refuse_rescaling_rope(target: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """Rope types that change all positions at once when a length is passed would see the tree before plain decoding."""
+    text_config = target.config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
+    if rope.get("rope_type") not in ("dynamic", "longrope") or limit is None or config.max_length is None:
+        return None
+    if config.max_length <= limit:
+        return None
+    return (
+        f"{rope['rope_type']!r} rope of {type(target).__name__} rescales past {limit} tokens, which draft heads cannot "
+        f"follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or drop `assistant_model`."
+    )

@@ -1,0 +1,109 @@
+"""The hook: `generate(assistant_model=heads)` on unmodified transformers.
+
+transformers has no registry for candidate generators; it looks up one decoding method on `GenerationMixin`. Importing
+this package wraps three of its methods, once:
+
+* `_assisted_decoding`: an assistant that is a `DraftHead` is handled by us, every other call goes on untouched;
+* `_validate_generation_mode`: a call that draft heads cannot serve is refused before any cache or forward;
+* `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationMixin
+
+from .candidates import DraftHeadCandidateGenerator
+from .compatibility import refuse_call, refuse_prepared_call
+from .generation import speculative_generate
+from .modeling import DraftHead
+
+MINIMUM_TRANSFORMERS = "5.23.0"
+EXPECTED_PARAMETERS = {
+    "_assisted_decoding": {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model"},
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+    "_get_candidate_generator": {"generation_config", "assistant_model", "model_kwargs"},
+}
+
+
+def install() -> None:
+    """Installs the dispatch; calling it again changes nothing.
+
+    Raises:
+        ImportError: if this transformers does not have the methods the dispatch was written for.
+    """
+    if getattr(GenerationMixin._assisted_decoding, "_specheads_original", None) is not None:
+        return
+    _check_transformers()
+    _wrap("_assisted_decoding", _assisted_decoding)
+    _wrap("_validate_generation_mode", _validate_generation_mode)
+    _wrap("_get_candidate_generator", _get_candidate_generator)
+
+
+def uninstall() -> None:
+    """Takes the dispatch out again."""
+    for name in EXPECTED_PARAMETERS:
+        original = getattr(getattr(GenerationMixin, name), "_specheads_original", None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+
+
+def _check_transformers() -> None:
+    version = transformers.__version__
+    if Version(version) < Version(MINIMUM_TRANSFORMERS):
+        raise ImportError(f"hf-specheads needs transformers >= {MINIMUM_TRANSFORMERS}, found {version}; upgrade it.")
+    for name, expected in EXPECTED_PARAMETERS.items():
+        method = getattr(GenerationMixin, name, None)
+        missing = expected - set(inspect.signature(method).parameters) if method else expected
+        if missing:
+            raise ImportError(
+                f"transformers {version} has changed GenerationMixin.{name} (missing {sorted(missing)}); "
+                "upgrade hf-specheads, or install an earlier transformers."
+            )
+
+
+def _wrap(name: str, ours: Callable) -> None:
+    original = getattr(GenerationMixin, name)
+
+    @functools.wraps(original)  # generate() inspects the signature
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(original, self, *args, **kwargs)
+
+    wrapper._specheads_original = original
+    setattr(GenerationMixin, name, wrapper)
+
+
+def _assisted_decoding(original: Callable, target: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    head = kwargs.get("assistant_model")
+    if not isinstance(head, DraftHead):
+        return original(target, input_ids, *args, **kwargs)
+    if head.loop == "transformers":
+        prepared = {k: v for k, v in kwargs.items() if k not in ("generation_config", "assistant_model")}
+        refuse_prepared_call(target, head, input_ids.shape[0], kwargs["generation_config"], prepared)
+        return original(target, input_ids, *args, **kwargs)
+    for unused in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
+        kwargs.pop(unused, None)
+    return speculative_generate(target, input_ids, *args, draft_head=head, **kwargs)
+
+
+def _validate_generation_mode(
+    original: Callable, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict
+) -> None:
+    head = generation_mode_kwargs.get("assistant_model")
+    if isinstance(head, DraftHead):
+        refuse_call(target, head, generation_mode, generation_config)
+    original(target, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwargs: Any) -> Any:
+    head = kwargs.get("assistant_model")
+    if not isinstance(head, DraftHead):
+        return original(target, *args, **kwargs)
+    mask = kwargs["model_kwargs"].get("attention_mask")
+    return DraftHeadCandidateGenerator(head, target, kwargs["generation_config"].max_length, mask)

@@ -1,0 +1,95 @@
+"""What a generation bought: accepted tokens per round, acceptance length, pos-acc. The only definitions of these."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .tree import DraftTree
+
+
+def acceptance_length(num_accepted: list[list[int]]) -> float:
+    """tau: mean over rounds of accepted draft tokens **plus the bonus token**; 0.0 without rounds."""
+    rounds = [n for row in num_accepted for n in row]
+    return sum(n + 1 for n in rounds) / len(rounds) if rounds else 0.0
+
+
+def position_acceptance(num_accepted: list[list[int]], offered: list[list[int]]) -> list[float]:
+    """pos-acc(i) = P(draft position i accepted | all earlier ones accepted), position 1 first (PosS, section 3).
+
+    A round counts for position i if it drafted that deep (`offered`) and accepted the first i - 1 positions.
+
+    Args:
+        num_accepted: Accepted draft tokens, per row and round.
+        offered: Draft positions that could have been accepted, per row and round (fewer near the length limit).
+    """
+    pairs = [(n, d) for row, depth in zip(num_accepted, offered, strict=True) for n, d in zip(row, depth, strict=True)]
+    deepest = max((d for _, d in pairs), default=0)
+    result = []
+    for position in range(1, deepest + 1):
+        reached = [n for n, d in pairs if d >= position and n >= position - 1]
+        if not reached:
+            break
+        result.append(sum(n >= position for n in reached) / len(reached))
+    return result
+
+
+@dataclass
+class GenerationStats:
+    """Statistics of one `generate` call.
+
+    Attributes:
+        num_accepted: Per batch row, the accepted draft tokens of each round (bonus token not counted).
+        offered: Per batch row, the draft positions each round could have accepted.
+        target_forwards: Forwards of the target, the prefill included.
+        draft_forwards: Forwards of the draft head's specialists that computed outputs.
+        host_syncs: Times the host waited for the device.
+        seconds: Wall seconds by stage, filled when `heads.profile` is set: `prefill`, `draft`, `target`, `total`, ...
+        trees: One draft tree per round, on the CPU, when `heads.trace` is set.
+    """
+
+    num_accepted: list[list[int]] = field(default_factory=list)
+    offered: list[list[int]] = field(default_factory=list)
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    host_syncs: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    trees: list[DraftTree] = field(default_factory=list)
+    profile: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the longest row."""
+        return max((len(row) for row in self.num_accepted), default=0)
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau, with the bonus token."""
+        return acceptance_length(self.num_accepted)
+
+    @property
+    def pos_acc(self) -> list[float]:
+        """Conditional acceptance per draft position, position 1 first."""
+        return position_acceptance(self.num_accepted, self.offered)
+
+    def record_round(self, row: int, num_accepted: int, offered: int) -> None:
+        """Adds one verified round of one batch row."""
+        while len(self.num_accepted) <= row:
+            self.num_accepted.append([])
+            self.offered.append([])
+        self.num_accepted[row].append(num_accepted)
+        self.offered[row].append(offered)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of a block to `seconds[name]` when profiling."""
+        if not self.profile:
+            yield
+            return
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,38 @@
+"""When a generation ends: length and end-of-sequence inside a block, and any other criterion token by token."""
+
+from __future__ import annotations
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+
+class StopRule:
+    """Stopping criteria split into those a block of tokens can be cut by, and those that must see every token.
+
+    Attributes:
+        per_token: Whether some criterion (stop strings, time, a user's own) has to be called for every token.
+        max_length: Total tokens allowed, prompt included; `None` without limit.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.criteria = criteria
+        self.per_token = any(type(c) not in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self.max_length: int | None = min(lengths, default=None)
+        self._eos_ids = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
+
+    def cut(self, token_ids: list[int], length: int) -> tuple[int, bool]:
+        """How many tokens of a block may be emitted after `length` tokens, and whether generation ends there."""
+        allowed = len(token_ids)
+        stopped = False
+        if self.max_length is not None and length + allowed >= self.max_length:
+            allowed, stopped = max(self.max_length - length, 1), True
+        for index, token in enumerate(token_ids[:allowed]):
+            if token in self._eos_ids:
+                return index + 1, True
+        return allowed, stopped
+
+    def met(self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Calls every criterion once, as plain `generate` does after each token. Waits for the device."""
+        return bool(self.criteria(input_ids, scores).all())

@@ -1,0 +1,114 @@
+"""Draft trees as values: tokens, parents and depths in tensors; masks and paths derive from the parents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A draft tree for B rows of N nodes; node 0 is the root, the newest committed token.
+
+    Attributes:
+        token_ids: int64 [B, N].
+        parents: int64 [B, N], index of each node's parent, -1 for the root; a parent precedes its children.
+        depths: int64 [B, N], the root has depth 0.
+        scores: fp32 [B, N], sum of draft log-probabilities from the root (root 0).
+        max_depth: Upper bound D of `depths`, known without looking at the tensors.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    scores: torch.Tensor
+    max_depth: int
+
+    @property
+    def num_nodes(self) -> int:
+        """N, including the root."""
+        return self.token_ids.shape[1]
+
+    @staticmethod
+    def root_only(root_ids: torch.Tensor) -> DraftTree:
+        """A tree without drafted nodes, from root tokens [B]."""
+        ids = root_ids[:, None]
+        return DraftTree(ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0)
+
+    def ancestor_mask(self) -> torch.Tensor:
+        """bool [B, N, N]: `mask[b, i, j]` says that j is i itself or an ancestor of i.
+
+        Doubling: after step s every node knows its ancestors up to 2^s generations back.
+        """
+        batch, nodes = self.parents.shape
+        mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(batch, -1, -1)
+        jump = self.parents.clamp_min(0)
+        reached = 0
+        while reached < self.max_depth:
+            mask = mask | mask.gather(1, jump[:, :, None].expand(-1, -1, nodes))
+            jump = jump.gather(1, jump)
+            reached = 2 * reached + 1
+        return mask
+
+    def path_to(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Root-to-node paths, int64 [B, max_depth + 1], padded at the end with the node itself.
+
+        Args:
+            nodes: int64 [B], the node each path ends in.
+        """
+        current, steps = nodes, [nodes]
+        for _ in range(self.max_depth):
+            current = self.parents.gather(1, current[:, None])[:, 0].clamp_min(0)
+            steps.append(current)
+        # The walk ends in repeated roots; shift each row so that it starts at its root exactly once.
+        walk = torch.stack(steps[::-1], dim=1)
+        depth = self.depths.gather(1, nodes[:, None])
+        offset = torch.arange(self.max_depth + 1, device=nodes.device)[None] + self.max_depth - depth
+        return walk.gather(1, offset.clamp_max(self.max_depth))
+
+    def to(self, device: torch.device) -> DraftTree:
+        """The tree on another device."""
+        tensors = (self.token_ids, self.parents, self.depths, self.scores)
+        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth)
+
+
+def select_nodes(
+    token_ids: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    scores: torch.Tensor,
+    root_ids: torch.Tensor,
+    num_drafted: int,
+    max_depth: int,
+) -> DraftTree:
+    """Keeps the best drafted candidates, in the order they were generated, under a root (EAGLE-2, section 4.2).
+
+    Log-probabilities are at most 0, so a parent never scores below its child and the selection stays connected; ties
+    (a child of probability 1) are broken in favour of the earlier candidate, the parent.
+
+    Args:
+        token_ids, parents, depths: int64 [B, C] candidates; parents count candidates from 1, 0 is the root.
+        scores: fp32 [B, C].
+        root_ids: int64 [B].
+        num_drafted: Nodes to keep, root excluded.
+        max_depth: D.
+    """
+    batch, candidates = scores.shape
+    if num_drafted < candidates:
+        # The stable sort, unlike topk, takes the earlier of two equal scores.
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_drafted]
+        kept = order.sort(dim=1).values
+    else:
+        kept = torch.arange(candidates, device=scores.device)[None].expand(batch, -1)
+    new_index = torch.zeros(batch, candidates + 1, dtype=torch.long, device=scores.device)
+    numbers = torch.arange(1, kept.shape[1] + 1, device=scores.device)[None].expand(batch, -1)
+    new_index.scatter_(1, kept + 1, numbers)
+    root = DraftTree.root_only(root_ids)
+    return DraftTree(
+        token_ids=torch.cat([root.token_ids, token_ids.gather(1, kept)], dim=1),
+        parents=torch.cat([root.parents, new_index.gather(1, parents.gather(1, kept))], dim=1),
+        depths=torch.cat([root.depths, depths.gather(1, kept)], dim=1),
+        scores=torch.cat([root.scores, scores.gather(1, kept)], dim=1),
+        max_depth=max_depth,
+    )
