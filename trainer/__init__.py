@@ -3,6 +3,18 @@
 Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --config recipe.yaml key=value ...`.
 """
 
+from .config import DraftHeadTrainingArguments
+from .data import PackedCollator, PaddedCollator, prepare_dataset
+from .trainer import DraftHeadTrainer
 from .unroll import PassLosses, Unroll, unroll_losses
 
-__all__ = ["PassLosses", "Unroll", "unroll_losses"]
+__all__ = [
+    "DraftHeadTrainer",
+    "DraftHeadTrainingArguments",
+    "PackedCollator",
+    "PaddedCollator",
+    "PassLosses",
+    "Unroll",
+    "prepare_dataset",
+    "unroll_losses",
+]

@@ -1,0 +1,86 @@
+"""Checkpoints that are complete or absent: written beside, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+PARTIAL = ".partial-checkpoint"
+
+
+class AtomicCheckpoints:
+    """Mixin for `Trainer`: a process killed while saving leaves the previous checkpoint the newest.
+
+    Trainer writes into `<output_dir>/.partial-checkpoint/`, a name that resuming does not look at; the finished folder
+    is then renamed to `checkpoint-<step>`. `train(resume_from_checkpoint=True)` therefore finds complete folders only.
+    """
+
+    _writing_partial = False
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, PARTIAL) if self._writing_partial else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(run / PARTIAL, ignore_errors=True)
+        self._wait()
+        self._writing_partial = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing_partial = False
+        self._wait()
+        if self.args.should_save:
+            self._publish(run / PARTIAL / name, run / name)
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self._wait()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(run / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes once the checkpoint has its final name."""
+        if not self._writing_partial:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        if self.state.best_model_checkpoint == str(partial):
+            self.state.best_model_checkpoint = str(final)
+            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        if final.exists():  # the same step saved before
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        shutil.rmtree(partial.parent, ignore_errors=True)
+        _flush(final.parent)
+
+    def _wait(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+
+def _flush(path: Path) -> None:
+    """Writes a file or folder entry through to the disk, where the system offers that."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # folders cannot be opened on Windows
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,99 @@
+"""`DraftHeadTrainingArguments`: transformers' `TrainingArguments` plus what the unroll, the data and evaluation need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+BACKWARDS = ("per_pass", "summed")
+PASS_REDUCTIONS = ("sum", "mean")
+NOISE_SCALINGS = ("none", "eagle")
+
+
+@dataclass
+class DraftHeadTrainingArguments(TrainingArguments):
+    """Arguments of [`DraftHeadTrainer`].
+
+    Args:
+        num_passes: Draft positions the unroll trains, the depth. Default: `trained_positions` of the heads' config,
+            else `num_specialists * positions_per_specialist` (1 for EAGLE heads). EAGLE trains 1 pass, HASS 3 and
+            POSS 6 to 12.
+        feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0).
+        token_loss_weight: Weight of the cross-entropy against the target's distribution (EAGLE: 0.1).
+        top_k_loss_weight: Weight of the top-K cross-entropy (HASS: 1.0; EAGLE and PosS train with 0.0).
+        top_k: K of the top-K loss (HASS: 10).
+        feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
+            EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
+        feature_noise_scaling: `"none"` as in EAGLE's paper; `"eagle"` as in the authors' code, which multiplies the
+            noise by 512 / length of the document in tokens.
+        backward: `"per_pass"` runs one backward per pass and frees its graph, as HASS and PosS do; `"summed"` runs one
+            backward through the sum of all passes. The streams are detached, so the gradients are equal; `per_pass`
+            needs the memory of one pass, `summed` of all.
+        pass_reduction: `"sum"` over passes, as the authors' gradients; `"mean"` divides by `num_passes`, which keeps
+            the effective learning rate when the depth changes.
+        upstream_masking: Train with the attention of the HASS and PosS training code, in which masked scores count
+            as 0. For parity experiments only: drafting has a true mask.
+        max_length: Longest training example in tokens; longer chats are cut, longer texts split.
+        packing: Put several examples in one row of up to `max_length` tokens, with no attention across them.
+        eval_acceptance_prompts: Prompts of the evaluation set to generate from for `eval_acceptance_length` and
+            `eval_pos_acc_i`; 0 leaves both out.
+        eval_prompt_length: Longest prompt cut from a plain text, in tokens (a chat is cut where its first reply
+            begins).
+        eval_max_new_tokens: Tokens to generate per prompt.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    num_passes: int | None = field(default=None, metadata={"help": "Draft positions the unroll trains."})
+    feature_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the feature loss."})
+    token_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the token loss."})
+    top_k_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the top-K loss."})
+    top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
+    feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
+    feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
+    backward: str = field(default="per_pass", metadata={"help": f"One of {BACKWARDS}."})
+    pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
+    upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
+    max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
+    packing: bool = field(default=False, metadata={"help": "Several examples per row, without attention across them."})
+    eval_acceptance_prompts: int = field(default=16, metadata={"help": "Prompts to generate from in evaluation."})
+    eval_prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt cut from a plain text."})
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens generated per evaluation prompt."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False: the heads' forward takes rows."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_passes is not None:
+            _at_least("num_passes", self.num_passes, 1)
+        for name in ("feature_loss_weight", "token_loss_weight", "top_k_loss_weight", "feature_noise"):
+            _at_least(name, getattr(self, name), 0)
+        if not (self.feature_loss_weight or self.token_loss_weight or self.top_k_loss_weight):
+            raise ValueError(
+                "all of `feature_loss_weight`, `token_loss_weight` and `top_k_loss_weight` are 0, so nothing would be "
+                "trained; set at least one above 0."
+            )
+        _at_least("top_k", self.top_k, 1)
+        _at_least("max_length", self.max_length, 3)
+        _at_least("eval_acceptance_prompts", self.eval_acceptance_prompts, 0)
+        _at_least("eval_prompt_length", self.eval_prompt_length, 1)
+        _at_least("eval_max_new_tokens", self.eval_max_new_tokens, 1)
+        _one_of("backward", self.backward, BACKWARDS)
+        _one_of("pass_reduction", self.pass_reduction, PASS_REDUCTIONS)
+        _one_of("feature_noise_scaling", self.feature_noise_scaling, NOISE_SCALINGS)
+        if self.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns` must be False: the columns of a batch are read by the unroll, not by the "
+                "heads' forward; leave it out."
+            )
+
+
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if value < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}, got {value!r}.")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {list(choices)}, got {value!r}.")

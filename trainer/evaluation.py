@@ -1,0 +1,93 @@
+"""Running means of the loss components, and acceptance measured by generating."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from hf_specheads.metrics import acceptance_length, position_acceptance
+from hf_specheads.modeling import DraftHead
+
+from .config import DraftHeadTrainingArguments
+from .unroll import PassLosses
+
+COMPONENTS = ("feature_loss", "token_loss", "top_k_loss")
+
+
+class LossMeter:
+    """Sums of each loss component per draft position, over batches and processes.
+
+    Attributes:
+        steps: What to divide the sums by when they are read: optimizer steps, or rows.
+    """
+
+    def __init__(self, num_passes: int, device: torch.device | str):
+        self.sums = torch.zeros(num_passes, len(COMPONENTS), device=device)
+        self.steps = 0
+
+    def add(self, position: int, losses: PassLosses) -> None:
+        """Adds the losses of one pass."""
+        self.sums[position] += torch.stack([getattr(losses, name).detach().float() for name in COMPONENTS])
+
+    def drain(self, per_step_of_all: bool = False) -> dict[str, float]:
+        """Means since the last call, `feature_loss_1` first, summed over processes; starts anew.
+
+        Args:
+            per_step_of_all: Whether `steps` is summed over processes too (rows) or the same on all (optimizer steps).
+        """
+        steps = torch.tensor(float(self.steps), device=self.sums.device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.sums)
+            if per_step_of_all:
+                dist.all_reduce(steps)
+        means = (self.sums / steps.clamp_min(1)).tolist()
+        self.sums.zero_()
+        self.steps = 0
+        return {f"{name}_{i + 1}": row[c] for i, row in enumerate(means) for c, name in enumerate(COMPONENTS)}
+
+
+@torch.no_grad()
+def generation_metrics(
+    heads: DraftHead,
+    target: PreTrainedModel,
+    prompts: list[list[int]],
+    args: DraftHeadTrainingArguments,
+) -> dict[str, float]:
+    """Acceptance of greedy generation with these heads, pooled over rounds: the code of `generate`, nothing else.
+
+    Args:
+        heads: Trained heads, with the tree to measure.
+        target: Their target.
+        prompts: Token ids; shared out over the processes.
+        args: For `eval_max_new_tokens` and the process.
+
+    Returns:
+        `acceptance_length` and `pos_acc_1`, ...; empty without prompts.
+    """
+    accepted: list[list[int]] = []
+    offered: list[list[int]] = []
+    was_training = heads.training
+    heads.eval()
+    for prompt in prompts[args.process_index :: args.world_size]:
+        ids = torch.tensor([prompt], device=target.device)
+        target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=heads,
+            do_sample=False,
+            max_new_tokens=args.eval_max_new_tokens,
+        )
+        accepted += heads.last_stats.num_accepted
+        offered += heads.last_stats.offered
+    heads.train(was_training)
+    if args.world_size > 1:
+        everyone: list[tuple[list[list[int]], list[list[int]]]] = [([], [])] * args.world_size
+        dist.all_gather_object(everyone, (accepted, offered))
+        accepted = [row for theirs, _ in everyone for row in theirs]
+        offered = [row for _, theirs in everyone for row in theirs]
+    if not any(accepted):
+        return {}
+    metrics = {"acceptance_length": acceptance_length(accepted)}
+    metrics.update({f"pos_acc_{i}": value for i, value in enumerate(position_acceptance(accepted, offered), start=1)})
+    return metrics

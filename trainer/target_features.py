@@ -1,0 +1,122 @@
+"""Features of the frozen target, computed in process, and the rows the unroll trains on.
+
+Nothing is written to disk, and the target is never part of the optimizer or of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .streams import document_starts
+
+
+class FrozenTarget:
+    """A target that only computes features.
+
+    Args:
+        target: The target model. **It is frozen in place**: evaluation mode, no parameter requires a gradient.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.model = target.eval().requires_grad_(False)
+        self.embed_tokens = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        accepted = inspect.signature(target.forward).parameters
+        self._takes_position_ids = "position_ids" in accepted
+        # Only the features are wanted, so `lm_head` runs on a single row.
+        self._fewer_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    @torch.no_grad()
+    def features(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Features of every token of a batch: [B, T, H], in the target's dtype.
+
+        Args:
+            batch: As the collators of [`data`] make it. Rows of several documents are told apart by `position_ids`,
+                which transformers turns into masks that keep the documents apart.
+
+        Raises:
+            ValueError: for packed rows and a target that takes no `position_ids`.
+        """
+        inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
+        if "document_ids" in batch:
+            if not self._takes_position_ids:
+                raise ValueError(
+                    f"{type(self.model).__name__} takes no `position_ids`, so packed documents could not be kept apart; "
+                    "set packing=False."
+                )
+            inputs["position_ids"] = batch["position_ids"]
+        else:
+            inputs["attention_mask"] = batch.get("attention_mask")
+        outputs = self.model(**inputs, **self._fewer_logits, output_hidden_states=-1, use_cache=False)
+        return outputs.hidden_states[-1]
+
+
+def unroll_inputs(
+    batch: dict[str, torch.Tensor], features: torch.Tensor, noise: torch.Tensor | None = None
+) -> dict[str, torch.Tensor | None]:
+    """The T - 1 rows of T tokens, as keyword arguments of [`Unroll`].
+
+    Row t pairs the feature of token t with token t + 1, and is supervised if token t + 1 is, i.e. where drafting may
+    start in use. The last token of a document has no row, because nothing follows it.
+
+    Args:
+        batch: As the collators make it; `loss_mask` [B, T] is nonzero at supervised tokens.
+        features: [B, T, H], target features.
+        noise: [B, T, H], added to the input features only.
+    """
+    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    inputs = features if noise is None else features + noise.to(features.dtype)
+    attention_mask = batch.get("attention_mask")
+    documents, positions = batch.get("document_ids"), batch.get("position_ids")
+    return {
+        "features": inputs[:, :-1],
+        "next_token_ids": ids[:, 1:],
+        "target_features": features[:, 1:],
+        "loss_mask": loss_mask[:, 1:],
+        "attention_mask": None if attention_mask is None else attention_mask[:, :-1] * attention_mask[:, 1:],
+        "document_ids": None if documents is None else documents[:, :-1],
+        "position_ids": None if positions is None or documents is None else positions[:, :-1],
+    }
+
+
+def feature_noise(
+    features: torch.Tensor,
+    batch: dict[str, torch.Tensor],
+    half_width: float,
+    scaling: str,
+    generator: torch.Generator,
+) -> torch.Tensor | None:
+    """Uniform noise U(-a, a) for input features (EAGLE, arXiv 2401.15077, section 4.1), or `None` for a = 0.
+
+    Args:
+        features: [B, T, H].
+        batch: As the collators make it.
+        half_width: a.
+        scaling: `"none"`, or `"eagle"`: times 512 / length of the document in tokens, as the authors' code does.
+        generator: Source of randomness, on the features' device.
+
+    Returns:
+        fp32 [B, T, H].
+    """
+    if half_width == 0:
+        return None
+    noise = torch.rand(features.shape, device=features.device, generator=generator).mul_(2).sub_(1).mul_(half_width)
+    if scaling == "eagle":
+        noise *= (512.0 / document_lengths(batch))[..., None]
+    return noise
+
+
+def document_lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """fp32 [B, T], the number of real tokens of the document each token belongs to (at least 1)."""
+    documents = batch.get("document_ids")
+    if documents is None:
+        documents = torch.zeros_like(batch["input_ids"])
+    if batch.get("attention_mask") is not None:
+        documents = documents.masked_fill(batch["attention_mask"] == 0, -1)
+    run = document_starts(documents).long().cumsum(dim=1) - 1  # [B, T], index of the run of equal ids
+    counts = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
+    return counts.gather(1, run).float()

@@ -1,0 +1,289 @@
+"""`DraftHeadTrainer`: a `transformers.Trainer` whose loss is the multi-position unroll."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_specheads.heads.eagle import EagleHead
+
+from .checkpoints import AtomicCheckpoints
+from .config import DraftHeadTrainingArguments
+from .data import cut_prompts, default_collator, prepare_dataset
+from .evaluation import LossMeter, generation_metrics
+from .target_features import FrozenTarget, feature_noise, unroll_inputs
+from .unroll import PassLosses, Unroll
+
+
+class DraftHeadTrainer(AtomicCheckpoints, Trainer):
+    """Trains draft heads of the EAGLE family on the features of a frozen target.
+
+    Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
+    first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i`, from `target.generate(assistant_model=heads)`.
+
+    Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
+    step does not depend on how its batch is split over processes and accumulation steps.
+
+    Args:
+        model: The heads to train.
+        target: Their target. **Frozen in place**; neither optimized nor saved.
+        args: [`DraftHeadTrainingArguments`].
+        train_dataset, eval_dataset: `datasets` with `messages`, `text` or `input_ids`; see [`data.prepare_dataset`].
+        processing_class: Tokenizer, needed for `messages` and `text`.
+        data_collator: Default: padded or packed rows, as `args.packing` says.
+        eval_prompts: Token ids of prompts for the acceptance metrics; default: cut from `eval_dataset`.
+        **kwargs: As in `transformers.Trainer`.
+
+    Raises:
+        ValueError: if the passes leave a specialist untrained, or for FSDP and DeepSpeed.
+        WrongTargetError: if the heads do not fit the target.
+    """
+
+    def __init__(
+        self,
+        model: EagleHead,
+        target: PreTrainedModel,
+        args: DraftHeadTrainingArguments,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        data_collator: Callable | None = None,
+        eval_prompts: Sequence[Sequence[int]] | None = None,
+        **kwargs: Any,
+    ):
+        self.num_passes = resolve_num_passes(model, args)
+        model.bind(target)
+        with args.main_process_first(desc="tokenizing"):
+            train_dataset = prepare_dataset(train_dataset, processing_class, args.max_length)
+            if isinstance(eval_dataset, dict):
+                eval_dataset = {k: prepare_dataset(d, processing_class, args.max_length) for k, d in eval_dataset.items()}
+            else:
+                eval_dataset = prepare_dataset(eval_dataset, processing_class, args.max_length)
+        if data_collator is None:
+            data_collator = default_collator(processing_class, args.max_length, args.packing)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self._refuse_sharding()
+        if args.upstream_masking:
+            warnings.warn(
+                "upstream_masking=True trains with masks that drafting does not have; use it for parity experiments only.",
+                stacklevel=2,
+            )
+        self.frozen_target = FrozenTarget(target)
+        if not getattr(target, "hf_device_map", None):
+            target.to(self.args.device)
+        model.config.trained_positions = self.num_passes
+        model.config.train_max_length = args.max_length
+        self._eval_prompts = eval_prompts
+        self._micro_step = 0
+        self._train_losses = LossMeter(self.num_passes, self.args.device)
+
+    def _refuse_sharding(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
+                "Launch without them (for a large target, load it with `device_map`)."
+            )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} devices are visible to one process; start one process per device with "
+                "`accelerate launch`, or show it a single device."
+            )
+
+    # ------------------------------------------------------------------ loss
+    def start_unroll(
+        self,
+        batch: dict[str, torch.Tensor],
+        num_items: torch.Tensor | float | None = None,
+        *,
+        training: bool = True,
+        separate_backward: bool = False,
+    ) -> Unroll:
+        """The unroll of one batch: target features, input noise when training, and the rows."""
+        features = self.frozen_target.features(batch)
+        noise = self._noise(features, batch) if training else None
+        return Unroll(
+            self.model,
+            **unroll_inputs(batch, features, noise),
+            embed_tokens=self.frozen_target.embed_tokens,
+            lm_head=self.frozen_target.lm_head,
+            top_k=self.args.top_k,
+            upstream_masking=self.args.upstream_masking and self.num_passes > 1,
+            num_items=num_items,
+            separate_backward=separate_backward,
+        )
+
+    def weighted_loss(self, losses: PassLosses) -> torch.Tensor:
+        """Weighted loss of one pass; scalar."""
+        args = self.args
+        total = losses.weighted(args.feature_loss_weight, args.token_loss_weight, args.top_k_loss_weight)
+        return total / self.num_passes if args.pass_reduction == "mean" else total
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, list[PassLosses]]]:
+        """Weighted sum of all passes' losses, in one graph."""
+        unroll = self.start_unroll(inputs, num_items_in_batch, training=self.model.training)
+        passes = [unroll.next_pass() for _ in range(self.num_passes)]
+        loss = torch.stack([self.weighted_loss(losses) for losses in passes]).sum()
+        return (loss, {"passes": passes}) if return_outputs else loss
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Gradients of one batch. The heads are called without their DDP wrapper, and the gradients are summed over
+        processes here, because several backwards per forward are more than DDP handles."""
+        self.model.train()
+        inputs = self._prepare_inputs(inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        if self.args.backward == "per_pass":
+            loss = self._backward_per_pass(inputs, num_items_in_batch)
+        else:
+            loss = self._backward_summed(inputs, num_items_in_batch)
+        self._micro_step += 1
+        if self.accelerator.sync_gradients:
+            self._micro_step = 0
+            self._train_losses.steps += 1
+            self._sum_gradients()
+        # Trainer logs the mean over processes of what is a share of the whole step's loss.
+        return loss * self.args.world_size
+
+    def _backward_per_pass(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device=self.args.device)
+        with self.accelerator.autocast():
+            unroll = self.start_unroll(inputs, num_items, separate_backward=True)
+        for position in range(self.num_passes):
+            with self.accelerator.autocast():
+                losses = unroll.next_pass()
+                loss = self.weighted_loss(losses)
+            self.accelerator.backward(loss)
+            self._train_losses.add(position, losses)
+            total += loss.detach()
+        unroll.finish_backward()
+        return total
+
+    def _backward_summed(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.autocast():
+            loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True, num_items_in_batch=num_items)
+        self.accelerator.backward(loss)
+        for position, losses in enumerate(outputs["passes"]):
+            self._train_losses.add(position, losses)
+        return loss.detach()
+
+    def _sum_gradients(self) -> None:
+        """All-reduce of all gradients as one flat tensor; a parameter unused on this process counts as zero."""
+        if self.args.world_size <= 1:
+            return
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+        dist.all_reduce(flat)
+        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad.copy_(grad.view_as(parameter))
+
+    def _noise(self, features: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Noise seeded by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
+        if self.args.feature_noise == 0:
+            return None
+        key = np.random.SeedSequence(
+            [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
+        )
+        generator = torch.Generator(features.device).manual_seed(int(key.generate_state(1)[0]))
+        return feature_noise(features, batch, self.args.feature_noise, self.args.feature_noise_scaling, generator)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
+        """Supervised rows of one optimizer step, over all its batches and processes."""
+        count = sum(torch.count_nonzero(batch["loss_mask"][:, 1:]) for batch in batch_samples)
+        count = torch.as_tensor(count, device=device, dtype=torch.float32)
+        if self.args.world_size > 1:
+            dist.all_reduce(count)
+        return count
+
+    # ------------------------------------------------------------------ logging, evaluation
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in Trainer; training logs gain each loss component per draft position."""
+        if "loss" in logs:
+            logs.update(self._train_losses.drain())
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: torch.utils.data.DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Losses without noise over the evaluation set, and what generation with these heads accepts."""
+        self.model.to(self.args.device).eval()
+        meter = LossMeter(self.num_passes, self.args.device)
+        examples = 0
+        for batch in dataloader:
+            inputs = self._prepare_inputs(batch)
+            examples += inputs["input_ids"].shape[0]
+            with torch.no_grad(), self.accelerator.autocast():
+                unroll = self.start_unroll(inputs, 1.0, training=False)  # divided by 1: sums over rows
+                for position in range(self.num_passes):
+                    meter.add(position, unroll.next_pass())
+            meter.steps += int(unroll.supervised.numel())
+        components = meter.drain(per_step_of_all=True)
+        weights = {"feature": self.args.feature_loss_weight, "token": self.args.token_loss_weight,
+                   "top_k": self.args.top_k_loss_weight}  # fmt: skip
+        loss = sum(weights[name.split("_loss_")[0]] * value for name, value in components.items())
+        metrics = {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
+        metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
+        return EvalLoopOutput(
+            predictions=None,
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            num_samples=examples,
+        )
+
+    def _prompts(self, dataloader: torch.utils.data.DataLoader) -> list[list[int]]:
+        args = self.args
+        if self._eval_prompts is not None:
+            return [list(prompt) for prompt in self._eval_prompts[: args.eval_acceptance_prompts]]
+        return cut_prompts(dataloader.dataset, args.eval_acceptance_prompts, args.eval_prompt_length)
+
+
+def resolve_num_passes(heads: EagleHead, args: DraftHeadTrainingArguments) -> int:
+    """Draft positions to train: as the arguments say, else as the heads' config does.
+
+    Raises:
+        ValueError: if some specialist would have no position.
+    """
+    config = heads.config
+    passes = args.num_passes or config.trained_positions or config.num_specialists * config.positions_per_specialist
+    reached = heads.specialist_of(passes - 1) + 1
+    if reached < config.num_specialists:
+        needed = (config.num_specialists - 1) * config.positions_per_specialist + 1
+        raise ValueError(
+            f"num_passes={passes} trains {reached} of {config.num_specialists} specialists with "
+            f"{config.positions_per_specialist} position(s) each; set num_passes to at least {needed}."
+        )
+    return passes
