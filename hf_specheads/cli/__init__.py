@@ -1,1 +1,62 @@
 """Command line: `specheads ...` or `python -m hf_specheads ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..version import __version__
+from . import convert, demo, env, evaluate, generate, inspect, train
+
+COMMANDS = {
+    "demo": demo,
+    "generate": generate,
+    "eval": evaluate,
+    "train": train,
+    "inspect": inspect,
+    "convert": convert,
+    "env": env,
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands; each module adds its own arguments and a function `run(args) -> exit code`."""
+    parser = argparse.ArgumentParser(
+        prog="specheads", description="Draft heads that speed up generation without changing its output."
+    )
+    parser.add_argument("--version", action="version", version=f"hf-specheads {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, module in COMMANDS.items():
+        description = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=description.splitlines()[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Returns:
+        The exit code: 0 for success, 1 for a failed check, 2 for wrong input.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:  # all its arguments, --help included, are the trainer's
+        return train.hand_over(argv[1:])
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        if args.traceback:
+            raise
+        print(f"specheads: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,36 @@
+"""Rewrite heads in their authors' layout (EAGLE-1/2, HASS, PosS) in this package's own layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .arguments import DTYPES, add_heads_arguments, load_heads_from, torch_dtype
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Source, destination, and what the source does not tell."""
+    parser.add_argument("heads", help="folder or Hub id of the heads to read")
+    parser.add_argument("output", type=Path, help="folder to write")
+    parser.add_argument("--target", help="target they were made for: its identity is stored with the heads")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: as stored)")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    add_heads_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads, checks, remembers the target if given, writes."""
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())) and not args.overwrite:
+        raise FileExistsError(f"{args.output} exists and is not empty; choose another folder or pass --overwrite.")
+    heads = load_heads_from(args, args.heads, dtype=torch_dtype(args.dtype))
+    if args.target:
+        from transformers import AutoModelForCausalLM
+
+        target = AutoModelForCausalLM.from_pretrained(
+            args.target, dtype="auto", local_files_only=args.local_files_only
+        )
+        heads.check_target(target)
+        heads.remember_target(target)
+    heads.save_pretrained(args.output)
+    print(f"wrote {type(heads).__name__} ({heads.config.method}) to {args.output}")
+    return 0

@@ -1,0 +1,72 @@
+"""Text with accepted runs marked, and tables, for a terminal or a plain file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def use_colour(stream: TextIO | None = None) -> bool:
+    """Whether to colour: a terminal, and `NO_COLOR` not set."""
+    stream = stream or sys.stdout
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def spans(num_tokens: int, num_accepted: Sequence[int]) -> list[tuple[int, int, bool]]:
+    """Which tokens were drafted and accepted: (first, past the last, accepted), covering all `num_tokens`.
+
+    The first token comes from the prefill; each round then gives its accepted tokens and one of the target's own.
+    """
+    result, position = [(0, min(1, num_tokens), False)], 1
+    for accepted in num_accepted:
+        for length, drafted in ((accepted, True), (1, False)):
+            end = min(position + length, num_tokens)
+            if end > position:
+                result.append((position, end, drafted))
+            position = end
+    if position < num_tokens:
+        result.append((position, num_tokens, False))
+    return result
+
+
+def marked_text(
+    token_ids: Sequence[int],
+    num_accepted: Sequence[int],
+    decode: Callable[[list[int]], str],
+    colour: bool,
+) -> str:
+    """The text with every accepted run in green, or in ⟦brackets⟧ without colour.
+
+    Pieces are differences of growing prefixes, so characters spread over several tokens stay whole.
+    """
+    start, end = (GREEN, RESET) if colour else ("⟦", "⟧")
+    ids, done, pieces = list(token_ids), "", []
+    for _, last, accepted in spans(len(ids), num_accepted):
+        text = decode(ids[:last])
+        stable = text.rstrip("\ufffd") if last < len(ids) else text
+        piece, done = stable[len(done) :], stable if len(stable) > len(done) else done
+        pieces.append(f"{start}{piece}{end}" if accepted and piece else piece)
+    return "".join(pieces)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An aligned table: first column left, the others right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    text.insert(1, "-" * len(text[0]))
+    return "\n".join(text)
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    """A rounded number, or a dash for one that was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def pos_acc_text(pos_acc: Sequence[float]) -> str:
+    """`1: 0.71  2: 0.65 ...`, draft position and conditional acceptance."""
+    return "  ".join(f"{position}: {value:.2f}" for position, value in enumerate(pos_acc, start=1)) or "-"

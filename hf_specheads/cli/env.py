@@ -1,0 +1,48 @@
+"""Print versions and devices, for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+
+PACKAGES = (
+    "hf-specheads", "transformers", "torch", "peft", "accelerate", "safetensors", "huggingface-hub", "datasets",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def collect() -> dict[str, str]:
+    """Versions and devices as text."""
+    import torch
+
+    facts = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+    facts["torch threads"] = str(torch.get_num_threads())
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    facts["accelerators"] = ", ".join(devices) or "none"
+    facts["generate() dispatch"] = _dispatch_state()
+    return facts
+
+
+def _dispatch_state() -> str:
+    from transformers import GenerationMixin
+
+    import hf_specheads  # noqa: F401 (importing it installs the dispatch)
+
+    installed = getattr(GenerationMixin._assisted_decoding, "_specheads_original", None) is not None
+    return "installed" if installed else "not installed"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one fact a line."""
+    for name, value in collect().items():
+        print(f"{name:<20} {value}")
+    return 0

@@ -1,0 +1,147 @@
+"""Generating the same prompt plainly and with heads, and what the comparison says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..metrics import acceptance_length, position_acceptance
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedModel
+
+    from ..metrics import GenerationStats
+    from ..modeling import DraftHead
+
+
+@dataclass
+class Sample:
+    """One prompt generated with heads and, unless left out, plainly.
+
+    Attributes:
+        prompt_length: Tokens of the prompt.
+        token_ids: New tokens with heads.
+        seconds: Wall seconds with heads.
+        stats: Statistics of the generation with heads.
+        plain_token_ids, plain_seconds: The same, generated plainly; `None` if left out.
+    """
+
+    prompt_length: int
+    token_ids: list[int]
+    seconds: float
+    stats: GenerationStats
+    plain_token_ids: list[int] | None = None
+    plain_seconds: float | None = None
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Accepted draft tokens of each round."""
+        return self.stats.num_accepted[0] if self.stats.num_accepted else []
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether both generations gave the same tokens, `None` without the plain one."""
+        return None if self.plain_token_ids is None else self.plain_token_ids == self.token_ids
+
+    @property
+    def speed_up(self) -> float | None:
+        """Tokens per second with heads over tokens per second plain."""
+        if not self.plain_seconds:
+            return None
+        return (len(self.token_ids) / self.seconds) / (len(self.plain_token_ids or ()) / self.plain_seconds)
+
+
+@dataclass
+class Summary:
+    """All samples of a run taken together; ratios of sums, so that long generations weigh more."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens with heads."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """With heads, prefill included."""
+        return self.num_tokens / max(sum(sample.seconds for sample in self.samples), 1e-9)
+
+    @property
+    def plain_tokens_per_second(self) -> float | None:
+        """Plain, prefill included; `None` if any sample lacks it."""
+        if not self.samples or any(sample.plain_seconds is None for sample in self.samples):
+            return None
+        tokens = sum(len(sample.plain_token_ids or ()) for sample in self.samples)
+        return tokens / max(sum(sample.plain_seconds or 0.0 for sample in self.samples), 1e-9)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Of tokens per second."""
+        plain = self.plain_tokens_per_second
+        return None if plain is None else self.tokens_per_second / plain
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau over the rounds of all samples."""
+        return acceptance_length([row for sample in self.samples for row in sample.stats.num_accepted])
+
+    @property
+    def pos_acc(self) -> list[float]:
+        """Conditional acceptance per draft position over the rounds of all samples."""
+        return position_acceptance(
+            [row for sample in self.samples for row in sample.stats.num_accepted],
+            [row for sample in self.samples for row in sample.stats.offered],
+        )
+
+    @property
+    def target_forwards(self) -> int:
+        """Target forwards with heads; plain generation needs one per token."""
+        return sum(sample.stats.target_forwards for sample in self.samples)
+
+    @property
+    def all_identical(self) -> bool | None:
+        """Whether every text is identical, `None` if not compared."""
+        verdicts = [sample.identical for sample in self.samples]
+        return None if None in verdicts else all(verdicts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {
+            "prompts": len(self.samples),
+            "new_tokens": self.num_tokens,
+            "acceptance_length": self.acceptance_length,
+            "pos_acc": self.pos_acc,
+            "tokens_per_second": self.tokens_per_second,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "speed_up": self.speed_up,
+            "target_forwards": self.target_forwards,
+            "identical": self.all_identical,
+        }
+
+
+def run_sample(
+    target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding, compare: bool, **generate_kwargs: Any
+) -> Sample:
+    """Generates one prompt with heads and, if `compare`, plainly."""
+    token_ids, seconds = timed_generate(target, inputs, assistant_model=heads, **generate_kwargs)
+    sample = Sample(inputs["input_ids"].shape[1], token_ids, seconds, heads.last_stats)
+    if compare:
+        sample.plain_token_ids, sample.plain_seconds = timed_generate(target, inputs, **generate_kwargs)
+    return sample
+
+
+def warm_up(target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding) -> None:
+    """One short generation of each kind, so that first-call costs are not measured."""
+    for assistant in ({"assistant_model": heads}, {}):
+        target.generate(**inputs, max_new_tokens=8, do_sample=False, **assistant)
+
+
+def timed_generate(target: PreTrainedModel, inputs: BatchEncoding, **generate_kwargs: Any) -> tuple[list[int], float]:
+    """New tokens of one prompt [1, T], and the wall seconds they took."""
+
+    started = time.perf_counter()
+    output = target.generate(**inputs, **generate_kwargs)
+    token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    return token_ids, time.perf_counter() - started
