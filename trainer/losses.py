@@ -51,24 +51,46 @@ def feature_loss(drafted: torch.Tensor, target_features: torch.Tensor) -> torch.
     return F.smooth_l1_loss(drafted.float(), target_features.float(), reduction="none").mean(dim=-1)
 
 
+class _CrossEntropies(torch.autograd.Function):
+    """Token and top-k loss of [`token_and_top_k_loss`], with one [S, V] tensor kept and the gradient written once.
+
+    Over a large vocabulary the losses cost as much as `lm_head` when every operation reads and writes [S, V]; the
+    gradient to the logits is  (g + h P) q - g p - h p_K  with g, h the gradients of the two losses and P the mass of
+    the target's top K.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, probs, top_k_probs, top_k_ids):
+        with torch.autocast(logits.device.type, enabled=False):
+            draft = torch.softmax(logits, dim=-1)  # q, [S, V]
+            # The largest probability is 1 / sum(exp(logits - max)): its log gives the normaliser, log-softmax does not
+            # have to be computed (on CPUs it costs several times as much as softmax).
+            normaliser = logits.amax(dim=-1) - draft.amax(dim=-1).log()
+            token = normaliser - torch.bmm(probs[:, None], logits[..., None])[:, 0, 0]
+            top_k = (top_k_probs * (normaliser[:, None] - logits.gather(-1, top_k_ids))).sum(dim=-1)
+        ctx.save_for_backward(draft, probs, top_k_probs, top_k_ids)
+        return token, top_k
+
+    @staticmethod
+    def backward(ctx, token_grad, top_k_grad):
+        draft, probs, top_k_probs, top_k_ids = ctx.saved_tensors
+        draft_scale = token_grad + top_k_grad * top_k_probs.sum(dim=-1)
+        grad = (draft * draft_scale[:, None]).addcmul_(probs, token_grad[:, None], value=-1)
+        grad.scatter_add_(-1, top_k_ids, -top_k_grad[:, None] * top_k_probs)
+        return grad, None, None, None
+
+
 def token_and_top_k_loss(logits: torch.Tensor, target: TargetDistribution) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropies of the draft distribution q against the target's distribution p, [S] each, fp32.
+    """Cross-entropies of the draft distribution q against the target's distribution p, fp32 [S] each.
 
     token loss = -sum_x p(x) log q(x)                    (EAGLE, arXiv 2401.15077, section 3.2)
     top-k loss = -sum_{x in top-K of p} p(x) log q(x)    (HASS, arXiv 2408.15766, section 3.1), p not renormalised
-
-    With log q(x) = logit(x) - logsumexp(logits) neither needs a log-softmax over V to be stored.
 
     Args:
         logits: Draft logits [S, V].
         target: The target's distribution at the same rows.
     """
-    logits = logits.float()
-    normaliser = torch.logsumexp(logits, dim=-1)  # [S]
-    token = normaliser - torch.linalg.vecdot(target.probs, logits)
-    top_k_logits = logits.gather(-1, target.top_k_ids)  # [S, K]
-    top_k = (target.top_k_probs * (normaliser[:, None] - top_k_logits)).sum(dim=-1)
-    return token, top_k
+    return _CrossEntropies.apply(logits.float(), target.probs, target.top_k_probs, target.top_k_ids)
 
 
 def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = None) -> torch.Tensor:

@@ -93,10 +93,10 @@ class StreamAttention:
             phantoms = (rows - 1 - index).float().log()  # -inf in the last row
             self.mask = torch.cat([self.mask, phantoms[None, None, :, None].expand(batch, 1, -1, 1)], dim=-1)
 
-    def _band(self, states: torch.Tensor) -> torch.Tensor:
-        """Per query the one visible row of each stream 1..F-1, of states of all streams.
+    def _band(self, states: torch.Tensor, groups: int) -> torch.Tensor:
+        """Per query the one visible row of each stream 1..F-1, of keys or values of all streams.
 
-        [B, heads, F * T, head_dim] -> [B, heads, band_width, T, head_dim].
+        [B, key-value heads, F * T, head_dim] -> [B, heads, F - 1, T, head_dim].
         """
         batch, heads, rows, width = states.shape
         streams = states.view(batch, heads, self.num_streams, rows // self.num_streams, width)
@@ -104,7 +104,7 @@ class StreamAttention:
         for lag in range(self.band_width - 1, -1, -1):
             stream = streams[:, :, self.num_streams - 1 - lag]
             columns.append(nn.functional.pad(stream[:, :, : stream.shape[2] - lag], (0, 0, lag, 0)))
-        return torch.stack(columns, dim=2)
+        return torch.stack(columns, dim=2).repeat_interleave(groups, dim=1)
 
     def __call__(
         self,
@@ -122,20 +122,15 @@ class StreamAttention:
         groups = module.num_key_value_groups
         scores = query @ repeat_kv(key[:, :, :rows], groups).transpose(2, 3)  # [B, heads, T, T]
         if self.band_width:
-            band_keys = repeat_kv_band(self._band(key), groups)
-            band_scores = torch.einsum("bhtd,bhstd->bhts", query, band_keys)
+            band_keys = self._band(key, groups)
+            band_scores = (query[:, :, None] * band_keys).sum(dim=-1).transpose(2, 3)  # [B, heads, T, F - 1]
             scores = torch.cat([scores, band_scores], dim=-1)
         if self.mask.shape[-1] > scores.shape[-1]:
             scores = nn.functional.pad(scores, (0, 1))
-        weights = torch.softmax(scores + self.mask.to(scores.dtype), dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = torch.softmax(scores.add_(self.mask), dim=-1, dtype=torch.float32).to(query.dtype)
         weights = nn.functional.dropout(weights, dropout, training=module.training)
         output = weights[..., :rows] @ repeat_kv(value[:, :, :rows], groups)
         if self.band_width:
-            band_weights = weights[..., rows : rows + self.band_width]
-            output = output + torch.einsum("bhts,bhstd->bhtd", band_weights, repeat_kv_band(self._band(value), groups))
+            band_weights = weights[..., rows : rows + self.band_width].transpose(2, 3)[..., None]
+            output = output + (band_weights * self._band(value, groups)).sum(dim=2)
         return output.transpose(1, 2), None
-
-
-def repeat_kv_band(states: torch.Tensor, groups: int) -> torch.Tensor:
-    """[B, key-value heads, S, T, head_dim] -> [B, heads, S, T, head_dim]."""
-    return states.repeat_interleave(groups, dim=1) if groups > 1 else states
