@@ -1,0 +1,36 @@
+# Each target sets up its own environment in .venv when it is missing or older than pyproject.toml, and re-uses it after.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test quality format env clean
+.DEFAULT_GOAL := env
+
+env: $(VENV)/.ready
+
+# torch first: a later step that asks for any torch would pull in the newest build with its CUDA packages.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; call make PYTHON=/path/to/python3.11")'
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[train,dev]"
+	@touch $@
+
+demo: env
+	$(BIN)/python -m hf_specheads demo
+
+test: env
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
