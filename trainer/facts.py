@@ -1,0 +1,85 @@
+"""Facts about a training run, written next to the weights; the model card is rendered from them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .trainer import DraftHeadTrainer
+
+FACTS = "training_facts.json"
+PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a run depends on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(trainer: DraftHeadTrainer) -> dict[str, Any]:
+    """Device, number of processes and CPU threads of a run."""
+    device = trainer.args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "processes": trainer.args.world_size,
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def training_facts(
+    trainer: DraftHeadTrainer, *, recipe: dict[str, Any], metrics: dict[str, float], hours: float
+) -> dict[str, Any]:
+    """What was trained, on what, how long and to what end, as plain values.
+
+    Args:
+        trainer: After training.
+        recipe: The recipe in force, see [`recipe.Recipe.to_dict`].
+        metrics: Final metrics.
+        hours: Wall hours of training.
+    """
+    heads, args = trainer.model, trainer.args
+    data = trainer.train_dataset
+    return {
+        "command": " ".join(sys.argv),
+        "versions": versions(),
+        "hardware": hardware(trainer),
+        "recipe": recipe,
+        "method": heads.config.method,
+        "target": {k: v for k, v in (heads.config.target or {}).items() if k != "fingerprint"},
+        "num_passes": trainer.num_passes,
+        "num_specialists": heads.config.num_specialists,
+        "positions_per_specialist": heads.config.positions_per_specialist,
+        "parameters": sum(p.numel() for p in heads.parameters()),
+        "train_examples": len(data) if hasattr(data, "__len__") else None,
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch,
+        "examples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "arguments": json.loads(args.to_json_string()),
+        "hours": round(hours, 4),
+        "metrics": metrics,
+        "log_history": trainer.state.log_history,
+    }
+
+
+def write_facts(facts: dict[str, Any], folder: str | os.PathLike) -> Path:
+    """Writes `training_facts.json` into a folder, whole or not at all; returns its path."""
+    path = Path(folder) / FACTS
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
