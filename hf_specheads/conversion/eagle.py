@@ -132,9 +132,7 @@ def _sizes(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: 
     return {**sizes, **same_width, "num_attention_heads": heads, "head_dim": head_dim}
 
 
-def _vocab_size(
-    raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: int, notes: list[str]
-) -> int:
+def _vocab_size(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: int, notes: list[str]) -> int:
     if EMBEDDING not in tensors:
         return _integer(raw_config, "vocab_size", notes)
     shape = tuple(tensors[EMBEDDING].shape)
