@@ -1,0 +1,103 @@
+"""Tiny random targets, heads and data of the training tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
+
+VOCAB = 99
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", ":", "\n"] + [f"w{i}" for i in range(VOCAB - 8)]
+
+
+def make_target(seed: int = 0) -> LlamaForCausalLM:
+    """Two layers of width 32, vocabulary 99; output weights large enough that the distribution is not flat."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    target = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(20)
+    return target
+
+
+def make_heads(target: LlamaForCausalLM, method: str = "poss", seed: int = 1, **options) -> DraftHead:
+    """Heads with weights large enough that attention matters."""
+    torch.manual_seed(seed)
+    if method == "poss":
+        options = {"num_specialists": 2, "positions_per_specialist": 2, **options}
+    heads = AutoDraftHead.from_target(target, method, **options)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    return heads
+
+
+@pytest.fixture
+def target() -> LlamaForCausalLM:
+    return make_target()
+
+
+@pytest.fixture
+def heads(target: LlamaForCausalLM) -> DraftHead:
+    return make_heads(target)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per whitespace-separated word."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def make_examples(count: int = 16, seed: int = 3, longest: int = 24) -> list[dict[str, list[int]]]:
+    """Token ids of different lengths; the first tokens of each are not supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for _ in range(count):
+        length = int(torch.randint(8, longest, (), generator=generator))
+        ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        examples.append({"input_ids": ids, "loss_mask": [0] * 3 + [1] * (length - 3)})
+    return examples
+
+
+@pytest.fixture
+def make_trainer(tmp_path, target, heads):
+    """A trainer on the tiny target; keyword arguments go to the training arguments."""
+    from datasets import Dataset
+
+    def make(model: DraftHead = heads, folder: str = "run", data=None, eval_data=None, **arguments) -> DraftHeadTrainer:
+        defaults = {
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "eval_acceptance_prompts": 0,
+            "max_length": 64,
+        }
+        args = DraftHeadTrainingArguments(
+            output_dir=str(tmp_path / folder), use_cpu=True, disable_tqdm=True, report_to=[], **{**defaults, **arguments}
+        )
+        train = Dataset.from_list(make_examples()) if data is None else data
+        return DraftHeadTrainer(model=model, target=target, args=args, train_dataset=train, eval_dataset=eval_data)
+
+    return make
