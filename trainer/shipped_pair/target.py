@@ -1,6 +1,6 @@
 """Trains the shipped target: a byte-level BPE tokenizer and a deep, narrow Llama on standard-library source.
 
-    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 1000
+    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 800
 
 Resumes from the newest checkpoint in the output folder when there is one.
 """
@@ -61,7 +61,7 @@ def build_target(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--max_steps", type=int, default=800)
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--block_size", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=8)
