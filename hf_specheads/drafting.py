@@ -64,7 +64,9 @@ class _Level:
 
 
 def _top_children(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
+    scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
+    # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
 
 
 def _expand(
