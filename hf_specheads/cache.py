@@ -139,11 +139,6 @@ def compact(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
             layer.cumulative_length -= num_nodes - kept
 
 
-def start_recording(cache: Cache) -> None:
-    """Makes sliding layers keep the rows a rollback may need; call after the prefill (before, it keeps the whole prompt)."""
-    cache.activate_past_recording()
-
-
 def stop_recording(cache: Cache) -> None:
     """Leaves the cache as plain `generate` would."""
     for layer in cache.layers:

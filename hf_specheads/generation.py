@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .cache import compact, start_recording, stop_recording
+from .cache import compact, stop_recording
 from .candidates import DraftHeadCandidateGenerator
 from .compatibility import refuse_call, refuse_prepared_call
 from .errors import UnsupportedGenerationError
@@ -114,7 +114,7 @@ class RoundLoop:
             outputs = self.target._prefill(input_ids, self.config, self.model_kwargs | self.reader.forward_kwargs)
             self.stats.target_forwards += 1
             features = self.reader.prompt_features(outputs)
-            start_recording(self.cache)
+            self.cache.activate_past_recording()  # not before: sliding layers would keep the whole prompt
             self.dtype = features.dtype
         # The first token is one plain step: a tree of the last prompt token alone.
         tree = DraftTree.root_only(input_ids[:, -1])
