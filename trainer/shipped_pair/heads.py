@@ -9,9 +9,8 @@ skipped, so the script can be called again after an interruption.
 """
 
 import argparse
-import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 
+from ..facts import FACTS, training_facts, write_facts
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
 from .optimizer import MatrixMomentum
 
@@ -29,7 +29,6 @@ BATCH = 8
 HEAD_WIDTH = {"intermediate_size": 512}
 # As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
 CONTROL_WIDTH = {"intermediate_size": 1280}
-FACTS = "training_facts.json"
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def train_run(
         data_seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
     )
-    matrix_lr, lr = (args.matrix_lr, args.learning_rate) if base is None else (args.matrix_lr / 4, args.learning_rate / 4)
+    slower = 1.0 if base is None else 0.25  # a warm start is fine-tuned, not trained anew
     train, held_out, prompts = data
     trainer = DraftHeadTrainer(
         model=heads,
@@ -125,28 +124,33 @@ def train_run(
         eval_dataset=held_out,
         processing_class=tokenizer,
         eval_prompts=prompts,
-        optimizers=(MatrixMomentum(heads, matrix_lr, lr), None),
+        optimizers=(MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate), None),
     )
     started = time.time()
     trainer.train()
-    facts = {
+    hours = (time.time() - started) / 3600
+    facts = training_facts(trainer, recipe={"run": name, **asdict(run)}, metrics=last_metrics(trainer), hours=hours)
+    facts |= {
         "name": name,
-        "method": run.method,
-        "num_passes": run.passes,
-        "starts_from": run.starts_from,
-        "steps": steps,
+        "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
         "tokens": steps * BATCH * BLOCK,
         "training_flops": per_token * steps * BATCH * BLOCK,
-        "hours": round((time.time() - started) / 3600, 3),
-        "parameters": sum(p.numel() for p in heads.parameters()),
         "corpus_fingerprint": args.corpus_fingerprint,
-        "log_history": trainer.state.log_history,
     }
+    del facts["arguments"]["output_dir"]
     heads.to(torch.bfloat16).save_pretrained(folder)
-    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")  # last: marks the run as complete
+    write_facts(facts, folder)  # last: marks the run as complete
 
 
-def load_data(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[PackedBlocks, PackedBlocks, list[list[int]]]:
+def last_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
+    """Metrics of the newest evaluation."""
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    return evaluations[-1] if evaluations else {}
+
+
+def load_data(
+    tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> tuple[PackedBlocks, PackedBlocks, list[list[int]]]:
     """Training blocks, held-out blocks, and prompts from the beginnings of held-out blocks."""
     texts = read_split(held_out=False)
     args.corpus_fingerprint = fingerprint(texts)

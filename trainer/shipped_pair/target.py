@@ -31,9 +31,14 @@ END_OF_TEXT = "<|endoftext|>"
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE over `texts`; one special token serves as beginning, end and padding."""
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False)
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+        tokenizer_object=bpe._tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
         model_max_length=2048,
     )
 
