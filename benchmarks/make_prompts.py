@@ -70,10 +70,11 @@ def make(tokenizer: PreTrainedTokenizerBase, root: Path) -> dict[str, list[dict[
             chosen = "tuning" if draw(path.relative_to(root).as_posix(), "set") % 3 == 0 else "held_out"
             for rank, prompt in enumerate(prompts_of(path, root, tokenizer)):
                 ranked[chosen].append((rank, draw(prompt["name"]), prompt))
-    return {
-        name: sorted((prompt for *_, prompt in sorted(ranked[name], key=lambda r: r[:2])[:size]), key=lambda p: p["name"])
-        for name, size in SIZES.items()
-    }
+    sets = {}
+    for name, size in SIZES.items():
+        best = [prompt for *_, prompt in sorted(ranked[name], key=lambda entry: entry[:2])[:size]]
+        sets[name] = sorted(best, key=lambda prompt: prompt["name"])
+    return sets
 
 
 def main() -> None:

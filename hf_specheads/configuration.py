@@ -1,12 +1,13 @@
 """Configurations: how drafts grow (`DraftTreeConfig`) and what a draft head is made of (`DraftHeadConfig`)."""
 
-from __future__ import annotations
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 import dataclasses
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 TREE_KINDS = ("chain", "dynamic", "static", "optimal")
 AVAILABLE_TREE_KINDS = ("chain", "dynamic")
@@ -58,7 +59,7 @@ class DraftTreeConfig:
         """Upper bound N of nodes verified per round, including the root."""
         return self.depth + 1 if self.kind == "chain" else self.total_tokens
 
-    def replace(self, **changes: Any) -> DraftTreeConfig:
+    def replace(self, **changes: Any) -> "DraftTreeConfig":
         """A copy with some fields changed.
 
         Raises:
@@ -182,6 +183,8 @@ class EagleHeadConfig(DraftHeadConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
         self.validate_specialists()
 
     def validate_specialists(self) -> None:

@@ -20,7 +20,7 @@ class TableHead(DraftHead):
         torch.nn.Module.__init__(self)
         self.tree_config = DraftTreeConfig(**tree)
         self.seed, self.rows, self.tied, self.broken_level = seed, rows, tied, broken_level
-        self.levels: list[list[list[tuple[int, ...]]]] = []
+        self.drafted: list[list[tuple[int, ...]]] = []  # per row, the paths of all drafted rows so far
 
     def logits_after(self, row: int, path: tuple[int, ...]) -> torch.Tensor:
         if self.broken_level is not None and len(path) >= self.broken_level:
@@ -31,17 +31,16 @@ class TableHead(DraftHead):
         return torch.randn(VOCAB, generator=generator)
 
     def start_draft(self, cache, token_ids, features):
-        self.levels = [[] for _ in range(self.rows)]
+        self.drafted = [[] for _ in range(self.rows)]
         return features[:, -1:], torch.stack([self.logits_after(row, ()) for row in range(self.rows)])[:, None]
 
     def extend_draft(self, cache, position, token_ids, features, visible):
         logits = []
-        drafted = [sum((level for level in self.levels[row]), []) for row in range(self.rows)]
         for row in range(self.rows):
-            tokens = [path[-1] for path in drafted[row]] + token_ids[row].tolist()
+            tokens = [path[-1] for path in self.drafted[row]] + token_ids[row].tolist()
             # The visible drafted rows, in order, spell the path of each frontier node.
             paths = [tuple(tokens[i] for i in seen.nonzero()[:, 0].tolist()) for seen in visible[row]]
-            self.levels[row].append(paths)
+            self.drafted[row] += paths
             logits.append(torch.stack([self.logits_after(row, path) for path in paths]))
         return features, torch.stack(logits)
 

@@ -88,11 +88,11 @@ def test_select_nodes_equals_naive_pruning(seed, batch, width, depth, levels, ke
         count = tokens.shape[1]
         ranked = sorted(range(count), key=lambda c, i=index: (-scores[i, c].item(), c))[:kept]
         chosen = sorted(ranked)
-        assert tree.token_ids[index].tolist() == [index] + tokens[index, chosen].tolist()
+        assert tree.token_ids[index].tolist() == [index, *tokens[index, chosen].tolist()]
         number = {0: 0} | {candidate + 1: place for place, candidate in enumerate(chosen, start=1)}
         assert tree.parents[index].tolist() == [-1] + [number[parents[index, c].item()] for c in chosen]
-        assert tree.depths[index].tolist() == [0] + depths[index, chosen].tolist()
-        assert tree.scores[index].tolist() == [0.0] + scores[index, chosen].tolist()
+        assert tree.depths[index].tolist() == [0, *depths[index, chosen].tolist()]
+        assert tree.scores[index].tolist() == [0.0, *scores[index, chosen].tolist()]
 
 
 @settings(max_examples=60, deadline=None)

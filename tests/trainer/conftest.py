@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
+from hf_specheads.trainer.__main__ import main
 
 VOCAB = 99
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", ":", "\n"] + [f"w{i}" for i in range(VOCAB - 8)]
@@ -101,3 +106,46 @@ def make_trainer(tmp_path, target, heads):
         return DraftHeadTrainer(model=model, target=target, args=args, train_dataset=train, eval_dataset=eval_data)
 
     return make
+
+
+@dataclasses.dataclass
+class Workspace:
+    """A saved tiny target with tokenizer and data, and the recipe that trains on them."""
+
+    options: list[str]
+
+    def run(self, *changes: str) -> None:
+        assert main(list(changes)) == 0
+
+
+@pytest.fixture
+def workspace(tmp_path, target, tokenizer) -> Workspace:
+    """SGD, because Adam turns rounding of tiny gradients into sign flips."""
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    words = tokenizer.convert_ids_to_tokens
+    lines = [json.dumps({"text": " ".join(words(e["input_ids"]))}) for e in make_examples(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    recipe = {
+        "target": str(tmp_path / "target"),
+        "method": "poss",
+        "heads": {"num_specialists": 2, "positions_per_specialist": 2},
+        "train_data": str(tmp_path / "train.jsonl"),
+        "eval_examples": 4,
+        "training": {
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 0.05,
+            "optim": "sgd",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "eval_acceptance_prompts": 2,
+            "eval_max_new_tokens": 8,
+            "max_length": 32,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        },
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return Workspace(["--config", str(tmp_path / "recipe.yaml")])

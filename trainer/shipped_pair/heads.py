@@ -92,7 +92,7 @@ def train_run(
     heads.config.target["name"] = args.target_name
     eagle_step = flops_per_token(target, heads, 1)
     per_token = flops_per_token(target, heads, run.passes)
-    steps = round(args.eagle_steps * eagle_step / per_token)
+    steps = 4 * round(args.eagle_steps * eagle_step / per_token / 4)  # evaluated at each quarter
     training_args = DraftHeadTrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=steps,
@@ -104,7 +104,7 @@ def train_run(
         max_grad_norm=1.0,
         logging_steps=10,
         eval_strategy="steps",
-        eval_steps=max(steps // 4, 1),
+        eval_steps=steps // 4,
         eval_on_start=True,
         eval_acceptance_prompts=args.eval_prompts,
         eval_max_new_tokens=64,
