@@ -43,14 +43,14 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     )
 
 
-def build_target(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 24) -> LlamaForCausalLM:
     """A randomly initialised target: 24 layers of width 256, because speculation pays where one draft layer is
     cheap next to the target's many; a small vocabulary, because drafting cost is mostly the `lm_head`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=256,
-        num_hidden_layers=24,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -67,6 +67,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--max_steps", type=int, default=800)
+    parser.add_argument("--num_hidden_layers", type=int, default=24, help="2 gives a small assistant to compare with")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--block_size", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=8)
@@ -83,7 +85,7 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
 
-    tokenizer_folder = args.output_dir / "tokenizer"
+    tokenizer_folder = args.tokenizer or args.output_dir / "tokenizer"
     if tokenizer_folder.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     else:
@@ -92,7 +94,7 @@ def main() -> None:
     train_blocks = pack_tokens(train_texts, tokenizer, args.block_size, args.seed)
     held_out_blocks = pack_tokens(held_out_texts, tokenizer, args.block_size, args.seed)[:64]
 
-    target = build_target(tokenizer)
+    target = build_target(tokenizer, args.num_hidden_layers)
     trainer = Trainer(
         model=target,
         args=TrainingArguments(

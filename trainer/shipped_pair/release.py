@@ -1,0 +1,108 @@
+"""Puts the trained pair into `model_cards/`, in the shape of Hub repositories, with cards rendered from what was measured.
+
+    python -m hf_specheads.trainer.shipped_pair.release --target runs/target/final --heads runs/heads
+
+Call it once to lay the folders out, measure with `benchmarks/`, and call it again: the cards then carry the results.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, write_card
+
+SHIPPED = ("eagle", "hass", "poss1", "poss2", "poss3", "control")
+LIMITS = (
+    "A small model trained for under an hour on one kind of text: it shows how draft heads work and what they cost. "
+    "What it writes looks like Python and means little.",
+)
+CONTROL = "A control: one layer with as many parameters as POSS-3's two, trained like HASS."
+LICENSE = "apache-2.0"
+TRAINING_TEXT = "Trained on the Python standard library's source (Python Software Foundation License)."
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """Copies config, weights, tokenizer and facts; a checkpoint's optimiser state stays behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in ("*.json", "*.safetensors"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def trim_facts(folder: Path) -> None:
+    """Keeps what a reader of the card wants: of the training log, the evaluations alone."""
+    path = folder / TRAINING_FACTS
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if "log_history" in facts:
+        facts["log_history"] = [entry for entry in facts["log_history"] if "eval_loss" in entry]
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def set_tree(folder: Path, tree: dict[str, Any]) -> None:
+    """Writes the measured default tree into the saved config."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tree_config"] = {**config["tree_config"], **tree}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
+    """What `benchmarks/speedup.py` measured of one head, one entry per prompt set; empty before it ran."""
+    path = results / "speedup.json"
+    if not path.exists():
+        return []
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    entries = []
+    for task, sides in measured["prompt_sets"].items():
+        side, plain = sides.get(name), sides.get("plain generate")
+        if side is None:
+            continue
+        entries.append(
+            {
+                "task": task,
+                "acceptance_length": side["acceptance_length"],
+                "pos_acc": side["pos_acc"],
+                "speed_up": side["speed_up"],
+                "tokens_per_second": side["tokens_per_second"],
+                "plain_tokens_per_second": plain["tokens_per_second"],
+                "identical": side["identical"],
+                "tree_config": measured["trees"][name],
+                "hardware": f"{measured['provenance']['processor']}, {measured['dtype']}",
+            }
+        )
+    return entries
+
+
+def release(args: argparse.Namespace) -> None:
+    """Lays out all folders and renders their cards."""
+    target = args.output_dir / "target"
+    if args.target is not None:
+        copy_model(args.target, target)
+    write_card(target, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=[*LIMITS])
+    for name in SHIPPED:
+        folder = args.output_dir / name
+        if args.heads is not None:
+            copy_model(args.heads / name, folder)
+            trim_facts(folder)
+        if args.tree:
+            set_tree(folder, args.tree)
+        if entries := evaluations(name, args.results):
+            (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        limits = [*LIMITS, CONTROL] if name == "control" else [*LIMITS]
+        write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=limits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", type=Path, help="trained target; default: leave the released one")
+    parser.add_argument("--heads", type=Path, help="folder of all trained heads; default: leave the released ones")
+    parser.add_argument("--output_dir", type=Path, default=Path("model_cards"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--tree", type=json.loads, help='measured default tree, e.g. {"depth": 5, "top_k": 3}')
+    release(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
