@@ -1,4 +1,4 @@
-"""Puts the trained pair into `model_cards/`, in the shape of Hub repositories, with cards rendered from what was measured.
+"""Lays the trained pair out in `model_cards/`, in the shape of Hub repositories, with cards from measured results.
 
     python -m hf_specheads.trainer.shipped_pair.release --target runs/target/final --heads runs/heads
 
