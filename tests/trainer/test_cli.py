@@ -1,0 +1,134 @@
+"""`python -m hf_specheads.trainer`: recipes, what it writes, and two processes against one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.trainer.__main__ import main, training_arguments
+from hf_specheads.trainer.recipe import RecipeError, read_recipe, shipped_recipes
+
+
+def test_run_from_a_recipe(workspace, tmp_path, capsys):
+    folder = tmp_path / "heads"
+    workspace.run(*workspace.options, f"output_dir={folder}", "eval_strategy=steps", "eval_steps=2")
+    printed = capsys.readouterr().out
+    for line in ("poss, 2 specialist(s)", "passes: 4, per_pass backward", "16 examples to train on, 4 to evaluate on"):
+        assert line in printed
+    heads = load_heads(str(folder))
+    assert heads.config.num_specialists == 2 and heads.config.trained_positions == 4
+    facts = json.loads((folder / "training_facts.json").read_text())
+    assert facts["steps"] == 3 and facts["train_examples"] == 16 and facts["num_passes"] == 4
+    assert facts["recipe"]["train_data"]["path"].endswith("train.jsonl")
+    assert facts["versions"]["torch"] == torch.__version__
+    assert {"eval_loss", "eval_acceptance_length", "eval_pos_acc_1"} <= facts["metrics"].keys()
+    assert facts["arguments"]["learning_rate"] == 0.05
+    assert "eval_acceptance_length" in facts["log_history"][-1]
+
+
+def test_warm_start_from_a_folder(workspace, tmp_path):
+    eagle, poss = tmp_path / "eagle", tmp_path / "poss"
+    once = ["max_steps=1", "eval_examples=0"]
+    workspace.run(*workspace.options, "method=eagle", "heads={}", "num_passes=1", *once, f"output_dir={eagle}")
+    workspace.run(*workspace.options, f"from_heads={eagle}", *once, "learning_rate=0.0", f"output_dir={poss}")
+    eagle_heads, poss_heads = load_heads(str(eagle)), load_heads(str(poss))
+    for layer in poss_heads.layers:
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, eagle_heads.layers[0].state_dict()[name]), name
+
+
+def test_two_processes_equal_one(workspace, tmp_path):
+    """Gloo, two processes of two examples against one of four; three steps of two batches each; sgd without clipping."""
+    common = [*workspace.options, "gradient_accumulation_steps=2", "max_grad_norm=0.0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", str(port), "-m", "hf_specheads.trainer"]  # fmt: skip
+    result = subprocess.run(
+        [*launch, *common, "per_device_train_batch_size=2", "ddp_backend=gloo", f"output_dir={two}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    workspace.run(*common, "per_device_train_batch_size=4", f"output_dir={one}")
+    ours, theirs = (AutoDraftHead.from_pretrained(folder).state_dict() for folder in (one, two))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+    facts = [json.loads((folder / "training_facts.json").read_text()) for folder in (one, two)]
+    assert [f["hardware"]["processes"] for f in facts] == [1, 2]
+    for name in ("loss", "grad_norm", "feature_loss_1", "token_loss_4"):
+        logged = [[entry[name] for entry in f["log_history"] if name in entry] for f in facts]
+        assert logged[0] == pytest.approx(logged[1], rel=1e-4), name
+    for name in ("eval_loss", "eval_acceptance_length", "eval_pos_acc_1"):
+        assert facts[0]["metrics"][name] == pytest.approx(facts[1]["metrics"][name], rel=1e-4), name
+
+
+# ---------------------------------------------------------------------- recipes
+def test_shipped_recipes_are_complete(tmp_path):
+    assert sorted(shipped_recipes()) == ["eagle", "hass", "poss1", "poss2", "poss3"]
+    for name in shipped_recipes():
+        recipe = read_recipe(name, ["target=org/model", f"output_dir={tmp_path}", "use_cpu=true"])
+        args = training_arguments(recipe)
+        specialists = recipe.heads.get("num_specialists", 1)
+        assert args.num_passes == {"eagle": 1, "hass": 3}.get(name, 6)
+        assert specialists * recipe.heads.get("positions_per_specialist", args.num_passes) == args.num_passes
+        assert args.learning_rate == 3e-5
+
+
+def test_changes_reach_their_place():
+    recipe = read_recipe(
+        "poss3",
+        ["target=t", "learning_rate=1e-4", "heads.num_specialists=4", "train_data=a.jsonl", "train_data.split=train[:5%]",
+         "training.seed=7", "eval_data={path: b.jsonl}"],
+    )  # fmt: skip
+    assert recipe.training["learning_rate"] == 1e-4 and recipe.training["seed"] == 7
+    assert recipe.heads == {"num_specialists": 4, "positions_per_specialist": 3}
+    assert (recipe.train_data.path, recipe.train_data.split) == ("a.jsonl", "train[:5%]")
+    assert recipe.eval_data.path == "b.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["learning_rate"], "written key=value"),
+        (["nonsense=1"], "neither a recipe key"),
+        (["training.nonsense=1"], "unknown training argument"),
+        (["target=null"], "does not say `target`"),
+        (["train_data={file: x}"], "data must be a path or a mapping"),
+        (["method.x=1"], "no mapping"),
+    ],
+)
+def test_bad_changes_are_named(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        read_recipe("poss3", ["target=t", *changes])
+
+
+def test_bad_recipe_files_are_named(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "unknown.yaml").write_text(yaml.safe_dump({"target": "t", "train_data": "x", "tagret": 1}))
+    for name, message in [
+        ("missing.yaml", "no recipe file"),
+        ("list.yaml", "must hold a mapping"),
+        ("broken.yaml", "not valid YAML"),
+        ("unknown.yaml", "tagret"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            read_recipe(tmp_path / name)
+
+
+def test_errors_leave_with_status_2(workspace, capsys):
+    assert main(["--config", "poss3"]) == 2
+    assert "target" in capsys.readouterr().err
+    assert main([*workspace.options]) == 2
+    assert "output_dir" in capsys.readouterr().err
+    assert main([*workspace.options, "output_dir=x", "eval_examples=99"]) == 2
+    assert "eval_examples=99" in capsys.readouterr().err
