@@ -1,0 +1,155 @@
+"""Where the wall time of a round goes, and how much of it is outside the bare model forwards.
+
+    python -m benchmarks.round --heads model_cards/poss3
+
+Bare forwards are timed in place, inside real rounds: the target's forward over the tree (mask, positions and cache as
+it gets them), and the heads' `fuse`, `forward` and `draft_logits`. Everything else of a round (building masks and
+positions, choosing children and nodes, accepting, compacting, emitting, the loop) is "outside". As a check that the
+loop does not slow the target down, its bare forward is also replayed on a fresh cache of the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specheads.masks import tree_attention_masks
+from hf_specheads.metrics import GenerationStats
+from hf_specheads.modeling import DraftHead
+
+from .common import (
+    Inputs,
+    Side,
+    argument_parser,
+    display_name,
+    generate_once,
+    load_bound_heads,
+    load_prompts,
+    load_target,
+    write_result,
+)
+
+STAGES = ("draft", "target", "accept", "compact")
+REPLAYS = 30
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__, heads=["model_cards/poss3"], prompts=["held_out"])
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
+    """Wall seconds of every call of a method while the context lasts; calls within calls of it count once."""
+    original: Callable = getattr(owner, name)
+    seconds: list[float] = []
+
+    @functools.wraps(original)  # generate looks at the signature of `forward`
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - started)
+
+    setattr(owner, name, timed)
+    try:
+        yield seconds
+    finally:
+        delattr(owner, name)  # an instance attribute that hid the class's method
+
+
+def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:
+    """Seconds of one generation's rounds, by stage, and in bare forwards."""
+    with contextlib.ExitStack() as stack:
+        forwards = stack.enter_context(timed_calls(target, "forward"))
+        drafts = [stack.enter_context(timed_calls(heads, name)) for name in ("fuse", "forward", "draft_logits")]
+        run = generate_once(target, Side("heads", {"assistant_model": heads}), inputs, new_tokens)
+    stats = run.stats
+    assert isinstance(stats, GenerationStats)
+    stages = {stage: stats.seconds.get(stage, 0.0) for stage in STAGES}
+    whole = stats.seconds["total"] - stats.seconds["prefill"]
+    return {
+        **stages,
+        "loop": whole - sum(stages.values()),
+        "round": whole,
+        "bare_target": sum(forwards[1:]),  # the first is the prefill
+        "bare_draft": sum(sum(calls) for calls in drafts),
+        "rounds": stats.rounds,
+    }
+
+
+@torch.no_grad()
+def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> list[float]:
+    """Seconds of bare target forwards over the last tree's nodes, after `length` tokens on a fresh cache."""
+    assert heads.last_stats is not None
+    tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
+    cache = DynamicCache(config=target.config)
+    target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
+    mask = tree_attention_masks(target, cache, tree, length, None, target.dtype)
+    inputs = {"input_ids": tree.token_ids, "attention_mask": mask, "position_ids": length + tree.depths}
+    seconds = []
+    for _ in range(REPLAYS):
+        started = time.perf_counter()
+        target(**inputs, past_key_values=cache, use_cache=True)
+        seconds.append(time.perf_counter() - started)
+        cache.crop(-tree.num_nodes)
+    return seconds
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Means per round over all prompts; the median over repeats."""
+    target, tokenizer = load_target(args)
+    heads = load_bound_heads(target, args.heads[0])
+    heads.profile = heads.trace = True
+    prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer, args.limit)]
+    generate_once(target, Side("warm-up", {"assistant_model": heads}), prompts[0], args.max_new_tokens)
+    repeats, replays = [], []
+    for _ in range(args.repeats):
+        samples = []
+        for inputs in prompts:
+            samples.append(profile_prompt(target, heads, inputs, args.max_new_tokens))
+            if samples[-1]["rounds"]:
+                replays += replay_target(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens // 2)
+        repeats.append({name: sum(sample[name] for sample in samples) for name in samples[0]})
+    rounds = repeats[0]["rounds"]
+    ms = {name: statistics.median(1000 * r[name] / r["rounds"] for r in repeats) for name in repeats[0]}
+    bare = dict.fromkeys((*STAGES, "loop"), 0.0) | {"draft": ms["bare_draft"], "target": ms["bare_target"]}
+    inside = sum(bare.values())
+    stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
+    stages["whole round"] = _split(ms["round"], inside)
+    return {
+        "heads": display_name(args.heads[0]),
+        "target": display_name(args.target),
+        "tree": heads.tree_config.to_dict(),
+        "nodes": heads.tree_config.num_nodes,
+        "rounds": int(rounds),
+        "round_milliseconds": ms["round"],
+        "outside_share": 1 - inside / ms["round"],
+        "replayed_target_milliseconds": 1000 * statistics.median(replays),
+        "stages": stages,
+    }
+
+
+def _split(milliseconds: float, bare: float) -> dict[str, float]:
+    return {"milliseconds": milliseconds, "bare_forwards": bare, "outside": milliseconds - bare}
+
+
+def main() -> None:
+    args = parse_args()
+    result = measure(args)
+    print(write_result(args.output, "round", result))
+    print(f"outside the bare forwards: {result['outside_share']:.1%} of the round")
+
+
+if __name__ == "__main__":
+    main()

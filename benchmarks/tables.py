@@ -1,0 +1,162 @@
+"""Results (the dicts in `benchmarks/results/*.json`) as Markdown. Pure functions, so the README can be re-rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    """A rounded number; a dash for one that was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage."""
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def millions(parameters: int) -> str:
+    """A number of parameters."""
+    return f"{parameters / 1e6:.2f} M"
+
+
+def pos_acc_text(values: Sequence[float] | None) -> str:
+    """pos-acc in hundredths, draft position 1 first."""
+    return " ".join(f".{round(100 * value):02d}" if value < 0.995 else "1." for value in values or ()) or "-"
+
+
+def tree_text(tree: Result) -> str:
+    """A draft tree in words."""
+    if tree["kind"] == "chain":
+        return f"chain of {tree['depth']}"
+    return f"depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes"
+
+
+def footnote(result: Result, *more: str) -> str:
+    """Where a table comes from."""
+    facts = result["provenance"]
+    commit = (facts["commit"] or "unknown")[:10] + ("+" if facts["uncommitted_changes"] else "")
+    versions = facts["versions"]
+    parts = [
+        *more,
+        f"{facts['processor']}, {facts['threads']} threads",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        f"commit {commit}, {facts['date']}",
+    ]
+    return "\n" + "; ".join(parts) + f".\n`{facts['command']}`\n"
+
+
+def speedup(result: Result) -> str:
+    """One table per prompt set."""
+    text = ""
+    for name, sides in result["prompt_sets"].items():
+        rows = [
+            (
+                side,
+                number(s["tokens_per_second"], 0),
+                f"{number(s['speed_up'], 2, 'x')} ({'-'.join(number(r) for r in s['speed_up_range'])})",
+                number(s.get("acceptance_length")),
+                pos_acc_text(s.get("pos_acc")),
+                percent(s["forwards_saved"]),
+                "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)",
+            )
+            for side, s in sides.items()
+        ]
+        header = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "forwards saved", "same text")
+        text += markdown_table(header, rows) + "\n"
+    trees = "; ".join(f"{name}: {tree_text(tree)}" for name, tree in result["trees"].items())
+    return text.rstrip("\n") + "\n" + footnote(
+        result, f"Greedy, {result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, "
+        f"median of {result['repeats']} interleaved repeats", f"draft trees: {trees}",
+    )  # fmt: skip
+
+
+def acceptance(result: Result) -> str:
+    """One table per family of trees: rows are heads, columns are depths."""
+    depths = result["depths"]
+    text = ""
+    for family, tree in result["families"].items():
+        rows = []
+        for name, facts in result["heads"].items():
+            cells = [facts["measured"][family][str(depth)] for depth in depths]
+            flops = facts.get("training_flops")
+            row = [name, millions(facts["parameters"]), number(flops and flops / 1e15, 2)]
+            row += [f"{number(c['acceptance_length'])} ± {number(c['standard_error'])}" for c in cells]
+            rows.append([*row, pos_acc_text(cells[-1]["pos_acc"])])
+        header = [f"{tree['total_tokens']} nodes, top-k {tree['top_k']}", "parameters", "training PFLOP"]
+        header += [f"tau, depth {depth}" for depth in depths] + [f"pos-acc, depth {depths[-1]}"]
+        text += markdown_table(header, rows) + "\n"
+    text += _differences(result)
+    sets = ", ".join(result["prompts"])
+    return text.rstrip("\n") + "\n" + footnote(result, f"Greedy, prompts: {sets} ({result['num_prompts']})")
+
+
+def _differences(result: Result) -> str:
+    """Paired differences of tau to the first head."""
+    names, depths = list(result["heads"]), result["depths"]
+    rows = []
+    for name in names[1:]:
+        for family in result["families"]:
+            cells = [result["heads"][name]["measured"][family][str(depth)]["difference"] for depth in depths]
+            rows.append([name, family, *(f"{c['mean']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]" for c in cells)])
+    if not rows:
+        return ""
+    header = [f"tau minus {names[0]}'s", "tree", *(f"depth {depth}" for depth in depths)]
+    return markdown_table(header, rows) + "\n(95 % bootstrap intervals over prompts, paired.)\n"
+
+
+def round_(result: Result) -> str:
+    """Milliseconds of a round by stage."""
+    rows = [
+        (stage, number(s["milliseconds"], 2), number(s["bare_forwards"], 2), number(s["outside"], 2),
+         percent(s["outside"] / result["round_milliseconds"]))
+        for stage, s in result["stages"].items()
+    ]  # fmt: skip
+    table = markdown_table(("stage of a round", "ms", "bare forwards, ms", "outside, ms", "outside / round"), rows)
+    return table + footnote(
+        result, f"{result['heads']}, {tree_text(result['tree'])}, {result['rounds']} rounds",
+        f"bare target forward of {result['nodes']} nodes replayed on a fresh cache: "
+        f"{number(result['replayed_target_milliseconds'])} ms",
+    )  # fmt: skip
+
+
+def choose_tree(result: Result) -> str:
+    """The fastest trees."""
+    rows = [
+        (tree_text(row["tree"]), number(row["tokens_per_second"], 0), number(row["speed_up"], 2, "x"),
+         number(row["acceptance_length"]))
+        for row in result["ranking"]
+    ]  # fmt: skip
+    return markdown_table(("draft tree", "tokens/s", "speed-up", "tau"), rows) + footnote(
+        result, f"{result['heads']}, the best of {result['candidates']} trees, prompts: {', '.join(result['prompts'])}"
+    )
+
+
+def training_curve(result: Result) -> str:
+    """tau at a few shares of each run's own compute; the whole curve is in the JSON and in the figure."""
+    rows = []
+    for name, curve in result["curves"].items():
+        points, axis = curve["points"], result["axis"]
+        taus = " ".join(number(point["acceptance_length"]) for point in points)
+        rows.append((name, curve["starts_from"] or "random", str(points[-1]["step"]), f"{points[-1][axis]:.3g}", taus))
+    header = ("heads", "started from", "steps", f"{result['axis']}, warm start included", "tau along the run")
+    return markdown_table(header, rows) + footnote(result)
+
+
+RENDERERS: dict[str, Callable[[Result], str]] = {
+    "speedup": speedup,
+    "acceptance": acceptance,
+    "round": round_,
+    "choose_tree": choose_tree,
+    "training_curve": training_curve,
+}
