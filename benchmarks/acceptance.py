@@ -29,7 +29,7 @@ from .common import (
     load_target,
     write_result,
 )
-from .training_curve import read_facts, total_compute
+from .training_curve import compute, read_facts
 
 PAPERS = {"kind": "dynamic", "top_k": 10, "total_tokens": 60}
 RESAMPLES = 2000
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         heads[display_name(folder)] = {
             "method": loaded.config.method,
             "parameters": count_parameters(loaded),
-            **total_compute(read_facts(folder), folder),
+            **compute(read_facts(folder)),
             "measured": measured,
         }
     return {

@@ -89,8 +89,9 @@ def acceptance(result: Result) -> str:
         rows = []
         for name, facts in result["heads"].items():
             cells = [facts["measured"][family][str(depth)] for depth in depths]
-            flops = facts.get("training_flops")
-            row = [name, millions(facts["parameters"]), number(flops and flops / 1e15, 2)]
+            flops = number(facts.get("training_flops", 0) / 1e15 or None)
+            base = facts.get("starts_from")
+            row = [name, millions(facts["parameters"]), f"{flops} after {base}" if base else flops]
             row += [f"{number(c['acceptance_length'])} ± {number(c['standard_error'])}" for c in cells]
             rows.append([*row, pos_acc_text(cells[-1]["pos_acc"])])
         header = [f"{tree['total_tokens']} nodes, top-k {tree['top_k']}", "parameters", "training PFLOP"]

@@ -1,6 +1,6 @@
 """Acceptance length over training compute, collected from what the trainer wrote next to the weights.
 
-    python -m benchmarks.training_curve --heads model_cards/eagle model_cards/hass model_cards/poss3
+    python -m benchmarks.training_curve --heads runs/heads/eagle-base runs/heads/hass runs/heads/poss3
 
 Reads `training_facts.json` of every folder (its `log_history` holds `eval_acceptance_length` at several steps) and,
 for warm-started heads, the compute of the heads they started from, found by name next to the folder. Writes JSON, a
@@ -26,37 +26,43 @@ def read_facts(folder: str | Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def lineage(facts: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
-    """Facts of these heads and of those they were warm-started from, the oldest first."""
-    chain = [facts]
-    while chain[0].get("starts_from"):
-        before = read_facts(Path(folder).parent / chain[0]["starts_from"])
-        if before is None:
-            break
-        chain.insert(0, before)
-    return chain
+def starts_from(facts: dict[str, Any]) -> str | None:
+    """Name of the run the heads were warm-started from, `None` for random weights."""
+    return (facts.get("recipe") or {}).get("starts_from")
 
 
-def total_compute(facts: dict[str, Any] | None, folder: str | Path) -> dict[str, Any]:
-    """Summed compute of a run and of those it started from, as far as it is known."""
+def compute(facts: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run by itself has cost, as far as it is known, and what it started from."""
     if facts is None:
         return {}
-    chain = lineage(facts, folder)
-    return {
-        "starts_from": facts.get("starts_from"),
-        **{axis: sum(run[axis] for run in chain) for axis in AXES if all(axis in run for run in chain)},
-    }
+    return {"starts_from": starts_from(facts), **{axis: facts[axis] for axis in AXES if axis in facts}}
+
+
+def earlier_runs(facts: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
+    """Facts of all runs these heads go back to, their own left out.
+
+    Raises:
+        FileNotFoundError: if one of them does not lie next to the folder.
+    """
+    runs = []
+    while (name := starts_from(facts)) is not None:
+        facts = read_facts(Path(folder).parent / name)
+        if facts is None:
+            raise FileNotFoundError(f"{folder} was warm-started from {name!r}, of which no {FACTS} lies next to it")
+        runs.append(facts)
+    return runs
 
 
 def curve(facts: dict[str, Any], folder: str | Path) -> list[dict[str, float]]:
     """Points of one run: step, acceptance length, and compute spent so far including the warm start's."""
-    before = total_compute(facts, folder)
+    earlier = earlier_runs(facts, folder)
+    axes = [axis for axis in AXES if all(axis in run for run in [facts, *earlier])]
     points = []
     for entry in facts["log_history"]:
         if "eval_acceptance_length" not in entry:
             continue
-        left = 1 - entry["step"] / facts["steps"]
-        spent = {axis: before[axis] - left * facts[axis] for axis in AXES if axis in before}
+        share = entry["step"] / facts["steps"]
+        spent = {axis: sum(run[axis] for run in earlier) + share * facts[axis] for axis in axes}
         points.append({**spent, "step": entry["step"], "acceptance_length": entry["eval_acceptance_length"]})
     return points
 
@@ -68,7 +74,7 @@ def collect(folders: list[str]) -> dict[str, Any]:
         facts = read_facts(folder)
         points = curve(facts, folder) if facts and facts.get("steps") else []
         if points:
-            curves[display_name(folder)] = {"starts_from": facts.get("starts_from"), "points": points}
+            curves[display_name(folder)] = {"starts_from": starts_from(facts), "points": points}
     if not curves:
         raise FileNotFoundError(f"none of {folders} has a {FACTS} with `eval_acceptance_length` in its log_history")
     axis = next(axis for axis in AXES if all(axis in p for c in curves.values() for p in c["points"]))
@@ -93,8 +99,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    names = ("eagle", "hass", "poss1", "poss2", "poss3", "control")
-    parser.add_argument("--heads", nargs="+", default=[f"model_cards/{name}" for name in names])
+    parser.add_argument("--heads", nargs="+", required=True, help="folders written by the trainer")
     add_output_argument(parser)
     args = parser.parse_args()
     result = collect(args.heads)

@@ -97,7 +97,7 @@ def test_training_curve_counts_the_warm_start(pair, monkeypatch):
     def facts(starts_from, taus):
         history = [{"step": 0, "loss": 1.0}]
         history += [{"step": step, "eval_acceptance_length": tau} for step, tau in taus.items()]
-        return {"starts_from": starts_from, "steps": 100, "training_flops": 2e12, "hours": 1.0, "log_history": history}
+        return {"recipe": {"starts_from": starts_from}, "steps": 100, "training_flops": 2e12, "log_history": history}
 
     for name, content in {"base": facts(None, {100: 2.0}), "poss": facts("base", {0: 2.0, 50: 2.2, 100: 2.5})}.items():
         (pair / name).mkdir(exist_ok=True)
@@ -110,6 +110,12 @@ def test_training_curve_counts_the_warm_start(pair, monkeypatch):
     assert [p["training_flops"] for p in result["curves"]["poss"]["points"]] == [2e12, 3e12, 4e12]
     assert set(result["curves"]) == {"base", "poss"}
     assert (pair / "results" / "training_curve.png").stat().st_size > 1000
+
+
+def test_training_curve_needs_the_run_of_the_warm_start(pair):
+    facts = {"recipe": {"starts_from": "base"}, "steps": 2, "log_history": []}
+    with pytest.raises(FileNotFoundError, match="warm-started from 'base'"):
+        training_curve.curve(facts, pair / "poss")
 
 
 def test_training_curve_refuses_folders_without_a_curve(pair):
