@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 TREE_KINDS = ("chain", "dynamic", "static", "optimal")
 AVAILABLE_TREE_KINDS = ("chain", "dynamic")
@@ -185,6 +186,11 @@ class EagleHeadConfig(DraftHeadConfig):
             raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}."
+            )
         self.validate_specialists()
 
     def validate_specialists(self) -> None:

@@ -63,7 +63,7 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
             return _not_read(what)
     fc = shapes.get("fc.weight")
     normed = [key for key in keys if re.match(r"layers\.\d+\.input_layernorm\.weight$", key)]
-    if normed and fc is None:
+    if fc is None and (normed or "lm_head.weight" in shapes or "model.embed_tokens.weight" in shapes):
         return (
             "these are the weights of a whole language model, not draft heads; pass such a model as an ordinary "
             "`assistant_model`."

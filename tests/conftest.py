@@ -1,0 +1,78 @@
+"""Fixtures of all tests: fixed seeds, no network, tiny models."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from targets import own_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_specheads import AutoDraftHead, EagleHead, PossHead
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def blocked_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections to other machines fail at once; loopback stays open for processes of one training."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in LOOPBACK:
+            raise RuntimeError(f"tests must not use the network, tried {address!r}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def target() -> LlamaForCausalLM:
+    """A tiny random Llama of its own: vocabulary 99, width 32, two layers."""
+    return own_target("llama")
+
+
+@pytest.fixture
+def eagle_heads(target: LlamaForCausalLM) -> EagleHead:
+    """Random EAGLE heads for `target`."""
+    return AutoDraftHead.from_target(target, "eagle").eval()
+
+
+@pytest.fixture
+def poss_heads(target: LlamaForCausalLM) -> PossHead:
+    """Random POSS heads for `target`: two specialists of two positions."""
+    return AutoDraftHead.from_target(
+        target,
+        "poss",
+        num_specialists=2,
+        positions_per_specialist=2,
+        tree_config={"depth": 4, "top_k": 3, "total_tokens": 9},
+    ).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """99 words split at spaces: `w3` to `w98`, and three special tokens."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 99)}}
+    words_only = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words_only.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_only,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<pad>",
+        model_input_names=["input_ids", "attention_mask"],
+    )

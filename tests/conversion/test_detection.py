@@ -1,0 +1,67 @@
+"""Layouts are told apart by config fields and key names; what is not read is named and refused."""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints import LLAMA_CONFIG, eagle_tensors
+
+from hf_specheads.conversion import EAGLE, OURS, POSS, detect_from_config, detect_from_keys
+from hf_specheads.errors import UnknownFormatError
+
+
+def shapes_of(tensors: dict) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"), [(1, EAGLE), (2, POSS), (7, POSS)], ids=["eagle", "poss-2", "poss-7"]
+)
+def test_family_of_eagle(num_layers: int, expected: str) -> None:
+    assert detect_from_config(LLAMA_CONFIG) is None
+    assert detect_from_keys(shapes_of(eagle_tensors(num_layers)), LLAMA_CONFIG) == expected
+
+
+def test_own_layout() -> None:
+    assert detect_from_config({"model_type": "specheads_poss"}) == OURS
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators"),
+        ({"mask_token_id": 5}, "P-EAGLE"),
+        ({"hydra_num_heads": 4, "hydra_head_arch": "mlp"}, "Hydra"),
+        ({"medusa_num_heads": 5}, "Medusa"),
+        ({"model_type": "medusa"}, "Medusa"),
+    ],
+)
+def test_config_names_what_is_not_read(config: dict, words: str) -> None:
+    with pytest.raises(UnknownFormatError, match=words):
+        detect_from_config(config)
+
+
+def language_model_keys() -> list[str]:
+    return ["embed_tokens.weight", *(f"layers.{i}.input_layernorm.weight" for i in range(3)), "norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "words"),
+    [
+        (["midlayer.hidden_norm.weight", "fc.weight", "norm.weight"], {}, "EAGLE-3"),
+        (["layers.0.hidden_norm.weight", "fc.weight", "d2t"], {}, "EAGLE-3"),
+        (["fc.weight", "layers.0.mlp.up_proj.weight"], {"draft_vocab_size": 40}, "EAGLE-3"),
+        (["0.0.linear.weight", "0.0.linear.bias", "0.1.weight"], {}, "Medusa"),
+        (["medusa_heads.0.0.weight", "x"], {}, "Medusa"),
+        (["blocks.0.layers.0.weight", "lm_heads.0.weight"], {}, "Medusa"),
+        (["hydra_mlp.0.0.linear.weight"], {}, "Hydra"),
+        (["fusion_fc.weight", "transformer.mlp.up_proj.weight"], {}, "speculators"),
+        (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
+        (["fc.weight", "embed_layernorm.weight", "layers.0.mlp.up_proj.weight"], {}, "additional norms"),
+        (["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.input_layernorm.weight"], {}, "consecutive layers"),
+        (language_model_keys(), {}, "whole language model"),
+        (["transformer.wte.weight"], {}, "no draft heads of a known layout"),
+    ],
+)
+def test_keys_name_what_is_not_read(keys: list[str], config: dict, words: str) -> None:
+    with pytest.raises(UnknownFormatError, match=words):
+        detect_from_keys(dict.fromkeys(keys, (4, 8)), config)
