@@ -45,7 +45,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _LLAMA_LIKE | {"head_dim": 8}),
     "mistral": ("mistral", _LLAMA_LIKE | {"sliding_window": WINDOW}),
     "gemma2": ("gemma2", _GEMMA),
-    "gemma2-tied": ("gemma2", _GEMMA | {"tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi": ("phi", _LLAMA_LIKE | {"partial_rotary_factor": 0.5}),
     "phi3": ("phi3", _LLAMA_LIKE | {"sliding_window": WINDOW}),
