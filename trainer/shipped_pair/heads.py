@@ -166,7 +166,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target_name", default="hf-specheads/stdlib-target")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="runs to train, default all in order")
-    parser.add_argument("--eagle_steps", type=int, default=400, help="compute of every run, in EAGLE steps")
+    parser.add_argument("--eagle_steps", type=int, default=210, help="compute of every run, in EAGLE steps")
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--eval_prompts", type=int, default=12)

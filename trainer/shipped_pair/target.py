@@ -126,7 +126,7 @@ def main() -> None:
         "tokens_seen": args.max_steps * args.batch_size * args.block_size,
         "hours": round((time.time() - started) / 3600, 3),
         "held_out": trainer.evaluate(),
-        "arguments": {k: str(v) for k, v in vars(args).items()},
+        "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
     }
     final = args.output_dir / "final"
     trainer.model.to(torch.bfloat16).save_pretrained(final)
