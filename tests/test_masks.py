@@ -1,0 +1,106 @@
+"""Tree masks: one forward over a tree gives the logits of one forward per path, for every kind of attention."""
+
+import pytest
+import torch
+from targets import VOCAB, WINDOW, prompt, shared_target
+from transformers import DynamicCache
+from trees import path_of, random_tree
+
+from hf_specheads.masks import tree_attention_masks, tree_position_ids
+from hf_specheads.tree import DraftTree
+
+CASES = [
+    ("llama", "sdpa"), ("llama", "eager"), ("mistral", "sdpa"), ("mistral", "eager"), ("qwen2-window", "sdpa"),
+    ("gemma2", "eager"), ("gemma3", "sdpa"), ("gemma3", "eager"), ("gpt2", "eager"), ("opt", "sdpa"),
+]  # fmt: skip
+
+
+@torch.no_grad()
+def tree_logits(target, ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+    """Logits [B, N, V] of one tree forward on a cache of the prompt."""
+    cache = DynamicCache(config=target.config)
+    target(ids, past_key_values=cache)
+    cache.activate_past_recording()
+    length = ids.shape[1]
+    mask = tree_attention_masks(target, cache, tree, length, None, torch.float32)
+    positions = tree_position_ids(torch.arange(length + 1)[None], tree)
+    outputs = target(tree.token_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return outputs.logits
+
+
+@torch.no_grad()
+def path_logits(target, ids: torch.Tensor, tree: DraftTree, index: int, node: int) -> torch.Tensor:
+    """Logits [V] at one node: prompt and path as a plain sequence, without cache."""
+    path = tree.token_ids[index, path_of(tree.parents[index].tolist(), node)]
+    return target(torch.cat([ids[index], path])[None], use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+@pytest.mark.parametrize(("length", "depth"), [(WINDOW + 7, 4), (5, WINDOW + 2)], ids=["long prompt", "deep tree"])
+def test_tree_forward_equals_one_forward_per_path(family, attention, length, depth):
+    target, ids = shared_target(family, attention=attention), prompt(length)
+    tree = random_tree(2, nodes=18 if depth < WINDOW else 30, depth=depth, vocab=VOCAB)
+    logits = tree_logits(target, ids, tree)
+    for node in range(tree.num_nodes):
+        expected = path_logits(target, ids, tree, 0, node)
+        torch.testing.assert_close(logits[0, node], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_every_row_of_a_batch_has_its_own_tree(family):
+    target = shared_target(family)
+    ids = torch.cat([prompt(WINDOW + 3, seed=seed) for seed in (1, 2, 3)])
+    tree = random_tree(5, nodes=10, depth=3, batch=3, vocab=VOCAB)
+    logits = tree_logits(target, ids, tree)
+    assert logits.shape[:2] == (3, 10)
+    for index in range(3):
+        for node in range(10):
+            expected = path_logits(target, ids, tree, index, node)
+            torch.testing.assert_close(logits[index, node], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_masks_are_additive_and_of_the_compute_dtype():
+    """Eager attention adds the mask to the scores: a boolean one would silently change them."""
+    target = shared_target("llama")
+    cache = DynamicCache(config=target.config)
+    target(prompt(5), past_key_values=cache)
+    tree = random_tree(1, nodes=6, depth=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = tree_attention_masks(target, cache, tree, 5, None, dtype)
+        assert mask.dtype == dtype
+        assert mask.shape == (1, 1, 6, 11)
+        assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padding_of_the_prompt_is_hidden(family):
+    target = shared_target(family)
+    cache = DynamicCache(config=target.config)
+    target(prompt(20), past_key_values=cache)
+    cache.activate_past_recording()
+    padding = torch.ones(1, 20, dtype=torch.long)
+    padding[:, :14] = 0
+    mask = tree_attention_masks(target, cache, random_tree(1, nodes=4, depth=2), 20, padding, torch.float32)
+    slots = mask.shape[-1] - 4
+    assert slots == (20 if family == "llama" else WINDOW - 1)
+    assert (mask[0, 0, :, : slots - 6] < 0).all()
+    assert (mask[0, 0, 0, slots - 6 : slots] == 0).all()
+
+
+def test_targets_with_layer_types_get_one_mask_per_type():
+    target = shared_target("gemma3")
+    cache = DynamicCache(config=target.config)
+    target(prompt(20), past_key_values=cache)
+    cache.activate_past_recording()
+    masks = tree_attention_masks(target, cache, random_tree(1, nodes=4, depth=2), 20, None, torch.float32)
+    assert {kind: mask.shape[-1] for kind, mask in masks.items()} == {
+        "full_attention": 24,
+        "sliding_attention": WINDOW - 1 + 4,
+    }
+
+
+def test_positions_are_the_roots_plus_the_depth():
+    tree = random_tree(1, nodes=7, depth=3)
+    ids = torch.arange(9)[None]
+    assert torch.equal(tree_position_ids(ids, tree), 8 + tree.depths)
+    assert torch.equal(tree_position_ids(ids[None].expand(3, -1, -1), tree), (8 + tree.depths)[None].expand(3, -1, -1))
