@@ -30,9 +30,8 @@ from .trainer import DraftHeadTrainer
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_specheads.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m hf_specheads.trainer", description=__doc__, formatter_class=raw)
     parser.add_argument("--config", help=f"YAML file, or one of {', '.join(shipped_recipes())}")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
     return parser.parse_args(argv)
@@ -100,9 +99,11 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     parameters = sum(p.numel() for p in trainer.model.parameters())
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     evaluation = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
-    weights = f"{args.feature_loss_weight} feature + {args.token_loss_weight} token + {args.top_k_loss_weight} top-{args.top_k}"
+    weights = f"{args.feature_loss_weight} feature + {args.token_loss_weight} token"
+    weights += f" + {args.top_k_loss_weight} top-{args.top_k}"
+    sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
     rows = [
-        ("target", f"{recipe.target} ({config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size})"),
+        ("target", f"{recipe.target} ({sizes})"),
         ("heads", f"{config.method}, {config.num_specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
                   f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
         ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),

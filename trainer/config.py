@@ -1,4 +1,4 @@
-"""`DraftHeadTrainingArguments`: transformers' `TrainingArguments` plus what the unroll, the data and evaluation need."""
+"""`DraftHeadTrainingArguments`: transformers' `TrainingArguments` plus what the unroll, data and evaluation need."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
     eval_acceptance_prompts: int = field(default=16, metadata={"help": "Prompts to generate from in evaluation."})
     eval_prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt cut from a plain text."})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens generated per evaluation prompt."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False: the heads' forward takes rows."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must be False: the heads' forward takes rows."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -133,7 +133,9 @@ def tokenize_chat(
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def render(upto: int, prompt: bool) -> list[int]:
-        return list(tokenizer.apply_chat_template(messages[:upto], add_generation_prompt=prompt, **options)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(messages[:upto], add_generation_prompt=prompt, **options)["input_ids"]
+        )
 
     ids = render(len(messages), prompt=False)
     mask = [0] * len(ids)

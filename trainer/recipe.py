@@ -1,4 +1,4 @@
-"""Recipes: one YAML file says target, heads, data and training arguments; `key=value` on the command line changes it."""
+"""Recipes: one YAML file says target, heads, data and training arguments; `key=value` changes it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recipe:
         target_revision: Revision of a target on the Hub.
         target_dtype: `"auto"`, or a torch dtype's name.
         heads_dtype: Type of the heads' weights while training, a torch dtype's name.
-        eval_data: What to evaluate on; default, the first `eval_examples` of `train_data`, which are then not trained on.
+        eval_data: What to evaluate on; default, the first `eval_examples` of `train_data`, then not trained on.
         eval_examples: Number of evaluation examples; 0 turns evaluation off.
         resume: Go on from the newest checkpoint in `output_dir`, if there is one.
         training: Fields of [`DraftHeadTrainingArguments`].
@@ -125,8 +125,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
     Args:
         path: The file, a bare name of the recipes that come with the package (`poss3`), or `None` for no file.
-        overrides: `key=value`, values in YAML. `a.b=value` goes into a mapping; a key that is a training argument and no
-            recipe key goes into `training`, so that `learning_rate=1e-4` does what it says.
+        overrides: `key=value`, values in YAML. `a.b=value` goes into a mapping; a key that is a training argument and
+            no recipe key goes into `training`, so that `learning_rate=1e-4` does what it says.
 
     Raises:
         RecipeError: for a file that is missing or no mapping, a change without `=`, or an unknown key.

@@ -72,8 +72,8 @@ class StreamAttention:
     Args:
         visible: bool [B, T, T], see [`visible_rows`].
         num_streams: F.
-        phantom_columns: Reproduce the attention of HASS's and PosS's training code, which multiplies scores by a 0/1 mask:
-            each of the T - 1 - t future rows then adds exp(0) to the softmax's denominator.
+        phantom_columns: Reproduce the attention of HASS's and PosS's training code, which multiplies scores by a 0/1
+            mask: each of the T - 1 - t future rows then adds exp(0) to the softmax's denominator.
     """
 
     def __init__(self, visible: torch.Tensor, num_streams: int, phantom_columns: bool = False):

@@ -45,8 +45,8 @@ class FrozenTarget:
         if "document_ids" in batch:
             if not self._takes_position_ids:
                 raise ValueError(
-                    f"{type(self.model).__name__} takes no `position_ids`, so packed documents could not be kept apart; "
-                    "set packing=False."
+                    f"{type(self.model).__name__} takes no `position_ids`, so packed documents could not be kept "
+                    "apart; set packing=False."
                 )
             inputs["position_ids"] = batch["position_ids"]
         else:

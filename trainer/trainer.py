@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
     """Trains draft heads of the EAGLE family on the features of a frozen target.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
-    first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i`, from `target.generate(assistant_model=heads)`.
+    first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
 
     Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
     step does not depend on how its batch is split over processes and accumulation steps.
@@ -62,11 +63,12 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target)
         with args.main_process_first(desc="tokenizing"):
-            train_dataset = prepare_dataset(train_dataset, processing_class, args.max_length)
+            prepare = partial(prepare_dataset, tokenizer=processing_class, max_length=args.max_length)
+            train_dataset = prepare(train_dataset)
             if isinstance(eval_dataset, dict):
-                eval_dataset = {k: prepare_dataset(d, processing_class, args.max_length) for k, d in eval_dataset.items()}
+                eval_dataset = {name: prepare(dataset) for name, dataset in eval_dataset.items()}
             else:
-                eval_dataset = prepare_dataset(eval_dataset, processing_class, args.max_length)
+                eval_dataset = prepare(eval_dataset)
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
         super().__init__(
@@ -81,7 +83,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         self._refuse_sharding()
         if args.upstream_masking:
             warnings.warn(
-                "upstream_masking=True trains with masks that drafting does not have; use it for parity experiments only.",
+                "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
                 stacklevel=2,
             )
         self.frozen_target = FrozenTarget(target)
@@ -231,6 +233,15 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
             logs.update(self._train_losses.drain())
         super().log(logs, start_time)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
+        even = self.accelerator.even_batches
+        self.accelerator.even_batches = False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.accelerator.even_batches = even
+
     def evaluation_loop(
         self,
         dataloader: torch.utils.data.DataLoader,
@@ -242,10 +253,8 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         """Losses without noise over the evaluation set, and what generation with these heads accepts."""
         self.model.to(self.args.device).eval()
         meter = LossMeter(self.num_passes, self.args.device)
-        examples = 0
         for batch in dataloader:
             inputs = self._prepare_inputs(batch)
-            examples += inputs["input_ids"].shape[0]
             with torch.no_grad(), self.accelerator.autocast():
                 unroll = self.start_unroll(inputs, 1.0, training=False)  # divided by 1: sums over rows
                 for position in range(self.num_passes):
@@ -261,7 +270,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
             predictions=None,
             label_ids=None,
             metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
-            num_samples=examples,
+            num_samples=self.num_examples(dataloader),
         )
 
     def _prompts(self, dataloader: torch.utils.data.DataLoader) -> list[list[int]]:

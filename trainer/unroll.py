@@ -125,9 +125,11 @@ class Unroll:
 
     def finish_backward(self) -> None:
         """After the last pass's backward: sends the gradients gathered at the shared rows through `fc`, once."""
-        pending = [(fused, rows.grad) for fused, rows in zip(self._fused, self._rows, strict=True) if rows.grad is not None]
-        if self.separate_backward and pending:
-            torch.autograd.backward(*map(list, zip(*pending, strict=True)))
+        if not self.separate_backward:
+            return
+        used = [(fused, rows) for fused, rows in zip(self._fused, self._rows, strict=True) if rows.grad is not None]
+        if used:
+            torch.autograd.backward([fused for fused, _ in used], [rows.grad for _, rows in used])
 
     def _losses(self, drafted: torch.Tensor) -> PassLosses:
         # Rows are selected before `lm_head`, the largest product of a pass.
@@ -159,8 +161,8 @@ def unroll_losses(
 
     Arguments are those of [`Unroll`]. `upstream_masking=True` reproduces what the authors' training code computes
     instead of what it means to: with several passes (HASS, PosS), masked scores count as 0 in the softmax and padding
-    is not masked; with one pass (EAGLE) their masks are the true ones. It is for parity tests, not for training: drafting
-    has no such columns.
+    is not masked; with one pass (EAGLE) their masks are the true ones. It is for parity tests, not for training:
+    drafting has no such columns.
 
     Raises:
         ValueError: if `num_passes` is below 1 or a shape does not fit.
@@ -201,7 +203,9 @@ def _positions(starts: torch.Tensor) -> torch.Tensor:
     return rows - torch.where(starts, rows, 0).cummax(dim=1).values
 
 
-def _check_shapes(features: torch.Tensor, next_token_ids: torch.Tensor, target_features: torch.Tensor, *others) -> None:
+def _check_shapes(
+    features: torch.Tensor, next_token_ids: torch.Tensor, target_features: torch.Tensor, *others
+) -> None:
     rows = tuple(features.shape[:2])
     named = {"next_token_ids": next_token_ids, "target_features": target_features}
     named.update(zip(("loss_mask", "attention_mask", "document_ids", "position_ids"), others, strict=True))

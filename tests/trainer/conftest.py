@@ -89,7 +89,9 @@ def make_trainer(tmp_path, target, heads):
     """A trainer on the tiny target; keyword arguments go to the training arguments."""
     from datasets import Dataset
 
-    def make(model: DraftHead = heads, folder: str = "run", data=None, eval_data=None, **arguments) -> DraftHeadTrainer:
+    def make(
+        model: DraftHead = heads, folder: str = "run", data=None, eval_data=None, **arguments
+    ) -> DraftHeadTrainer:
         defaults = {
             "max_steps": 4,
             "per_device_train_batch_size": 4,
@@ -100,7 +102,11 @@ def make_trainer(tmp_path, target, heads):
             "max_length": 64,
         }
         args = DraftHeadTrainingArguments(
-            output_dir=str(tmp_path / folder), use_cpu=True, disable_tqdm=True, report_to=[], **{**defaults, **arguments}
+            output_dir=str(tmp_path / folder),
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to=[],
+            **{**defaults, **arguments},
         )
         train = Dataset.from_list(make_examples()) if data is None else data
         return DraftHeadTrainer(model=model, target=target, args=args, train_dataset=train, eval_dataset=eval_data)

@@ -44,8 +44,10 @@ def test_warm_start_from_a_folder(workspace, tmp_path):
 
 
 def test_two_processes_equal_one(workspace, tmp_path):
-    """Gloo, two processes of two examples against one of four; three steps of two batches each; sgd without clipping."""
-    common = [*workspace.options, "gradient_accumulation_steps=2", "max_grad_norm=0.0"]
+    """Gloo, two processes of two examples against one of four; two batches per step; sgd without clipping. Five
+    examples to evaluate on do not divide evenly."""
+    common = [*workspace.options, "gradient_accumulation_steps=2", "max_grad_norm=0.0", "eval_examples=5",
+              "per_device_eval_batch_size=2", "max_steps=1"]  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,11 +86,9 @@ def test_shipped_recipes_are_complete(tmp_path):
 
 
 def test_changes_reach_their_place():
-    recipe = read_recipe(
-        "poss3",
-        ["target=t", "learning_rate=1e-4", "heads.num_specialists=4", "train_data=a.jsonl", "train_data.split=train[:5%]",
-         "training.seed=7", "eval_data={path: b.jsonl}"],
-    )  # fmt: skip
+    changes = ["target=t", "learning_rate=1e-4", "heads.num_specialists=4", "training.seed=7"]
+    changes += ["train_data=a.jsonl", "train_data.split=train[:5%]", "eval_data={path: b.jsonl}"]
+    recipe = read_recipe("poss3", changes)
     assert recipe.training["learning_rate"] == 1e-4 and recipe.training["seed"] == 7
     assert recipe.heads == {"num_specialists": 4, "positions_per_specialist": 3}
     assert (recipe.train_data.path, recipe.train_data.split) == ("a.jsonl", "train[:5%]")

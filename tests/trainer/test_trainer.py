@@ -50,7 +50,8 @@ def test_components_are_logged_per_position_and_add_up(make_trainer):
     trainer = make_trainer(top_k_loss_weight=0.5, logging_steps=2, gradient_accumulation_steps=2)
     trainer.train()
     first = trainer.state.log_history[0]
-    total = sum(first[f"feature_loss_{i}"] + 0.1 * first[f"token_loss_{i}"] + 0.5 * first[f"top_k_loss_{i}"] for i in range(1, 5))
+    weights = {"feature_loss": 1.0, "token_loss": 0.1, "top_k_loss": 0.5}
+    total = sum(weight * first[f"{name}_{i}"] for name, weight in weights.items() for i in range(1, 5))
     assert "feature_loss_5" not in first
     assert first["loss"] == pytest.approx(total, rel=1e-4)
 
@@ -62,7 +63,11 @@ def run(make_trainer, heads, folder, **arguments):
 
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
-STABLE = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 3}  # Adam turns rounding of tiny gradients into sign flips
+STABLE = {
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "max_steps": 3,
+}  # Adam turns rounding of tiny gradients into sign flips
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def plain_last_row(heads, target, tokens, features, specialist):
 
 
 def naive_drafted(heads, target, rows, passes):
-    """Every row of every pass as a sequence of its own: target features, then drafted ones, each by its own pass."""
+    """Every row of every pass as a sequence of its own: target features, then each drafted one by its own pass."""
     batch, length, _ = rows["features"].shape
     drafted = torch.zeros(passes, batch, length, 32)
     for m in range(passes):
@@ -131,7 +131,9 @@ def test_training_rows_equal_step_by_step_drafting(target, heads, root):
         torch.testing.assert_close(logits, heads.draft_logits(trained), rtol=1e-4, atol=1e-4)
         if m + 1 < depth:
             visible = torch.ones(1, 1, m + 1, dtype=torch.bool)
-            feature, logits = heads.extend_draft(cache, m + 1, tokens[:, root + m + 1 : root + m + 2], feature, visible)
+            feature, logits = heads.extend_draft(
+                cache, m + 1, tokens[:, root + m + 1 : root + m + 2], feature, visible
+            )
 
 
 def test_no_supervised_row_gives_zero_and_finite_gradients(target, heads):
