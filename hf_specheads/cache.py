@@ -125,16 +125,15 @@ def compact(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
         if isinstance(layer, DummyLayer) or not layer.is_initialized:
             continue
         first = layer.keys.shape[-2] - num_nodes
-        rows = path.to(layer.keys.device)[:, None, :, None]
+        end = first + kept
+        oldest = max(end - layer.sliding_window + 1, 0) if layer.is_sliding else 0
+        moved = path[:, None, 1:, None].to(layer.keys.device)  # the root's row is where it belongs
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            tree = states[:, :, first:]
-            index = rows.expand(tree.shape[0], tree.shape[1], kept, tree.shape[3])
-            states[:, :, first : first + kept] = tree.gather(2, index)
-            states = states[:, :, : first + kept]
-            if layer.is_sliding:
-                states = states[:, :, -layer.sliding_window + 1 :]
-            setattr(layer, name, states)
+            if kept > 1:
+                index = moved.expand(*states.shape[:2], -1, states.shape[3])
+                states[:, :, first + 1 : end] = states[:, :, first:].gather(2, index)
+            setattr(layer, name, states[:, :, oldest:end])
         if layer.is_sliding:
             layer.cumulative_length -= num_nodes - kept
 
