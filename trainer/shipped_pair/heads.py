@@ -4,8 +4,9 @@
 
 Every method starts from one-pass EAGLE training (six-pass objectives trail it for long from random weights) and then
 gets the same further compute, counted in floating-point operations; so a six-pass method takes fewer steps than EAGLE
-itself. Same data in the same order, same batch, same optimiser, same learning rates. Runs whose folder is complete are
-skipped, so the script can be called again after an interruption.
+itself. Same data in the same order, same batches, same optimiser, same learning rates. Continued runs take small
+batches: with so few tokens, more steps help more than quieter gradients. Runs whose folder is complete are skipped, so
+the script can be called again after an interruption.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from .optimizer import MatrixMomentum
 
 DEPTH = 6
 BLOCK = 512
-BATCH = 8
+BASE_BATCH = 8
+CONTINUED_BATCH = 2
 HEAD_WIDTH = {"intermediate_size": 512}
 # As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
 CONTROL_WIDTH = {"intermediate_size": 1280}
@@ -92,20 +94,22 @@ def train_run(
     heads.config.target["name"] = args.target_name
     eagle_step = flops_per_token(target, heads, 1)
     per_token = flops_per_token(target, heads, run.passes)
-    steps = 4 * round(args.eagle_steps * eagle_step / per_token / 4)  # evaluated at each quarter
+    batch = BASE_BATCH if base is None else CONTINUED_BATCH
+    batches = args.eagle_steps * eagle_step / per_token * BASE_BATCH / batch
+    steps = 4 * round(batches / 4)  # evaluated at each quarter
     training_args = DraftHeadTrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=steps,
         num_passes=run.passes,
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=BASE_BATCH,
         lr_scheduler_type="cosine",
         warmup_steps=20,
         max_grad_norm=1.0,
         logging_steps=10,
         eval_strategy="steps",
         eval_steps=steps // 4,
-        eval_on_start=True,
+        eval_on_start=base is None,
         eval_acceptance_prompts=args.eval_prompts,
         eval_max_new_tokens=64,
         save_strategy="no",
@@ -114,7 +118,7 @@ def train_run(
         data_seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
     )
-    slower = 1.0 if base is None else 0.25  # a warm start is fine-tuned, not trained anew
+    slower = 1.0 if base is None else 0.5  # a warm start is fine-tuned, not trained anew
     train, held_out, prompts = data
     trainer = DraftHeadTrainer(
         model=heads,
@@ -133,8 +137,8 @@ def train_run(
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
-        "tokens": steps * BATCH * BLOCK,
-        "training_flops": per_token * steps * BATCH * BLOCK,
+        "tokens": steps * batch * BLOCK,
+        "training_flops": per_token * steps * batch * BLOCK,
         "corpus_fingerprint": args.corpus_fingerprint,
     }
     del facts["arguments"]["output_dir"]
@@ -157,7 +161,7 @@ def load_data(
     train = pack_tokens(texts, tokenizer, BLOCK, args.seed + 1)
     held_out = pack_tokens(read_split(held_out=True), tokenizer, BLOCK, args.seed)
     prompts = [row[:128].tolist() for row in held_out[16 : 16 + args.eval_prompts]]
-    return PackedBlocks(train), PackedBlocks(held_out[:16]), prompts
+    return PackedBlocks(train), PackedBlocks(held_out[:8]), prompts
 
 
 def parse_args() -> argparse.Namespace:
@@ -169,7 +173,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eagle_steps", type=int, default=210, help="compute of every run, in EAGLE steps")
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--eval_prompts", type=int, default=12)
+    parser.add_argument("--eval_prompts", type=int, default=10)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
