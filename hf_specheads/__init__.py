@@ -10,11 +10,12 @@ from . import auto, dispatch
 from .auto import AutoDraftHead
 from .candidates import DraftHeadCandidateGenerator
 from .configuration import DraftHeadConfig, DraftTreeConfig, EagleHeadConfig, PossHeadConfig
+from .errors import HeadLoadError, UnsupportedGenerationError, WrongTargetError
 from .generation import speculative_generate
 from .heads import EagleHead, PossHead
 from .hub import load_heads
 from .metrics import GenerationStats
-from .modeling import DraftHead, WrongTargetError
+from .modeling import DraftHead
 from .version import __version__
 
 auto.register()
@@ -29,8 +30,10 @@ __all__ = [
     "EagleHead",
     "EagleHeadConfig",
     "GenerationStats",
+    "HeadLoadError",
     "PossHead",
     "PossHeadConfig",
+    "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",
     "load_heads",
