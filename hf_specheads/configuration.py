@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 TREE_KINDS = ("chain", "dynamic", "static", "optimal")
 AVAILABLE_TREE_KINDS = ("chain", "dynamic")
+MAX_SIZE = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +121,12 @@ class DraftHeadConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Part of `@strict`'s validation at construction."""
         DraftTreeConfig().replace(**self.tree_config)
-        for name in ("vocab_size", "hidden_size", "feature_size", "embedding_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        self._validate_sizes("vocab_size", "hidden_size", "feature_size", "embedding_size")
+
+    def _validate_sizes(self, *names: str) -> None:
+        for name in names:
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise ValueError(f"`{name}` must be between 1 and {MAX_SIZE}, got {getattr(self, name)}.")
 
 
 @strict
@@ -164,7 +168,7 @@ class EagleHeadConfig(DraftHeadConfig):
     trained_positions: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.head_dim is None:
+        if self.head_dim is None and self.num_attention_heads:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -172,6 +176,7 @@ class EagleHeadConfig(DraftHeadConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         if self.hidden_size != self.feature_size:
             raise ValueError(
                 f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "

@@ -142,9 +142,12 @@ def _own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadC
 
 def _check_against_config(checkpoint: Checkpoint, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
-    with torch.device("meta"):
-        _, head_class = HEADS[config.model_type]
-        expected = {key: tuple(tensor.shape) for key, tensor in head_class(config).state_dict().items()}
+    _, head_class = HEADS[config.model_type]
+    try:
+        with torch.device("meta"):
+            expected = {key: tuple(tensor.shape) for key, tensor in head_class(config).state_dict().items()}
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+        raise HeadConfigError(f"config.json describes heads that cannot be built: {error}") from error
     found = checkpoint.shapes
     refuse_wrong_keys(missing=set(expected) - set(found), unknown=set(found) - set(expected))
     for key, shape in expected.items():

@@ -237,6 +237,8 @@ def test_own_config_must_be_complete(saved: Path, name: str) -> None:
     "changes",
     [{"num_specialists": 10**9}, {"num_specialists": 0}, {"num_specialists": "2"}, {"positions_per_specialist": -1},
      {"hidden_size": "wide"}, {"head_dim": 7}, {"tree_config": {"depth": 0}}, {"tree_config": [1]},
+     {"intermediate_size": -1}, {"num_attention_heads": 0}, {"num_key_value_heads": 0}, {"head_dim": 0},
+     {"head_dim": 10**30}, {"embedding_size": 2**24, "num_attention_heads": 2**23, "head_dim": 2**23},
      {"rms_norm_eps": None}, {"hidden_act": "nonsense"}, {"rope_parameters": {"rope_type": "nonsense"}}],
 )  # fmt: skip
 def test_impossible_own_configs(saved: Path, changes: dict) -> None:
