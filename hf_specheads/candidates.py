@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from .drafting import grow_tree
+from .metrics import GenerationStats
 from .modeling import DraftHead
 from .tree import DraftTree
 
@@ -45,7 +46,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.max_length = max_length
         config = target.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.draft_forwards = 0
+        self.stats = head.last_stats = GenerationStats(profile=head.profile)
+        self._proposed: list[int] = []
 
     def room(self, length: int, context_length: int) -> int:
         """Draft positions of the next round: none for the last token of the budget, none past the target's context.
@@ -74,11 +76,12 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             return DraftTree.root_only(input_ids[:, -1])
         # Features without known tokens (a prompt given as embeddings) cannot be paired; the head starts after them.
         rows = min(features.shape[1], input_ids.shape[1])
-        if rows < features.shape[1] and self.cache.committed == 0:
-            self.cache.context_mask = None
+        if self.cache.committed == 0 and self.cache.context_mask is not None:
+            # The rows are the last of the prompt: earlier ones came in a cache, or as embeddings without tokens.
+            self.cache.context_mask = self.cache.context_mask[:, -rows:]
         device = self.head.device
         token_ids, features = input_ids[:, -rows:].to(device), features[:, -rows:].to(device)
-        self.draft_forwards += depth
+        self.stats.draft_forwards += depth
         return grow_tree(self.head, self.cache, token_ids, features, depth).to(input_ids.device)
 
     def get_candidates(
@@ -94,10 +97,22 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
 
         The first call returns the prompt alone, so that the target is prefilled and its features exist.
         """
+        self.stats.target_forwards += 1  # the one that follows this call
         if is_first_iteration or model_outputs is None:
             return input_ids, None
         features = model_outputs.hidden_states[-1]
         fresh = self.cache.committed == 0
         new_rows = input_ids.shape[1] - 1 if fresh else n_last_matches + 1
         tree = self.draft(input_ids, features[:, :new_rows], input_ids.shape[1] - 1)
+        self._proposed = tree.token_ids[0, 1:].tolist()
         return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Records the round that transformers' assisted loop has just verified."""
+        if self.stats.target_forwards == 1:
+            return  # the prefill
+        offered = len(self._proposed)
+        # A last token that agrees with the draft as well was no bonus token: the loop cut the round there.
+        if num_matches < offered and self._proposed[num_matches] == int(input_ids[0, -1]):
+            offered = num_matches
+        self.stats.record_round(0, num_matches, offered)

@@ -14,10 +14,15 @@ from transformers.generation import GenerationMode
 
 from .cache import refuse_tree_cache
 from .errors import UnsupportedGenerationError
-from .modeling import VERIFICATIONS, DraftHead
+from .modeling import LOOPS, VERIFICATIONS, DraftHead
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa"}
+# What a verifying forward gets from us; an argument that were dropped in silence could change the text.
+FORWARD_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds", "logits_to_keep",
+    "output_hidden_states", "return_dict",
+}  # fmt: skip
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
 
 
@@ -47,9 +52,15 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
         raise UnsupportedGenerationError(
             f"draft heads do not support generation mode {mode.value!r}; use greedy decoding or sampling."
         )
-    if head.verification not in VERIFICATIONS:
+    for name, known in (("verification", VERIFICATIONS), ("loop", LOOPS)):
+        if getattr(head, name) not in known:
+            raise UnsupportedGenerationError(
+                f"`heads.{name}` must be one of {list(known)}, got {getattr(head, name)!r}."
+            )
+    if head.loop == "transformers" and head.tree_config.kind != "chain":
         raise UnsupportedGenerationError(
-            f"`heads.verification` must be one of {list(VERIFICATIONS)}, got {head.verification!r}."
+            f"transformers' own loop verifies chains only, and these heads draft a {head.tree_config.kind} tree; use "
+            "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
         )
     head.check_target(target)
 
@@ -89,6 +100,11 @@ def refuse_prepared_call(
         raise UnsupportedGenerationError(
             f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
         )
+    given = [name for name, value in model_kwargs.items() if value is not None and value is not False]
+    if (extra := sorted(set(given) - FORWARD_ARGUMENTS)) and head.loop == "own":
+        raise UnsupportedGenerationError(
+            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+        )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)
     if head.tree_config.kind == "chain":
@@ -117,15 +133,18 @@ def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
 
 
 def _refuse_rescaling_rope(target: PreTrainedModel, config: GenerationConfig) -> str | None:
-    """Rope types that change all positions at once when a length is passed would see the tree before plain decoding."""
+    """Rope types that change all positions past a length would do so when the tree, not the text, reaches it."""
     text_config = target.config.get_text_config(decoder=True)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    limit = rope.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
-    if rope.get("rope_type") not in ("dynamic", "longrope") or limit is None or config.max_length is None:
-        return None
-    if config.max_length <= limit:
-        return None
-    return (
-        f"{rope['rope_type']!r} rope of {type(target).__name__} rescales past {limit} tokens, which draft heads cannot "
-        f"follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or drop `assistant_model`."
-    )
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    for rope in per_layer_type or [parameters]:
+        limit = rope.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
+        if rope.get("rope_type") not in ("dynamic", "longrope") or limit is None or config.max_length is None:
+            continue
+        if config.max_length > limit:
+            return (
+                f"{rope['rope_type']!r} rope of {type(target).__name__} rescales past {limit} tokens, which draft "
+                f"heads cannot follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or "
+                "drop `assistant_model`."
+            )
+    return None

@@ -26,7 +26,13 @@ from .modeling import DraftHead
 
 MINIMUM_TRANSFORMERS = "5.23.0"
 EXPECTED_PARAMETERS = {
-    "_assisted_decoding": {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model"},
+    "_assisted_decoding": {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    },
     "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
     "_get_candidate_generator": {"generation_config", "assistant_model", "model_kwargs"},
 }

@@ -115,6 +115,14 @@ def target_identity(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def _execution_device(lm_head: nn.Module, target: PreTrainedModel) -> torch.device:
+    """Where the target's `lm_head` computes: an offloaded weight is `meta`, and accelerate's hook knows the device."""
+    weight, hook = getattr(lm_head, "weight", None), getattr(lm_head, "_hf_hook", None)
+    candidates = (getattr(weight, "device", None), getattr(hook, "execution_device", None), target.device)
+    devices = [torch.device(device) for device in candidates if device is not None]
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
 @dataclass(frozen=True)
 class BorrowedModules:
     """The target's parts a head calls. Held outside the module tree, so they are never saved or trained."""
@@ -126,9 +134,7 @@ class BorrowedModules:
     @classmethod
     def of(cls, target: PreTrainedModel) -> BorrowedModules:
         embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        weight = getattr(lm_head, "weight", None)
-        device = weight.device if weight is not None and weight.device.type != "meta" else target.device
-        return cls(embedding, as_lm_head(lm_head), device)
+        return cls(embedding, as_lm_head(lm_head), _execution_device(lm_head, target))
 
 
 class FeatureReader:

@@ -15,8 +15,7 @@ from .candidates import DraftHeadCandidateGenerator
 from .compatibility import refuse_call, refuse_prepared_call
 from .errors import UnsupportedGenerationError
 from .features import FeatureReader
-from .masks import tree_attention_masks, tree_position_ids
-from .metrics import GenerationStats
+from .masks import grouped_attention_under_masks, tree_attention_masks, tree_position_ids
 from .modeling import DraftHead
 from .sampling import TokenSampler
 from .stopping import StopRule
@@ -69,7 +68,8 @@ def speculative_generate(
         )
     loop = RoundLoop(model, draft_head, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
     try:
-        return loop.run(input_ids)
+        with grouped_attention_under_masks(model):
+            return loop.run(input_ids)
     finally:
         loop.close()
 
@@ -93,9 +93,9 @@ class RoundLoop:
         self.sampler = TokenSampler(logits_processor, generation_config.do_sample)
         self.stop = StopRule(stopping_criteria)
         self.outputs = EmittedOutputs(generation_config)
-        self.stats = head.last_stats = GenerationStats(profile=head.profile)
-        self.padding_mask = model_kwargs.get("attention_mask")
-        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, self.padding_mask)
+        padding_mask = model_kwargs.get("attention_mask")
+        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, padding_mask)
+        self.stats = self.candidates.stats
         self.reader = FeatureReader(
             target, generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         )
@@ -116,8 +116,8 @@ class RoundLoop:
             features = self.reader.prompt_features(outputs)
             self.cache.activate_past_recording()  # not before: sliding layers would keep the whole prompt
             self.dtype = features.dtype
-        # The first token is one plain step: a tree of the last prompt token alone.
-        tree = DraftTree.root_only(input_ids[:, -1])
+        # The first token is one plain step: a tree of one node, whose own token (there may be none) plays no part.
+        tree = DraftTree.root_only(input_ids.new_zeros(input_ids.shape[0]))
         accepted = self.choose(tree, input_ids, outputs.logits[:, -1:])
         self.outputs.collect_first(outputs, accepted)
         input_ids = self.emit(outputs, accepted, input_ids)
@@ -133,7 +133,6 @@ class RoundLoop:
                 self.outputs.collect(outputs, accepted)
                 input_ids = self.emit(outputs, accepted, input_ids)
             self.record(tree, accepted)
-        self.stats.draft_forwards = self.candidates.draft_forwards
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         if self.streamer is not None:
             self.streamer.end()
@@ -158,9 +157,7 @@ class RoundLoop:
         """The accepted path and the bonus token."""
         logits = logits.to(input_ids.device)
         if self.token_by_token:
-            (accepted,) = verify_token_by_token(
-                tree, input_ids, logits, self.sampler, self.stop, self.outputs.scores
-            )
+            (accepted,) = verify_token_by_token(tree, input_ids, logits, self.sampler, self.stop, self.outputs.scores)
         else:
             keep_scores = self.outputs.scores is not None
             (accepted,) = verify_all_nodes(tree, input_ids, logits, self.sampler, self.stop, keep_scores)

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
-from .errors import refuse_wrong_keys
-from .errors import WrongTargetError
+from .errors import WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from .metrics import GenerationStats
 
 VERIFICATIONS = ("lossless",)
+LOOPS = ("own", "transformers")
 
 
 class DraftHead(PreTrainedModel):
@@ -27,8 +27,9 @@ class DraftHead(PreTrainedModel):
         tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call.
         verification: `"lossless"`: the output has exactly the target's distribution.
         exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
-            tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one sync per round.
-        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop with our candidate generator (chains).
+            tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
+            round.
+        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
         profile: Record wall seconds by stage in `last_stats.seconds`.
         trace: Keep every draft tree in `last_stats.trees`.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
@@ -75,8 +76,8 @@ class DraftHead(PreTrainedModel):
             return
         if not fingerprints_match(identity["fingerprint"], target_fingerprint(target)):
             raise WrongTargetError(
-                f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, and the "
-                f"weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
+                f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, and "
+                f"the weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
                 "trained for this target, or set `heads.config.target = None` to use them all the same."
             )
 

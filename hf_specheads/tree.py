@@ -34,7 +34,9 @@ class DraftTree:
     def root_only(root_ids: torch.Tensor) -> DraftTree:
         """A tree without drafted nodes, from root tokens [B]."""
         ids = root_ids[:, None]
-        return DraftTree(ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0)
+        return DraftTree(
+            ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0
+        )
 
     def ancestor_mask(self) -> torch.Tensor:
         """bool [B, N, N]: `mask[b, i, j]` says that j is i itself or an ancestor of i.

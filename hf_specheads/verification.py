@@ -44,7 +44,12 @@ class Accepted:
 
 
 def verify_all_nodes(
-    tree: DraftTree, input_ids: torch.Tensor, logits: torch.Tensor, sampler: TokenSampler, stop: StopRule, keep_scores: bool
+    tree: DraftTree,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    sampler: TokenSampler,
+    stop: StopRule,
+    keep_scores: bool,
 ) -> list[Accepted]:
     """Chooses a token at every node at once and follows the choices from the root. One host sync for all rows.
 

@@ -10,7 +10,7 @@ from hf_specheads.tree import DraftTree
 
 
 def random_tree(seed: int, nodes: int = 14, depth: int = 4, batch: int = 1, vocab: int = 99) -> DraftTree:
-    """A random tree per row; siblings have different tokens, parents precede children."""
+    """A random tree per row; siblings have different tokens (so `vocab` > `nodes`), parents precede children."""
     rng = random.Random(seed)
     tokens, parents, depths = [], [], []
     for _ in range(batch):
