@@ -26,6 +26,7 @@ from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
 from .optimizer import MatrixMomentum
 
 END_OF_TEXT = "<|endoftext|>"
+FACTS = "training_facts.json"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -63,11 +64,18 @@ def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 24
     return LlamaForCausalLM(config)
 
 
+def earlier_tokens(init_from: Path | None) -> int:
+    """Training tokens of the target a run continues from."""
+    facts = init_from / FACTS if init_from is not None else None
+    return json.loads(facts.read_text())["tokens_seen"] if facts is not None and facts.exists() else 0
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--max_steps", type=int, default=800)
     parser.add_argument("--num_hidden_layers", type=int, default=24, help="2 gives a small assistant to compare with")
+    parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--block_size", type=int, default=512)
@@ -85,7 +93,7 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
 
-    tokenizer_folder = args.tokenizer or args.output_dir / "tokenizer"
+    tokenizer_folder = args.init_from or args.tokenizer or args.output_dir / "tokenizer"
     if tokenizer_folder.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     else:
@@ -94,7 +102,10 @@ def main() -> None:
     train_blocks = pack_tokens(train_texts, tokenizer, args.block_size, args.seed)
     held_out_blocks = pack_tokens(held_out_texts, tokenizer, args.block_size, args.seed)[:64]
 
-    target = build_target(tokenizer, args.num_hidden_layers)
+    if args.init_from is None:
+        target = build_target(tokenizer, args.num_hidden_layers)
+    else:
+        target = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
     trainer = Trainer(
         model=target,
         args=TrainingArguments(
@@ -123,7 +134,7 @@ def main() -> None:
     facts = {
         "corpus_fingerprint": fingerprint(train_texts),
         "train_tokens": train_blocks.numel(),
-        "tokens_seen": args.max_steps * args.batch_size * args.block_size,
+        "tokens_seen": args.max_steps * args.batch_size * args.block_size + earlier_tokens(args.init_from),
         "hours": round((time.time() - started) / 3600, 3),
         "held_out": trainer.evaluate(),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
@@ -131,7 +142,7 @@ def main() -> None:
     final = args.output_dir / "final"
     trainer.model.to(torch.bfloat16).save_pretrained(final)
     tokenizer.save_pretrained(final)
-    (final / "training_facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (final / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":
