@@ -137,11 +137,13 @@ def train_run(
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
+        "optimizer": {"name": "MatrixMomentum", "matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
         "tokens": steps * batch * BLOCK,
         "training_flops": per_token * steps * batch * BLOCK,
         "corpus_fingerprint": args.corpus_fingerprint,
     }
-    del facts["arguments"]["output_dir"]
+    for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
+        del facts["arguments"][replaced]
     heads.to(torch.bfloat16).save_pretrained(folder)
     write_facts(facts, folder)  # last: marks the run as complete
 
@@ -167,7 +169,7 @@ def load_data(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the trained target")
-    parser.add_argument("--target_name", default="hf-specheads/stdlib-target")
+    parser.add_argument("--target_name", default="stdlib-target")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="runs to train, default all in order")
     parser.add_argument("--eagle_steps", type=int, default=210, help="compute of every run, in EAGLE steps")
