@@ -137,7 +137,7 @@ def train_run(
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
-        "optimizer": {"name": "MatrixMomentum", "matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
+        "optimizer": {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
         "tokens": steps * batch * BLOCK,
         "training_flops": per_token * steps * batch * BLOCK,
         "corpus_fingerprint": args.corpus_fingerprint,
