@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Result = dict[str, Any]
+TERA = 1e12
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -89,12 +90,12 @@ def acceptance(result: Result) -> str:
         rows = []
         for name, facts in result["heads"].items():
             cells = [facts["measured"][family][str(depth)] for depth in depths]
-            flops = number(facts.get("training_flops", 0) / 1e15 or None)
+            flops = number(facts.get("training_flops", 0) / TERA or None, 1)
             base = facts.get("starts_from")
             row = [name, millions(facts["parameters"]), f"{flops} after {base}" if base else flops]
             row += [f"{number(c['acceptance_length'])} ± {number(c['standard_error'])}" for c in cells]
             rows.append([*row, pos_acc_text(cells[-1]["pos_acc"])])
-        header = [f"{tree['total_tokens']} nodes, top-k {tree['top_k']}", "parameters", "training PFLOP"]
+        header = [f"{tree['total_tokens']} nodes, top-k {tree['top_k']}", "parameters", "training TFLOP"]
         header += [f"tau, depth {depth}" for depth in depths] + [f"pos-acc, depth {depths[-1]}"]
         text += markdown_table(header, rows) + "\n"
     text += _differences(result)
@@ -145,12 +146,14 @@ def choose_tree(result: Result) -> str:
 
 def training_curve(result: Result) -> str:
     """tau at a few shares of each run's own compute; the whole curve is in the JSON and in the figure."""
+    axis = result["axis"]
+    unit, scale = ("TFLOP", TERA) if axis == "training_flops" else (axis, 1)
     rows = []
     for name, curve in result["curves"].items():
-        points, axis = curve["points"], result["axis"]
+        points = curve["points"]
         taus = " ".join(number(point["acceptance_length"]) for point in points)
-        rows.append((name, curve["starts_from"] or "random", str(points[-1]["step"]), f"{points[-1][axis]:.3g}", taus))
-    header = ("heads", "started from", "steps", f"{result['axis']}, warm start included", "tau along the run")
+        rows.append((name, curve["starts_from"] or "random", str(points[-1]["step"]), number(points[-1][axis] / scale, 1), taus))
+    header = ("heads", "started from", "steps", f"{unit}, warm start included", "tau along the run")
     return markdown_table(header, rows) + footnote(result)
 
 
