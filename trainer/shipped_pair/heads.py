@@ -3,7 +3,7 @@
     python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --output_dir runs/heads
 
 Every method starts from the same EAGLE heads, trained for one pass for most of the compute (six-pass objectives trail
-one-pass training for long: with equal compute from the first steps on, EAGLE reached tau 3.96 and POSS-3 2.99), and then
+one-pass training for long: with equal compute from the first steps on, EAGLE reached tau 3.96, POSS-3 2.99), and then
 gets the same further compute, counted in floating-point operations; so a six-pass method takes fewer steps than EAGLE
 itself. Same data in the same order, same batches, same optimiser, same learning rates. Continued runs take small
 batches: with so few tokens, more steps help more than quieter gradients. Runs whose folder is complete are skipped, so
