@@ -152,7 +152,8 @@ def training_curve(result: Result) -> str:
     for name, curve in result["curves"].items():
         points = curve["points"]
         taus = " ".join(number(point["acceptance_length"]) for point in points)
-        rows.append((name, curve["starts_from"] or "random", str(points[-1]["step"]), number(points[-1][axis] / scale, 1), taus))
+        spent = number(points[-1][axis] / scale, 1)
+        rows.append((name, curve["starts_from"] or "random", str(points[-1]["step"]), spent, taus))
     header = ("heads", "started from", "steps", f"{unit}, warm start included", "tau along the run")
     return markdown_table(header, rows) + footnote(result)
 

@@ -82,14 +82,16 @@ def collect(folders: list[str]) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """One line per heads, tau over compute."""
+    """One line per heads, tau over compute; a warm-started line leaves from where the line of its start ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, one in result["curves"].items():
-        x = [point[result["axis"]] for point in one["points"]]
-        axes.plot(x, [point["acceptance_length"] for point in one["points"]], marker="o", markersize=3, label=name)
+        before = result["curves"].get(one["starts_from"], {"points": []})["points"][-1:]
+        points = [*before, *one["points"]]
+        x = [point[result["axis"]] for point in points]
+        axes.plot(x, [point["acceptance_length"] for point in points], marker="o", markersize=3, label=name)
     axes.set_xlabel(f"{AXES[result['axis']]}, warm start included")
     axes.set_ylabel("acceptance length (tau)")
     axes.grid(alpha=0.3)
