@@ -54,6 +54,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None, "intermediate_size": 40},
     ),
     "olmo2": ("olmo2", _LLAMA_LIKE),
+    "gpt-oss": (
+        "gpt_oss",
+        _LLAMA_LIKE
+        | {"head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 3, "num_experts_per_tok": 2,
+           "intermediate_size": 40},
+    ),
     "gpt-neox": ("gpt_neox", _NO_GQA),
     "gpt2": ("gpt2", _GPT2_LIKE),
     "gpt2-untied": ("gpt2", _GPT2_LIKE | {"tie_word_embeddings": False}),

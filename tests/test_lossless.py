@@ -34,8 +34,8 @@ def assert_same_text(target, ids, expected, heads) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_families(family, attention):
-    if family == "gemma2" and attention == "sdpa":
-        pytest.skip("Gemma 2 has no sdpa in transformers")
+    if family in ("gemma2", "gpt-oss") and attention == "sdpa":
+        pytest.skip("transformers has no sdpa for this family")
     target, ids, expected = text(family, attention=attention)
     stub = StubHead(target, expected, MIXED)
     assert_same_text(target, ids, expected, stub)
@@ -139,9 +139,7 @@ def test_prompt_and_output_fill_the_position_embeddings_exactly(family, tree):
 
 @pytest.mark.parametrize("family", CHAIN_ONLY)
 def test_targets_that_take_only_chains(family):
-    target, ids = shared_target(family), prompt()
-    expected = plain(target, ids, NEW)
-    assert len(set(expected[0, ids.shape[1] :].tolist())) >= 4
+    target, ids, expected = text(family, seed=3)
     with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="chain"):
         plain(target, ids, NEW, assistant_model=StubHead(target, expected))
     assert forwards.count == 0
