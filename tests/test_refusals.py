@@ -150,7 +150,7 @@ def test_trees_in_the_loop_of_transformers():
 def test_a_rope_that_rescales_all_positions(rope_type):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0} | (factors if rope_type == "longrope" else {})
-    target = shared_target_with_rope(rope, limit=24 if rope_type == "dynamic" else 64)
+    target = target_with_rope(rope, limit=24 if rope_type == "dynamic" else 64)
     heads = random_heads(target)
     assert "rescales past 24 tokens" in refusal(target, heads, UnsupportedGenerationError)
     ids = prompt(10)
@@ -158,11 +158,18 @@ def test_a_rope_that_rescales_all_positions(rope_type):
     assert torch.equal(target.generate(ids, **options, assistant_model=heads), target.generate(ids, **options))
 
 
-def shared_target_with_rope(rope: dict[str, Any], limit: int):
-    """Not cached: a rope table is no hashable override."""
-    config = own_target("llama").config
-    config.rope_parameters, config.max_position_embeddings = rope, limit
-    target = type(own_target("llama"))(config).eval()
+def test_a_rescaling_rope_of_one_layer_type():
+    ropes = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    ropes |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    target = target_with_rope(ropes, limit=24, family="gemma3")
+    assert "rescales past 24 tokens" in refusal(target, random_heads(target), UnsupportedGenerationError)
+
+
+def target_with_rope(rope: dict[str, Any], limit: int, family: str = "llama"):
+    """Not a shared one: a rope table is no hashable override."""
+    like = own_target(family)
+    like.config.rope_parameters, like.config.max_position_embeddings = rope, limit
+    target = type(like)(like.config).eval()
     target.generation_config.eos_token_id = None
     return target
 
