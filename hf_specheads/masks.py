@@ -41,7 +41,7 @@ def tree_attention_masks(
         dtype: The target's compute dtype.
     """
     config = target.config.get_text_config(decoder=True)
-    ancestors = tree.ancestor_mask()
+    ancestors = tree.ancestor_mask
     window = getattr(config, "sliding_window", None)
 
     def mask(sliding: bool) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -38,10 +39,12 @@ class DraftTree:
             ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0
         )
 
+    @cached_property
     def ancestor_mask(self) -> torch.Tensor:
         """bool [B, N, N]: `mask[b, i, j]` says that j is i itself or an ancestor of i.
 
-        Doubling: after step s every node knows its ancestors up to 2^s generations back.
+        Doubling: after step s every node knows its ancestors up to 2^s generations back. Kept, because verification
+        needs it again after the target's forward.
         """
         batch, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(batch, -1, -1)

@@ -89,7 +89,7 @@ def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
     """
     agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
     agrees[:, 0] = True
-    accepted = ~(tree.ancestor_mask() & ~agrees[:, None]).any(-1)
+    accepted = ~(tree.ancestor_mask & ~agrees[:, None]).any(-1)
     return torch.where(accepted, tree.depths, -1).argmax(dim=1)
 
 

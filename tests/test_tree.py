@@ -14,7 +14,7 @@ seeds = st.integers(0, 10**6)
 @given(seed=seeds, nodes=st.integers(1, 30), depth=st.integers(1, 9), batch=st.integers(1, 3))
 def test_ancestor_mask_equals_following_the_parents(seed, nodes, depth, batch):
     tree = random_tree(seed, nodes, depth, batch)
-    mask = tree.ancestor_mask()
+    mask = tree.ancestor_mask
     assert mask.shape == (batch, nodes, nodes)
     for index, parents in enumerate(tree.parents.tolist()):
         for node in range(nodes):
@@ -37,14 +37,14 @@ def test_ancestors_are_found_at_every_depth_of_a_chain():
     for depth in range(1, 18):
         ids = torch.arange(depth + 1)[None]
         tree = DraftTree(ids, ids - 1, ids, torch.zeros(ids.shape), depth)
-        assert torch.equal(tree.ancestor_mask()[0], torch.ones(depth + 1, depth + 1).tril().bool())
+        assert torch.equal(tree.ancestor_mask[0], torch.ones(depth + 1, depth + 1).tril().bool())
 
 
 def test_root_only_has_no_drafted_nodes():
     tree = DraftTree.root_only(torch.tensor([5, 8]))
     assert tree.token_ids.tolist() == [[5], [8]]
     assert tree.parents.tolist() == [[-1], [-1]]
-    assert tree.ancestor_mask().tolist() == [[[True]], [[True]]]
+    assert tree.ancestor_mask.tolist() == [[[True]], [[True]]]
     assert tree.path_to(torch.tensor([0, 0])).tolist() == [[0], [0]]
 
 
@@ -117,7 +117,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
         alone = select_nodes(tokens[part], parents[part], depths[part], scores[part], roots[part], 8, 3)
         assert torch.equal(together.token_ids[part], alone.token_ids)
         assert torch.equal(together.parents[part], alone.parents)
-        assert torch.equal(together.ancestor_mask()[part], alone.ancestor_mask())
+        assert torch.equal(together.ancestor_mask[part], alone.ancestor_mask)
         assert torch.equal(together.path_to(ends)[part], alone.path_to(ends[part]))
 
 
