@@ -57,7 +57,11 @@ def grid(args: argparse.Namespace) -> list[DraftTreeConfig]:
 
 
 def rank(
-    target: PreTrainedModel, heads: DraftHead, trees: list[DraftTreeConfig], prompts: list[Inputs], new_tokens: int,
+    target: PreTrainedModel,
+    heads: DraftHead,
+    trees: list[DraftTreeConfig],
+    prompts: list[Inputs],
+    new_tokens: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
     """Trees with what they measured, the fastest first. A few trees at a time run next to plain generations."""

@@ -1,7 +1,7 @@
 """Puts the tables of `benchmarks/results/` into README.md, between `<!-- results:X -->` and `<!-- /results:X -->`.
 
-    python -m benchmarks.render_readme            # rewrite
-    python -m benchmarks.render_readme --check    # fail if the README is not what the results say
+python -m benchmarks.render_readme            # rewrite
+python -m benchmarks.render_readme --check    # fail if the README is not what the results say
 """
 
 from __future__ import annotations
