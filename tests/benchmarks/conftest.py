@@ -19,9 +19,7 @@ def pair(tmp_path: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenize
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     AutoDraftHead.from_target(target, "eagle", tree_config=TREE).save_pretrained(tmp_path / "eagle")
-    poss = AutoDraftHead.from_target(
-        target, "poss", num_specialists=2, positions_per_specialist=2, tree_config=TREE
-    )
+    poss = AutoDraftHead.from_target(target, "poss", num_specialists=2, positions_per_specialist=2, tree_config=TREE)
     poss.save_pretrained(tmp_path / "poss")
     prompts = [{"name": "a", "prompt": "w5 w6 w7"}, {"name": "b", "prompt": "w8 w9 w10 w11"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
