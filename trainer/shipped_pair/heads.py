@@ -82,6 +82,33 @@ def flops_per_token(target: PreTrainedModel, heads: DraftHead, passes: int) -> f
     return 2 * body + 2 * vocabulary + passes * (6 * layer + 4 * vocabulary)
 
 
+def training_arguments(
+    run: Run, args: argparse.Namespace, folder: Path, steps: int, batch: int
+) -> DraftHeadTrainingArguments:
+    """Arguments all runs share but for passes, steps and batch."""
+    return DraftHeadTrainingArguments(
+        output_dir=str(folder / "run"),
+        max_steps=steps,
+        num_passes=run.passes,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=BASE_BATCH,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        max_grad_norm=1.0,
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=steps // 4,
+        eval_on_start=run.starts_from is None,
+        eval_acceptance_prompts=args.eval_prompts,
+        eval_max_new_tokens=64,
+        save_strategy="no",
+        max_length=BLOCK,
+        seed=args.seed,
+        data_seed=args.seed,
+        use_cpu=not torch.cuda.is_available(),
+    )
+
+
 def train_run(
     name: str,
     run: Run,
@@ -102,27 +129,7 @@ def train_run(
     batch = BASE_BATCH if base is None else CONTINUED_BATCH
     batches = run.share * args.eagle_steps * eagle_step / per_token * BASE_BATCH / batch
     steps = 4 * round(batches / 4)  # evaluated at each quarter
-    training_args = DraftHeadTrainingArguments(
-        output_dir=str(folder / "run"),
-        max_steps=steps,
-        num_passes=run.passes,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=BASE_BATCH,
-        lr_scheduler_type="cosine",
-        warmup_steps=20,
-        max_grad_norm=1.0,
-        logging_steps=10,
-        eval_strategy="steps",
-        eval_steps=steps // 4,
-        eval_on_start=base is None,
-        eval_acceptance_prompts=args.eval_prompts,
-        eval_max_new_tokens=64,
-        save_strategy="no",
-        max_length=BLOCK,
-        seed=args.seed,
-        data_seed=args.seed,
-        use_cpu=not torch.cuda.is_available(),
-    )
+    training_args = training_arguments(run, args, folder, steps, batch)
     slower = 1.0 if base is None else 0.5  # a warm start is fine-tuned, not trained anew
     train, held_out, prompts = data
     trainer = DraftHeadTrainer(
