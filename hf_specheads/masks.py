@@ -103,7 +103,7 @@ def grouped_attention_under_masks(target: PreTrainedModel) -> Iterator[None]:
     """On a CPU, lets sdpa attention read grouped keys and values as they are although there is a mask.
 
     transformers copies them for every query head whenever a mask is given, because kernels of other devices need that.
-    On a CPU copying the whole cache costs a tree forward up to 15 %, for the same result bit for bit; plain decoding
+    On a CPU that copies the whole cache in every tree forward, for the same result bit for bit; plain decoding
     has no mask and copies nothing. The switch is transformers' own environment variable; a user's setting stays.
     """
     devices = getattr(target, "hf_device_map", None) or {"": target.device}

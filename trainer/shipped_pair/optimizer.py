@@ -1,8 +1,7 @@
 """Optimiser of the shipped target: orthogonalised momentum for matrices, AdamW for everything else.
 
-Per token it trains a small deep network several times faster than AdamW alone. `torch.optim.Muon` does the same, but
-orthogonalises one matrix at a time and in bf16, which is slow on CPUs without bf16 units; here matrices of one shape
-are stacked and stay in fp32.
+Meant for small deep networks and few tokens. `torch.optim.Muon` does the same, but orthogonalises one matrix at a time
+and in bf16; here matrices of one shape are stacked and stay in fp32, for CPUs without bf16 units.
 """
 
 from __future__ import annotations
