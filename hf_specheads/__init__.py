@@ -9,10 +9,10 @@ Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `gen
 from . import auto, dispatch
 from .auto import AutoDraftHead
 from .candidates import DraftHeadCandidateGenerator
-from .configuration import DraftHeadConfig, DraftTreeConfig, EagleHeadConfig, PossHeadConfig
+from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import HeadLoadError, UnsupportedGenerationError, WrongTargetError
 from .generation import speculative_generate
-from .heads import EagleHead, PossHead
+from .heads import EagleHead, EagleHeadConfig, PossHead, PossHeadConfig
 from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead

@@ -10,30 +10,21 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from .configuration import DraftHeadConfig, DraftTreeConfig, EagleHeadConfig, PossHeadConfig
-from .errors import WarmStartError
-from .features import BorrowedModules, target_sizes
+from .configuration import DraftHeadConfig, DraftTreeConfig
+from .features import BorrowedModules
 from .heads import EagleHead, PossHead
 from .modeling import DraftHead
 
-HEADS: dict[str, tuple[type[DraftHeadConfig], type[DraftHead]]] = {
-    "specheads_eagle": (EagleHeadConfig, EagleHead),
-    "specheads_poss": (PossHeadConfig, PossHead),
-}
-METHODS: dict[str, type[EagleHeadConfig]] = {"eagle": EagleHeadConfig, "hass": EagleHeadConfig, "poss": PossHeadConfig}
-PLANNED_METHODS = ("eagle3", "medusa", "hydra", "draft-lm")
-# What heads of a warm start hand on, besides their weights.
-ARCHITECTURE_FIELDS = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
-    "rope_parameters", "max_position_embeddings", "fc_bias", "attention_bias", "attention_out_bias", "mlp_bias",
-)  # fmt: skip
+# The one place that lists the methods; a new family adds its row.
+METHODS: dict[str, type[DraftHead]] = {"eagle": EagleHead, "hass": EagleHead, "poss": PossHead}
+HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head in METHODS.values()}
 
 
 def register() -> None:
     """Makes `AutoConfig` and `AutoModel` know the heads; called on import, harmless when repeated."""
-    for model_type, (config_class, head_class) in HEADS.items():
-        AutoConfig.register(model_type, config_class, exist_ok=True)
-        AutoModel.register(config_class, head_class, exist_ok=True)
+    for model_type, head_class in HEADS.items():
+        AutoConfig.register(model_type, head_class.config_class, exist_ok=True)
+        AutoModel.register(head_class.config_class, head_class, exist_ok=True)
 
 
 def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
@@ -44,7 +35,7 @@ def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
     """
     if config.model_type not in HEADS:
         raise ValueError(f"model_type {config.model_type!r} is none of a draft head; known are {sorted(HEADS)}.")
-    return HEADS[config.model_type][1]
+    return HEADS[config.model_type]
 
 
 def build_config(config_class: type[DraftHeadConfig], fields: dict[str, Any]) -> DraftHeadConfig:
@@ -95,9 +86,9 @@ class AutoDraftHead:
 
         Args:
             target: Any decoder-only language model.
-            method: `"eagle"`, `"hass"` or `"poss"`.
-            from_heads: Heads for the same target to start from: `fc` and the layers are copied, specialists they lack
-                start as copies of their last layer, and what `config` leaves open is taken from them.
+            method: A key of [`METHODS`].
+            from_heads: Heads of the same family for the same target to start from: their weights are copied, and what
+                `config` leaves open is taken from them. Specialists they lack start as their last layer.
             dtype: Type of the weights, default the target's.
             device: Where they live, default the device of the target's `lm_head`.
             **config: Fields of the heads' config, e.g. `num_specialists=2, positions_per_specialist=3`;
@@ -109,22 +100,21 @@ class AutoDraftHead:
             WrongTargetError: if `from_heads` were made for another target.
         """
         if method not in METHODS:
-            later = " (planned)" if method in PLANNED_METHODS else ""
-            raise ValueError(f"`method` must be one of {sorted(METHODS)}, got {method!r}{later}.")
-        config_class = METHODS[method]
+            raise ValueError(f"`method` must be one of {sorted(METHODS)}, got {method!r}.")
+        head_class = METHODS[method]
+        config_class = head_class.config_class
         _refuse_unknown_options(config_class, config)
-        sizes = target_sizes(target)
-        defaults = {**_architecture_of_target(target), **sizes, "hidden_size": sizes["feature_size"]}
+        fields = config_class.fields_for_target(target, method)
         if from_heads is not None:
-            _check_warm_start(from_heads, target)
-            defaults |= {name: getattr(from_heads.config, name) for name in ARCHITECTURE_FIELDS}
-            defaults["tree_config"] = from_heads.tree_config.to_dict()
+            fields |= head_class.fields_of_source(from_heads)
+            from_heads.check_target(target)
+            fields["tree_config"] = from_heads.tree_config.to_dict()
         if "tree_config" in config:
             config["tree_config"] = _full_tree_config(config["tree_config"])
-        heads = AutoDraftHead.from_config(build_config(config_class, {**defaults, "method": method, **config}))
+        heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))
         heads.remember_target(target)
         if from_heads is not None:
-            _copy_weights(from_heads, heads)
+            heads.start_from(from_heads)
         return heads.to(device=device or BorrowedModules.of(target).device, dtype=dtype or target.dtype)
 
 
@@ -136,58 +126,3 @@ def _refuse_unknown_options(config_class: type[DraftHeadConfig], options: dict[s
 
 def _full_tree_config(tree: DraftTreeConfig | dict[str, Any]) -> dict[str, Any]:
     return (tree if isinstance(tree, DraftTreeConfig) else DraftTreeConfig().replace(**tree)).to_dict()
-
-
-def _architecture_of_target(target: PreTrainedModel) -> dict[str, Any]:
-    """One decoder layer of the target's own proportions, where its config tells them.
-
-    Only the base of the target's rope is taken over, not its scaling: a head is trained at short positions.
-    """
-    config = target.config.get_text_config(decoder=True)
-    width = config.hidden_size
-    heads = getattr(config, "num_attention_heads", None) or max(width // 64, 1)
-    head_dim = getattr(config, "head_dim", None) or width // heads
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    middle = getattr(config, "intermediate_size", None)
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    norm_eps = next((eps for name in names if (eps := getattr(config, name, None))), 1e-6)
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads if isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0 else heads,
-        "head_dim": head_dim if head_dim % 2 == 0 else head_dim + 1,
-        "intermediate_size": middle if isinstance(middle, int) else 4 * width,
-        "rms_norm_eps": float(norm_eps),
-        "rope_parameters": {"rope_type": "default", "rope_theta": _rope_base(config)},
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
-    }
-
-
-def _rope_base(config: Any) -> float:
-    """Base of the target's rope; 10000 where it has none. Per-layer-type tables (Gemma 3) give full attention's."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention") or parameters
-    return float(parameters.get("rope_theta") or 10000.0)
-
-
-def _check_warm_start(from_heads: DraftHead, target: PreTrainedModel) -> None:
-    if not isinstance(from_heads, EagleHead):
-        raise WarmStartError(
-            f"`from_heads` must be loaded EAGLE, HASS or POSS heads, got {type(from_heads).__name__}; "
-            "pass load_heads(...)."
-        )
-    from_heads.check_target(target)
-
-
-@torch.no_grad()
-def _copy_weights(source: EagleHead, heads: EagleHead) -> None:
-    """Copies `fc` and the layers of `source`; specialists it lacks start from its last layer."""
-    last = len(source.layers) - 1
-    try:
-        heads.fc.load_state_dict(source.fc.state_dict())
-        for index, layer in enumerate(heads.layers):
-            layer.load_state_dict(source.layers[min(index, last)].state_dict())
-    except RuntimeError as error:
-        raise WarmStartError(
-            f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "
-            f"`from_heads`, or drop `from_heads`. {error}"
-        ) from error

@@ -94,6 +94,14 @@ class DraftCache(Cache):
             ones = self.context_mask.new_ones(self.context_mask.shape[0], max(missing, 0))
             self.context_mask = torch.cat([self.context_mask, ones], dim=1)[:, : self.committed]
 
+    def levels_in(self, specialist: int) -> int:
+        """Levels of this round's drafted rows that a specialist's cache already holds."""
+        rows, levels = self.layers[specialist].length - self.committed, 0
+        while rows > 0:
+            rows -= self.drafted_inputs[levels].shape[1]
+            levels += 1
+        return levels
+
     def drop_drafted(self) -> None:
         """Ends a round: every specialist forgets its drafted rows."""
         self.drafted_inputs = []

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from .drafting import grow_tree
+from .features import asked_hidden_states, select_hidden_states
 from .metrics import GenerationStats
 from .modeling import DraftHead
 from .tree import DraftTree
@@ -30,7 +31,6 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1}
 
     def __init__(
         self,
@@ -40,6 +40,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         padding_mask: torch.Tensor | None = None,
     ):
         self.head = head.bind(target)
+        self.model_kwargs_overrides: dict[str, Any] = {
+            "output_hidden_states": asked_hidden_states(head.feature_layers)
+        }
         self.cache = head.new_draft_cache()
         if padding_mask is not None:
             self.cache.context_mask = padding_mask.bool()
@@ -63,24 +66,31 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             depth = min(depth, self.max_positions - 1 - context_length)
         return max(depth, 0)
 
-    def draft(self, input_ids: torch.Tensor, features: torch.Tensor, context_length: int) -> DraftTree:
+    def draft(self, input_ids: torch.Tensor, features: torch.Tensor | None, context_length: int) -> DraftTree:
         """Takes in newly committed features and grows the next tree.
 
         Args:
             input_ids: int64 [B, T + 1], committed tokens and the root.
-            features: [B, M, H], target features of the last M committed tokens before the root.
+            features: [B, M, F], target features of the last M committed tokens before the root; `None` for heads that
+                read none.
             context_length: Tokens in the target's cache.
         """
         depth = self.room(input_ids.shape[1], context_length)
         if depth == 0:
             return DraftTree.root_only(input_ids[:, -1])
-        # Features without known tokens (a prompt given as embeddings) cannot be paired; the head starts after them.
-        rows = min(features.shape[1], input_ids.shape[1])
+        rows = input_ids.shape[1] - 1 - self.cache.committed
+        if features is not None:
+            # Features without known tokens (a prompt given as embeddings) cannot be paired; the head starts after.
+            rows = min(features.shape[1], input_ids.shape[1])
         if self.cache.committed == 0 and self.cache.context_mask is not None:
             # The rows are the last of the prompt: earlier ones came in a cache, or as embeddings without tokens.
             self.cache.context_mask = self.cache.context_mask[:, -rows:]
         device = self.head.device
-        token_ids, features = input_ids[:, -rows:].to(device), features[:, -rows:].to(device)
+        token_ids = input_ids[:, -rows - 1 :].to(device)
+        if token_ids.shape[1] == rows:
+            token_ids = torch.nn.functional.pad(token_ids, (1, 0))
+        if features is not None:
+            features = features[:, -rows:].to(device)
         self.stats.draft_forwards += depth
         return grow_tree(self.head, self.cache, token_ids, features, depth).to(input_ids.device)
 
@@ -100,10 +110,11 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.stats.target_forwards += 1  # the one that follows this call
         if is_first_iteration or model_outputs is None:
             return input_ids, None
-        features = model_outputs.hidden_states[-1]
-        fresh = self.cache.committed == 0
-        new_rows = input_ids.shape[1] - 1 if fresh else n_last_matches + 1
-        tree = self.draft(input_ids, features[:, :new_rows], input_ids.shape[1] - 1)
+        features = None
+        if self.head.feature_layers:
+            new_rows = input_ids.shape[1] - 1 if self.cache.committed == 0 else n_last_matches + 1
+            features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :new_rows]
+        tree = self.draft(input_ids, features, input_ids.shape[1] - 1)
         self._proposed = tree.token_ids[0, 1:].tolist()
         return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), None
 

@@ -57,6 +57,8 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
             raise UnsupportedGenerationError(
                 f"`heads.{name}` must be one of {list(known)}, got {getattr(head, name)!r}."
             )
+    if problem := head.tree_problem(head.tree_config):
+        raise UnsupportedGenerationError(f"{problem}.")
     if head.loop == "transformers" and head.tree_config.kind != "chain":
         raise UnsupportedGenerationError(
             f"transformers' own loop verifies chains only, and these heads draft a {head.tree_config.kind} tree; use "

@@ -3,15 +3,15 @@
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PreTrainedConfig, PreTrainedModel
 
-TREE_KINDS = ("chain", "dynamic", "static", "optimal")
-AVAILABLE_TREE_KINDS = ("chain", "dynamic")
+from .features import target_sizes
+
+TREE_KINDS = ("chain", "static", "dynamic", "optimal")
+CHILDREN = ("top_k", "sampled")
 MAX_SIZE = 2**24
 
 
@@ -21,14 +21,20 @@ class DraftTreeConfig:
 
     Args:
         kind: `"dynamic"` grows the tree by cumulative draft probability (EAGLE-2, section 4); `"chain"` drafts one
-            path. `"static"` and `"optimal"` are reserved.
-        depth: Number of draft positions, i.e. levels below the root.
-        top_k: Children considered per node, and nodes expanded per level.
+            path; `"static"` has the same `choices` in every round (Medusa, EAGLE-1); `"optimal"` is a static tree
+            whose choices [`search_tree`] found for a target, heads and machine (Sequoia).
+        depth: Number of draft positions, i.e. levels below the root. Static trees: follows from `choices`.
+        top_k: Children considered per node, and nodes expanded per level. Static trees: follows from `choices`.
         total_tokens: Nodes verified per round **including the root** (`total_token` in EAGLE's and PosS's code).
-        choices: Paths of a static tree, each a list of child ranks.
+            Static trees: follows from `choices`.
+        choices: Paths of a static or optimal tree, each a list of child ranks (0 is the draft's favourite); every
+            path's beginnings must be listed too.
+        children: `"top_k"`: the most probable tokens; `"sampled"`: drawn without replacement from the draft
+            distribution, for `do_sample=True` (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees).
+        draft_temperature: The draft logits are divided by it.
 
     Raises:
-        ValueError: if a size is below its minimum or `kind` is unknown or not available.
+        ValueError: if a size is below its minimum, a name is unknown, or `choices` are no tree.
     """
 
     kind: str = "dynamic"
@@ -36,25 +42,75 @@ class DraftTreeConfig:
     top_k: int = 10
     total_tokens: int = 60
     choices: tuple[tuple[int, ...], ...] | None = None
+    children: str = "top_k"
+    draft_temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in TREE_KINDS:
-            raise ValueError(f"`kind` of a draft tree must be one of {list(TREE_KINDS)}, got {self.kind!r}.")
-        if self.kind not in AVAILABLE_TREE_KINDS:
-            raise ValueError(
-                f"draft trees of kind {self.kind!r} are not available yet; use {list(AVAILABLE_TREE_KINDS)}."
-            )
+        for name, known in (("kind", TREE_KINDS), ("children", CHILDREN)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"`{name}` of a draft tree must be one of {list(known)}, got {value!r}.")
+        if self.kind in ("static", "optimal"):
+            self._take_choices()
+        elif self.choices is not None:
+            raise ValueError(f"`choices` belong to a static or optimal tree, got kind={self.kind!r}; drop `choices`.")
         for name, minimum in (("depth", 1), ("top_k", 1), ("total_tokens", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ValueError(f"`{name}` of a draft tree must be an integer of at least {minimum}, got {value!r}.")
-        if self.choices is not None and self.kind != "static":
-            raise ValueError(f"`choices` belong to a static tree, got kind={self.kind!r}; drop `choices`.")
+        if not isinstance(self.draft_temperature, (int, float)) or not 0 < self.draft_temperature < float("inf"):
+            raise ValueError(f"`draft_temperature` must be a number above 0, got {self.draft_temperature!r}.")
+        if self.children == "sampled":
+            self._refuse_biased_sampling()
+
+    def _take_choices(self) -> None:
+        if not self.choices:
+            raise ValueError(
+                f"a draft tree of kind {self.kind!r} needs `choices`, a list of paths of child ranks such as "
+                "[[0], [1], [0, 0]]; `hf_specheads.tree.EAGLE_CHOICES` is EAGLE's own list."
+            )
+        try:
+            paths = [tuple(int(rank) for rank in path) for path in self.choices]
+        except TypeError as error:
+            raise ValueError(f"`choices` must be a list of lists of child ranks, got {self.choices!r}.") from error
+        known = {(), *paths}
+        for path in paths:
+            if not path or min(path) < 0:
+                raise ValueError(f"`choices` must hold paths of child ranks from 0, got {list(path)}.")
+            if path[:-1] not in known:
+                raise ValueError(f"`choices` has the path {list(path)} but not its beginning; add {list(path[:-1])}.")
+        if len(known) != len(paths) + 1:
+            raise ValueError("`choices` has the same path twice; list every path once.")
+        paths.sort(key=lambda path: (len(path), path))
+        derived = {"choices": tuple(paths), "depth": len(paths[-1]), "total_tokens": len(paths) + 1}
+        derived["top_k"] = 1 + max(path[-1] for path in paths)
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _refuse_biased_sampling(self) -> None:
+        """Which drawn children are verified must not depend on what was drawn."""
+        if self.kind == "dynamic":
+            raise ValueError(
+                "a dynamic tree keeps the most probable of the drawn children, which biases sampled ones; use "
+                "children='top_k', or kind='chain', 'static' or 'optimal'."
+            )
+        for path in self.choices or ():
+            if path[-1] and (*path[:-1], path[-1] - 1) not in self.choices:
+                raise ValueError(
+                    f"with sampled children the ranks of siblings must be 0, 1, 2, ... without gaps, and {list(path)} "
+                    "has no elder sibling in `choices`."
+                )
 
     @property
-    def nodes_per_level(self) -> int:
-        """Nodes expanded per level: `top_k`, or 1 for a chain."""
-        return 1 if self.kind == "chain" else self.top_k
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Paths of child ranks of a tree whose shape is known beforehand, sorted by length.
+
+        Raises:
+            ValueError: for a dynamic tree.
+        """
+        if self.kind == "dynamic":
+            raise ValueError("a dynamic tree has no fixed paths.")
+        return self.choices or tuple((0,) * length for length in range(1, self.depth + 1))
 
     @property
     def num_nodes(self) -> int:
@@ -70,6 +126,8 @@ class DraftTreeConfig:
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - known):
             raise ValueError(f"unknown draft tree option(s) {unknown}; known are {sorted(known)}.")
+        if changes.get("kind", self.kind) not in ("static", "optimal"):
+            changes = {"choices": None, **changes}
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,6 +152,8 @@ class DraftHeadConfig(PreTrainedConfig):
     """
 
     model_type = "specheads"
+    # Fields a saved config must have: their defaults are another model's.
+    required_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "feature_size", "embedding_size")
     keys_to_ignore_at_inference = ("past_key_values",)
 
     vocab_size: int = 32000
@@ -118,6 +178,15 @@ class DraftHeadConfig(PreTrainedConfig):
             self.tree_config = {**self.tree_config, "choices": tuple(tuple(c) for c in self.tree_config["choices"])}
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        """Fields of heads made for a loaded target, before the caller's own options; see `AutoDraftHead.from_target`.
+
+        Families add their architecture here.
+        """
+        sizes = target_sizes(target)
+        return {**sizes, "hidden_size": sizes["feature_size"], "method": method}
+
     def validate_architecture(self) -> None:
         """Part of `@strict`'s validation at construction."""
         DraftTreeConfig().replace(**self.tree_config)
@@ -129,101 +198,4 @@ class DraftHeadConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be between 1 and {MAX_SIZE}, got {getattr(self, name)}.")
 
 
-@strict
-class EagleHeadConfig(DraftHeadConfig):
-    r"""Configuration of EAGLE-1/2 and HASS heads: one Llama decoder layer over `fc([embedding ; feature])`.
-
-    Args:
-        intermediate_size: Width of the SwiGLU MLP.
-        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
-        hidden_act: Activation of the MLP.
-        rms_norm_eps: Epsilon of the norm before the MLP, the layer's only norm.
-        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
-        fc_bias: Whether `fc` has a bias (published files differ; the keys decide on import).
-        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
-        attention_out_bias: Bias of the output projection.
-        mlp_bias: Bias of the MLP projections.
-        num_specialists: Decoder layers L; EAGLE and HASS have one.
-        positions_per_specialist: Draft positions per specialist (`position_per_layer` in PosS's code).
-        trained_positions: Draft positions the training unrolled, `None` if unknown.
-    """
-
-    model_type = "specheads_eagle"
-
-    intermediate_size: int = 11008
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
-    max_position_embeddings: int = 2048
-    fc_bias: bool = True
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: float = 0.0
-    num_specialists: int = 1
-    positions_per_specialist: int = 1
-    trained_positions: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.hidden_size != self.feature_size:
-            raise ValueError(
-                f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
-                f"equal `feature_size` ({self.feature_size})."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
-                f"({self.num_key_value_heads})."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(
-                f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}."
-            )
-        self.validate_specialists()
-
-    def validate_specialists(self) -> None:
-        """EAGLE and HASS: one layer serves every draft position."""
-        if self.num_specialists != 1:
-            raise ValueError(
-                f"EAGLE heads have one layer, got num_specialists={self.num_specialists}; use PossHeadConfig."
-            )
-
-
-@strict
-class PossHeadConfig(EagleHeadConfig):
-    r"""Configuration of POSS heads: L position specialists that share `fc` (arXiv 2506.03566).
-
-    Draft position p (0-based) belongs to specialist `min(p // positions_per_specialist, num_specialists - 1)`.
-    """
-
-    model_type = "specheads_poss"
-
-    method: str = "poss"
-    num_specialists: int = 2
-    positions_per_specialist: int = 3
-
-    def validate_specialists(self) -> None:
-        """POSS: any number of specialists and positions, both at least 1."""
-        for name in ("num_specialists", "positions_per_specialist"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-
-
-__all__ = ["DraftHeadConfig", "DraftTreeConfig", "EagleHeadConfig", "PossHeadConfig"]
+__all__ = ["DraftHeadConfig", "DraftTreeConfig"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 
 from .cache import DraftCache
@@ -13,26 +16,57 @@ def grow_tree(
     head: DraftHead,
     cache: DraftCache,
     token_ids: torch.Tensor,
-    features: torch.Tensor,
+    features: torch.Tensor | None,
     depth: int,
 ) -> DraftTree:
-    """One round of drafting: takes in the newly committed rows, then grows a tree level by level.
-
-    Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
-    `total_tokens - 1` of all candidates are kept (EAGLE-2, sections 4.1 and 4.2). A chain is the case K = 1.
-    No host sync.
+    """One round of drafting: takes in the newly committed rows, then grows a tree level by level. No host sync.
 
     Args:
         head: Draft head, bound to its target.
         cache: Its draft cache of this generation.
-        token_ids: int64 [B, M], tokens that follow the newly committed features; the last one is the root.
-        features: [B, M, H], target features of the M newly committed positions.
+        token_ids: int64 [B, M + 1], tokens of the newly committed rows, then the root.
+        features: [B, M, F], target features of the M newly committed rows; `None` for heads that read none.
         depth: Draft positions D of this round, at least 1.
+    """
+    grow = grow_dynamic if head.tree_config.kind == "dynamic" else grow_fixed
+    return grow(head, cache, token_ids, features, depth)
+
+
+def _top_children(head: DraftHead, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
+    scores, tokens = torch.log_softmax(logits / head.tree_config.draft_temperature, dim=-1).topk(width, dim=-1)
+    if head.draft_vocabulary is not None:
+        tokens = head.draft_vocabulary[tokens]
+    # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
+
+
+# ---------------------------------------------------------------------- dynamic trees
+class _Level:
+    """The frontier: K nodes per row about to be expanded.
+
+    tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
+    features: [B, K, *], state of each node's parent.
+    visible: bool [B, K, drafted rows so far], the node's ancestors among them.
+    """
+
+    def __init__(self, tokens, scores, features, candidate, visible):
+        self.tokens, self.scores, self.features = tokens, scores, features
+        self.candidate, self.visible = candidate, visible
+
+
+def grow_dynamic(
+    head: DraftHead, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
+) -> DraftTree:
+    """A tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
+
+    Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
+    `total_tokens - 1` of all candidates are kept. Arguments as in [`grow_tree`].
     """
     config = head.tree_config
     drafted, logits = head.start_draft(cache, token_ids, features)
-    width = min(config.nodes_per_level, logits.shape[-1])
-    scores, tokens = _top_children(logits, width)  # [B, 1, K]
+    width = min(config.top_k, logits.shape[-1])
+    scores, tokens = _top_children(head, logits, width)  # [B, 1, K]
     scores, tokens = scores[:, 0], tokens[:, 0]
     level = _Level(
         tokens=tokens,
@@ -50,25 +84,6 @@ def grow_tree(
     return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], config.num_nodes - 1, depth)
 
 
-class _Level:
-    """The frontier: K nodes per row about to be expanded.
-
-    tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
-    features: [B, K, H], drafted feature of each node's parent.
-    visible: bool [B, K, drafted rows so far], the node's ancestors among them.
-    """
-
-    def __init__(self, tokens, scores, features, candidate, visible):
-        self.tokens, self.scores, self.features = tokens, scores, features
-        self.candidate, self.visible = candidate, visible
-
-
-def _top_children(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
-    # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
-    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
-
-
 def _expand(
     head: DraftHead, cache: DraftCache, position: int, level: _Level
 ) -> tuple[_Level, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -77,7 +92,7 @@ def _expand(
     own_row = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
     visible = torch.cat([level.visible, own_row], dim=-1)
     features, logits = head.extend_draft(cache, position, level.tokens, level.features, visible)
-    scores, tokens = _top_children(logits, width)  # [B, K, K]
+    scores, tokens = _top_children(head, logits, width)  # [B, K, K]
     scores, tokens = (scores + level.scores[..., None]).flatten(1), tokens.flatten(1)
     parents = level.candidate.repeat_interleave(width, dim=1)
     best, chosen = scores.topk(width, dim=1)  # [B, K]
@@ -91,3 +106,91 @@ def _expand(
         visible=visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1])),
     )
     return following, (tokens, parents, scores)
+
+
+# ---------------------------------------------------------------------- trees of a shape known beforehand
+@dataclass(frozen=True)
+class FixedLevel:
+    """One level of a tree of fixed shape; n nodes, of which e have children.
+
+    Attributes:
+        width: Children to take per node of the level above: the highest rank + 1.
+        parent: int64 [n], each node's parent, counted among the e nodes of the level above that have children.
+        rank: int64 [n], which child of its parent each node is.
+        parent_node: int64 [n], index of the parent in the whole tree.
+        expanded: int64 [e], nodes of this level that have children.
+        visible: bool [e, R], which of the R expanded nodes so far (the root not counted) each expanded node descends
+            from, itself included.
+    """
+
+    width: int
+    parent: torch.Tensor
+    rank: torch.Tensor
+    parent_node: torch.Tensor
+    expanded: torch.Tensor
+    visible: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def fixed_levels(paths: tuple[tuple[int, ...], ...], depth: int, device: torch.device) -> tuple[FixedLevel, ...]:
+    """The levels of a tree given by its paths of child ranks (sorted by length), cut at `depth`."""
+    paths = tuple(path for path in paths if len(path) <= depth)
+    inner = {path[:-1] for path in paths}
+    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    drafted = [path for path in paths if path in inner]
+    levels = []
+    above: list[tuple[int, ...]] = [()]
+    for length in range(1, depth + 1):
+        here = [path for path in paths if len(path) == length]
+        if not here:
+            break
+        expanded = [path for path in here if path in inner]
+        seen = [path for path in drafted if len(path) <= length]
+        visible = [[path[: len(other)] == other for other in seen] for path in expanded]
+        levels.append(
+            FixedLevel(
+                width=1 + max(path[-1] for path in here),
+                parent=torch.tensor([above.index(path[:-1]) for path in here], device=device),
+                rank=torch.tensor([path[-1] for path in here], device=device),
+                parent_node=torch.tensor([node_of[path[:-1]] for path in here], device=device),
+                expanded=torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
+                visible=torch.tensor(visible, dtype=torch.bool, device=device).view(len(expanded), len(seen)),
+            )
+        )
+        above = expanded
+    return tuple(levels)
+
+
+def grow_fixed(
+    head: DraftHead, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
+) -> DraftTree:
+    """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
+
+    The head runs once per level on the nodes that have children. Arguments as in [`grow_tree`].
+    """
+    levels = fixed_levels(head.tree_config.paths, depth, token_ids.device)
+    batch = token_ids.shape[0]
+    states, logits = head.start_draft(cache, token_ids, features)
+    parent_scores = logits.new_zeros(batch, 1)
+    parts = []
+    for position, level in enumerate(levels):
+        width = min(level.width, logits.shape[-1])
+        scores, tokens = _top_children(head, logits, width)
+        rank = level.rank.clamp_max(width - 1)
+        tokens, scores = tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]
+        parts.append((tokens, level.parent_node, torch.full_like(level.parent_node, position + 1), scores))
+        if len(level.expanded) == 0:
+            break
+        parents = states[:, level.parent[level.expanded]]
+        frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
+        visible = level.visible[None].expand(batch, -1, -1)
+        states, logits = head.extend_draft(cache, position + 1, frontier, parents, visible)
+    tokens, parents, depths, scores = zip(*parts, strict=True)
+    root = DraftTree.root_only(token_ids[:, -1])
+    return DraftTree(
+        token_ids=torch.cat([root.token_ids, *tokens], dim=1),
+        parents=torch.cat([root.parents, torch.cat(parents)[None].expand(batch, -1)], dim=1),
+        depths=torch.cat([root.depths, torch.cat(depths)[None].expand(batch, -1)], dim=1),
+        scores=torch.cat([root.scores, *scores], dim=1),
+        max_depth=len(parts),
+    )

@@ -137,40 +137,74 @@ class BorrowedModules:
         return cls(embedding, as_lm_head(lm_head), _execution_device(lm_head, target))
 
 
+def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch.Tensor:
+    """Features from the `hidden_states` of a target's forward: the chosen ones side by side, [B, N, F].
+
+    Args:
+        hidden_states: One entry per layer input and the state after the final norm; `None` where not asked for.
+        layers: Indices, see `DraftHead.feature_layers`.
+    """
+    if len(layers) == 1:
+        return hidden_states[layers[0]]
+    first = hidden_states[layers[0]]
+    return torch.cat([hidden_states[layer].to(first.device) for layer in layers], dim=-1)
+
+
+def asked_hidden_states(layers: tuple[int, ...]) -> Any:
+    """Value of `output_hidden_states` that makes a forward return only these hidden states."""
+    if not layers:
+        return False
+    return layers[0] if len(layers) == 1 else list(layers)
+
+
 class FeatureReader:
     """Collects the features of every target forward of one generation.
 
-    `output_hidden_states=-1` selects the state after the final norm and survives `torch.compile`; only a chunked
-    prefill, which returns its last chunk alone, needs a forward hook on the decoder.
+    Asking a forward for single hidden states (`output_hidden_states=-1` or a list) survives `torch.compile`; only a
+    chunked prefill, which returns its last chunk alone, needs forward hooks on the decoder.
 
     Args:
         target: The target model.
+        layers: Hidden states that make up a feature, see `DraftHead.feature_layers`.
         chunked_prefill: Whether `generation_config.prefill_chunk_size` is set.
         all_layers: Whether the caller asked for all hidden states anyway.
     """
 
-    def __init__(self, target: PreTrainedModel, chunked_prefill: bool, all_layers: bool):
-        self.forward_kwargs: dict[str, Any] = {"output_hidden_states": True if all_layers else -1}
-        self._chunks: list[torch.Tensor] = []
-        self._hook = target.get_decoder().register_forward_hook(self._record) if chunked_prefill else None
+    def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], chunked_prefill: bool, all_layers: bool):
+        self.layers = layers
+        self.forward_kwargs: dict[str, Any] = {
+            "output_hidden_states": True if all_layers else asked_hidden_states(layers)
+        }
+        self._chunks: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        self._hooks = [self._record(target, layer) for layer in layers] if chunked_prefill else []
 
-    def _record(self, module: nn.Module, args: tuple, output: Any) -> None:
-        state = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        self._chunks.append(state)
+    def _record(self, target: PreTrainedModel, layer: int) -> Any:
+        """Hook that keeps one hidden state of every chunk: what enters a layer, or what the decoder returns."""
+        decoder, chunks = target.get_decoder(), self._chunks[layer]
+        if layer in (-1, len(decoder.layers)):
+            return decoder.register_forward_hook(
+                lambda module, args, output: chunks.append(
+                    output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+                )
+            )
+        return decoder.layers[layer].register_forward_pre_hook(
+            lambda module, args, kwargs: chunks.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
 
-    def prompt_features(self, outputs: Any) -> torch.Tensor:
-        """Features of the prefill, [B, T, H]; removes the hook, which only the prefill needs."""
-        chunks, self._chunks = self._chunks, []
+    def prompt_features(self, outputs: Any) -> torch.Tensor | None:
+        """Features of the prefill, [B, T, F]; removes the hooks, which only the prefill needs."""
+        chunks = self._chunks
         self.close()
-        return torch.cat(chunks, dim=1) if chunks else self.features(outputs)
+        if not any(chunks.values()):
+            return self.features(outputs)
+        return torch.cat([torch.cat(chunks[layer], dim=1) for layer in self.layers], dim=-1)
 
-    @staticmethod
-    def features(outputs: Any) -> torch.Tensor:
-        """Features of one forward over N nodes, [B, N, H]."""
-        return outputs.hidden_states[-1]
+    def features(self, outputs: Any) -> torch.Tensor | None:
+        """Features of one forward over N nodes, [B, N, F]; `None` for heads that read none."""
+        return select_hidden_states(outputs.hidden_states, self.layers) if self.layers else None
 
     def close(self) -> None:
-        """Removes the hook, if any."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        """Removes the hooks, if any."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._chunks = [], {layer: [] for layer in self.layers}

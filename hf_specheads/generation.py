@@ -96,9 +96,8 @@ class RoundLoop:
         padding_mask = model_kwargs.get("attention_mask")
         self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, padding_mask)
         self.stats = self.candidates.stats
-        self.reader = FeatureReader(
-            target, generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
-        )
+        chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
+        self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
         self.takes_positions = model_kwargs.get("position_ids") is not None
 
     @property
@@ -114,8 +113,8 @@ class RoundLoop:
             outputs = self.target._prefill(input_ids, self.config, self.model_kwargs | self.reader.forward_kwargs)
             self.stats.target_forwards += 1
             features = self.reader.prompt_features(outputs)
+            self.dtype = self.target.dtype if features is None else features.dtype
             self.cache.activate_past_recording()  # not before: sliding layers would keep the whole prompt
-            self.dtype = features.dtype
         # The first token is one plain step: a tree of one node, whose own token (there may be none) plays no part.
         tree = DraftTree.root_only(input_ids.new_zeros(input_ids.shape[0]))
         accepted = self.choose(tree, input_ids, outputs.logits[:, -1:])
@@ -164,16 +163,18 @@ class RoundLoop:
         self.stats.host_syncs += accepted.host_syncs
         return accepted
 
-    def keep_path(self, tree: DraftTree, outputs: Any, accepted: Accepted) -> torch.Tensor:
-        """Drops the cache rows of rejected nodes; returns the features of the path, [B, A, H]."""
+    def keep_path(self, tree: DraftTree, outputs: Any, accepted: Accepted) -> torch.Tensor | None:
+        """Drops the cache rows of rejected nodes; returns the features of the path, [B, A, F]."""
         features = self.reader.features(outputs)
-        path = torch.tensor([accepted.nodes], device=features.device)
+        path = torch.tensor([accepted.nodes], device=tree.token_ids.device)
         if self.head.tree_config.kind == "chain":
             # crop(0) is not a no-op: it trims sliding layers back to their window.
             self.cache.crop(-(tree.num_nodes - path.shape[1]))
         else:
             compact(self.cache, tree.num_nodes, path)
-        return features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        if features is None:
+            return None
+        return features.gather(1, path.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
 
     def emit(self, outputs: Any, accepted: Accepted, input_ids: torch.Tensor) -> torch.Tensor:
         """Appends the emitted tokens and streams them."""

@@ -19,8 +19,8 @@ from huggingface_hub.errors import (
 )
 
 from .auto import HEADS, build_config
-from .configuration import DraftHeadConfig, PossHeadConfig
-from .conversion import OURS, detect_from_config, detect_from_keys, eagle
+from .configuration import DraftHeadConfig
+from .conversion import LAYOUTS, OURS, detect_from_config, detect_from_keys
 from .conversion.checkpoint import (
     BIN,
     SAFETENSORS,
@@ -35,8 +35,6 @@ from .modeling import DraftHead
 
 logger = logging.getLogger(__name__)
 
-REQUIRED_FIELDS = ("vocab_size", "hidden_size", "feature_size", "embedding_size", "intermediate_size",
-                   "num_attention_heads")  # fmt: skip
 MAX_SPECIALISTS = 1024
 
 
@@ -100,13 +98,13 @@ def _load_folder(
         _check_against_config(checkpoint, config)
     else:
         layout = detect_from_keys(checkpoint.shapes, raw_config)
-        converted = eagle.convert(raw_config, checkpoint.tensors, name, positions)
+        converted = LAYOUTS[layout].convert(raw_config, checkpoint.tensors, name, positions)
         config, tensors, notes = converted.config, converted.tensors, converted.assumptions
     check_dtypes(tensors, checkpoint.files[0])
     _log_found(name, layout, config, notes)
     if dtype in (None, "auto"):
-        dtype = tensors["fc.weight"].dtype
-    _, head_class = HEADS[config.model_type]
+        dtype = next(tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
+    head_class = HEADS[config.model_type]
     return head_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map)
 
 
@@ -119,11 +117,8 @@ def _own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadC
             f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this "
             "package may know it."
         )
-    config_class, _ = HEADS[model_type]
-    required = [*REQUIRED_FIELDS]
-    if config_class is PossHeadConfig:
-        required += ["num_specialists", "positions_per_specialist"]
-    if missing := [field for field in required if raw_config.get(field) is None]:
+    config_class = HEADS[model_type].config_class
+    if missing := [field for field in config_class.required_fields if raw_config.get(field) is None]:
         raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
     specialists = raw_config.get("num_specialists", 1)
     if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
@@ -142,7 +137,7 @@ def _own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadC
 
 def _check_against_config(checkpoint: Checkpoint, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
-    _, head_class = HEADS[config.model_type]
+    head_class = HEADS[config.model_type]
     try:
         with torch.device("meta"):
             expected = {key: tuple(tensor.shape) for key, tensor in head_class(config).state_dict().items()}
@@ -158,14 +153,15 @@ def _check_against_config(checkpoint: Checkpoint, config: DraftHeadConfig) -> No
 
 
 def _log_found(name: str, layout: str, config: DraftHeadConfig, notes: list[str]) -> None:
-    specialists = f", {config.num_specialists} specialists of {config.positions_per_specialist} draft position(s)"
+    count = getattr(config, "num_specialists", 1)
+    specialists = f", {count} specialists of {config.positions_per_specialist} draft position(s)" if count > 1 else ""
     logger.info(
         "%s: %s heads in %s layout (%s%s)%s",
         name,
         config.method,
         "this package's own" if layout == OURS else "the authors'",
         f"V={config.vocab_size}, H={config.feature_size}",
-        specialists if config.num_specialists > 1 else "",
+        specialists,
         f"; assumed: {'; '.join(notes)}" if notes else "",
     )
 

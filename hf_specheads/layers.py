@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .configuration import EagleHeadConfig
+from .configuration import DraftHeadConfig
 
 
 class DraftAttention(LlamaAttention):
@@ -27,7 +29,7 @@ class DraftAttention(LlamaAttention):
     tree levels a new specialist takes over) cost two projections instead of a whole layer.
     """
 
-    def __init__(self, config: EagleHeadConfig, layer_idx: int):
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         if config.attention_out_bias != config.attention_bias:
             self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias)
@@ -76,7 +78,7 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
     with Q = 0 the rows only fill the cache.
     """
 
-    def __init__(self, config: EagleHeadConfig, layer_idx: int):
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DraftAttention(config, layer_idx)
         self.mlp = LlamaMLP(config)
@@ -99,3 +101,40 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
         )
         residual = hidden_states[:, -num_queries:] + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
+    """One decoder layer of the target's own proportions, where its config tells them.
+
+    Only the base of the target's rope is taken over, not its scaling: a head is trained at short positions.
+    """
+    config = target.config.get_text_config(decoder=True)
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or max(width // 64, 1)
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    middle = getattr(config, "intermediate_size", None)
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    norm_eps = next((eps for name in names if (eps := getattr(config, name, None))), 1e-6)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0 else heads,
+        "head_dim": head_dim if head_dim % 2 == 0 else head_dim + 1,
+        "intermediate_size": middle if isinstance(middle, int) else 4 * width,
+        "rms_norm_eps": float(norm_eps),
+        "rope_parameters": {"rope_type": "default", "rope_theta": _rope_base(config)},
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
+    }
+
+
+def _rope_base(config: Any) -> float:
+    """Base of the target's rope; 10000 where it has none. Per-layer-type tables (Gemma 3) give full attention's."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters
+    return float(parameters.get("rope_theta") or 10000.0)
+
+
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where allowed, the most negative number elsewhere (eager attention silently mishandles boolean masks)."""
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.finfo(dtype).min)

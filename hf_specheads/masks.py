@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DummyLayer
 
+from .layers import additive_mask
 from .tree import DraftTree
 
 GROUPED_ATTENTION = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -47,8 +48,7 @@ def tree_attention_masks(
     def mask(sliding: bool) -> torch.Tensor:
         slots = _visible_slots(cache, sliding, length)
         allowed = _allowed(tree, ancestors, length, slots, window if sliding else None, padding_mask)
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)[:, None]
+        return additive_mask(allowed, dtype)[:, None]
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:

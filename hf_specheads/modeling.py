@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
-from .errors import WrongTargetError, refuse_wrong_keys
+from .errors import WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 
 if TYPE_CHECKING:
     from .cache import DraftCache
     from .metrics import GenerationStats
+    from .unroll import DraftedPass, TrainingRows
 
-VERIFICATIONS = ("lossless",)
+VERIFICATIONS = ("lossless", "typical")
 LOOPS = ("own", "transformers")
 
 
@@ -25,7 +27,11 @@ class DraftHead(PreTrainedModel):
 
     Attributes:
         tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call.
-        verification: `"lossless"`: the output has exactly the target's distribution.
+        verification: `"lossless"`: the output has exactly the target's distribution. `"typical"` (Medusa, section
+            2.3.1): with `do_sample=True`, accepts what the target finds likely enough. **Lossy**: faster, and the
+            text follows another distribution; greedy decoding stays exact.
+        posterior_threshold, posterior_alpha: Of typical acceptance: a token is accepted if its probability exceeds
+            `min(posterior_threshold, posterior_alpha * exp(-entropy))`.
         exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
             round.
@@ -47,6 +53,8 @@ class DraftHead(PreTrainedModel):
         super().__init__(config)
         self.tree_config = DraftTreeConfig().replace(**config.tree_config)
         self.verification = "lossless"
+        self.posterior_threshold = 0.09
+        self.posterior_alpha = 0.3
         self.exact_seed = True
         self.loop = "own"
         self.profile = False
@@ -115,6 +123,32 @@ class DraftHead(PreTrainedModel):
         """Draft logits in fp32, [..., H] -> [..., V]."""
         return self.borrowed.lm_head(features).float()
 
+    # ------------------------------------------------------------------ what a family may state about itself
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that make up a feature, concatenated: indices as in transformers'
+        `hidden_states`, -1 after the final norm. Empty for heads that read none."""
+        return (-1,)
+
+    @property
+    def draft_vocabulary(self) -> torch.Tensor | None:
+        """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
+        return None
+
+    @property
+    def max_draft_positions(self) -> int | None:
+        """Draft positions the heads can draft at all, `None` without limit."""
+        return None
+
+    def tree_problem(self, tree: DraftTreeConfig) -> str | None:
+        """Why these heads cannot draft a tree, with the mend; `None` if they can."""
+        if self.max_draft_positions is not None and tree.depth > self.max_draft_positions:
+            return (
+                f"these {self.config.method} heads draft {self.max_draft_positions} position(s), and the draft tree "
+                f"has depth {tree.depth}; use a tree that is no deeper, `heads.with_tree(...)`"
+            )
+        return None
+
     # ------------------------------------------------------------------ the drafting contract
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
@@ -123,11 +157,13 @@ class DraftHead(PreTrainedModel):
 
         Args:
             cache: Draft cache of this generation, holding the rows committed before.
-            token_ids: [B, M], the tokens that follow each row's feature; the last one is the root.
-            features: [B, M, H], target features of the M newly committed positions.
+            token_ids: [B, M + 1], tokens of the M newly committed rows, and the root, which has no feature yet.
+                (The first token is unknown, and 0, where a prompt was given as embeddings.)
+            features: [B, M, F], the target's features of these rows ([`feature_layers`]).
 
         Returns:
-            Drafted feature of the root [B, 1, H] and draft logits after it [B, 1, V].
+            Drafted state of the root [B, 1, *] and draft logits after it [B, 1, V]. What a state is, is the family's
+            affair (EAGLE: a drafted feature); nodes hand it to their children.
         """
         raise NotImplementedError
 
@@ -145,17 +181,66 @@ class DraftHead(PreTrainedModel):
             cache: Draft cache of this generation.
             position: Draft position being predicted, at least 1.
             token_ids: [B, K], tokens of the frontier nodes.
-            features: [B, K, H], drafted features of their parents.
-            visible: bool [B, K, position * K], which drafted rows (levels so far, this one last) each node may see.
+            features: [B, K, *], states of their parents.
+            visible: bool [B, K, R], which of the R drafted rows (frontiers so far, this one last; levels may differ
+                in size) each node may see: its ancestors and itself.
 
         Returns:
-            Drafted features [B, K, H] and draft logits [B, K, V].
+            States [B, K, *] and draft logits [B, K, V].
         """
         raise NotImplementedError
 
     def new_draft_cache(self) -> DraftCache:
         """An empty draft cache for one generation."""
         raise NotImplementedError
+
+    # ------------------------------------------------------------------ the training contract
+    # Whether every pass may have its own backward (no gradient flows from one pass into those before it).
+    passes_are_detached = True
+
+    @property
+    def default_passes(self) -> int:
+        """Draft positions to train when nobody says."""
+        return 1
+
+    def passes_problem(self, num_passes: int) -> str | None:
+        """Why `num_passes` draft positions cannot be trained, with the mend; `None` if they can."""
+        if self.max_draft_positions is not None and num_passes > self.max_draft_positions:
+            return f"is more than the {self.max_draft_positions} position(s) these heads draft; lower it to that."
+        return None
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Yields what the heads draft at draft position 0, 1, ... at every row; see [`hf_specheads.unroll`]."""
+        raise NotImplementedError
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        """Fields of the config that a warm start takes from `source`.
+
+        Raises:
+            WarmStartError: if heads of this family cannot start from it.
+        """
+        if not isinstance(source, cls):
+            raise WarmStartError(
+                f"`from_heads` must be loaded {cls.__name__} heads, got {type(source).__name__}; pass load_heads(...)."
+            )
+        kept = ("tree_config", "target", "method", "train_max_length", "architectures", "dtype")
+        return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
+                and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
+
+    def start_from(self, source: DraftHead) -> None:
+        """Copies the weights of `source`.
+
+        Raises:
+            WarmStartError: if they do not fit.
+        """
+        try:
+            self.load_state_dict(source.state_dict())
+        except RuntimeError as error:
+            raise WarmStartError(
+                f"the heads to start from do not fit the new ones; leave sizes out, they are taken from `from_heads`, "
+                f"or drop `from_heads`. {error}"
+            ) from error
 
     # ------------------------------------------------------------------ options, saving
     def with_tree(self, **overrides: Any) -> DraftHead:

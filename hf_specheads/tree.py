@@ -117,3 +117,13 @@ def select_nodes(
         scores=torch.cat([root.scores, scores.gather(1, kept)], dim=1),
         max_depth=max_depth,
     )
+
+
+# EAGLE-1's tree of 25 drafted nodes and 5 levels (arXiv 2401.15077, figure 6), as paths of child ranks.
+EAGLE_CHOICES: tuple[tuple[int, ...], ...] = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip

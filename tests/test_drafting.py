@@ -48,7 +48,7 @@ class TableHead(DraftHead):
 def naive_tree(head: TableHead, row: int) -> dict[tuple[int, ...], float]:
     """EAGLE-2 in words: expand the K best nodes of a level with K children each, keep the best N - 1 of all."""
     config = head.tree_config
-    width = min(config.nodes_per_level, VOCAB)
+    width = 1 if config.kind == "chain" else min(config.top_k, VOCAB)
     frontier, candidates = {(): 0.0}, {}
     for _ in range(config.depth):
         level = {}

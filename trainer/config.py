@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .losses import LOSSES
+
 BACKWARDS = ("per_pass", "summed")
 PASS_REDUCTIONS = ("sum", "mean")
 NOISE_SCALINGS = ("none", "eagle")
@@ -22,6 +24,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0).
         token_loss_weight: Weight of the cross-entropy against the target's distribution (EAGLE: 0.1).
         top_k_loss_weight: Weight of the top-K cross-entropy (HASS: 1.0; EAGLE and PosS train with 0.0).
+        pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
+            0.8; the others: 1).
         top_k: K of the top-K loss (HASS: 10).
         feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
             EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
@@ -50,6 +54,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     feature_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the feature loss."})
     token_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the token loss."})
     top_k_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the top-K loss."})
+    pass_decay: float = field(default=1.0, metadata={"help": "Factor of the losses from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
     feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
@@ -69,13 +74,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.num_passes is not None:
             _at_least("num_passes", self.num_passes, 1)
-        for name in ("feature_loss_weight", "token_loss_weight", "top_k_loss_weight", "feature_noise"):
+        for name in (*(f"{loss}_loss_weight" for loss in LOSSES), "feature_noise", "pass_decay"):
             _at_least(name, getattr(self, name), 0)
-        if not (self.feature_loss_weight or self.token_loss_weight or self.top_k_loss_weight):
-            raise ValueError(
-                "all of `feature_loss_weight`, `token_loss_weight` and `top_k_loss_weight` are 0, so nothing would be "
-                "trained; set at least one above 0."
-            )
+        if not any(self.loss_weights.values()):
+            names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
+            raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
         _at_least("top_k", self.top_k, 1)
         _at_least("max_length", self.max_length, 3)
         _at_least("eval_acceptance_prompts", self.eval_acceptance_prompts, 0)
@@ -89,6 +92,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
                 "`remove_unused_columns` must be False: the columns of a batch are read by the unroll, not by the "
                 "heads' forward; leave it out."
             )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of every loss, by name."""
+        return {loss: getattr(self, f"{loss}_loss_weight") for loss in LOSSES}
 
 
 def _at_least(name: str, value: float, minimum: float) -> None:

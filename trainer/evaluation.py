@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -10,9 +12,7 @@ from hf_specheads.metrics import acceptance_length, position_acceptance
 from hf_specheads.modeling import DraftHead
 
 from .config import DraftHeadTrainingArguments
-from .unroll import PassLosses
-
-COMPONENTS = ("feature_loss", "token_loss", "top_k_loss")
+from .unroll import DEFAULT_LOSSES, PassLosses
 
 
 class LossMeter:
@@ -22,13 +22,17 @@ class LossMeter:
         steps: What to divide the sums by when they are read: optimizer steps, or rows.
     """
 
-    def __init__(self, num_passes: int, device: torch.device | str):
-        self.sums = torch.zeros(num_passes, len(COMPONENTS), device=device)
+    def __init__(self, num_passes: int, device: torch.device | str, names: Sequence[str] = DEFAULT_LOSSES):
+        self.names = list(names)
+        self.seen: set[str] = set()
+        self.sums = torch.zeros(num_passes, len(self.names), device=device)
         self.steps = 0
 
     def add(self, position: int, losses: PassLosses) -> None:
         """Adds the losses of one pass."""
-        self.sums[position] += torch.stack([getattr(losses, name).detach().float() for name in COMPONENTS])
+        self.seen |= set(losses.values)
+        zero = self.sums.new_zeros(())
+        self.sums[position] += torch.stack([losses.values.get(name, zero).detach().float() for name in self.names])
 
     def drain(self, per_step_of_all: bool = False) -> dict[str, float]:
         """Means since the last call, `feature_loss_1` first, summed over processes; starts anew.
@@ -44,7 +48,12 @@ class LossMeter:
         means = (self.sums / steps.clamp_min(1)).tolist()
         self.sums.zero_()
         self.steps = 0
-        return {f"{name}_{i + 1}": row[c] for i, row in enumerate(means) for c, name in enumerate(COMPONENTS)}
+        return {
+            f"{name}_loss_{i + 1}": row[column]
+            for i, row in enumerate(means)
+            for column, name in enumerate(self.names)
+            if name in self.seen
+        }
 
 
 @torch.no_grad()

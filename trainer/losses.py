@@ -10,7 +10,9 @@ feature that follows it, and through the target's `lm_head` the distribution of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +23,81 @@ class TargetDistribution:
     """What the target says at the supervised rows; made once per batch and used by every pass.
 
     Attributes:
-        probs: fp32 [S, V], the target's distribution.
+        probs: fp32 [S, V], the target's distribution, over the draft vocabulary if the heads have one.
         top_k_probs: fp32 [S, K], its K largest probabilities, **not** renormalised.
-        top_k_ids: int64 [S, K], their token ids.
+        top_k_ids: int64 [S, K], where they are.
+        labels: int64 [S], where the token that follows in the data is, -100 if it is not known or not drafted.
+        weight: fp32 [S], 0 where the target's favourite token is outside the draft vocabulary (EAGLE-3's code), else
+            1; `None` without a draft vocabulary.
     """
 
     probs: torch.Tensor
     top_k_probs: torch.Tensor
     top_k_ids: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor | None = None
 
     @classmethod
-    def from_logits(cls, logits: torch.Tensor, top_k: int) -> TargetDistribution:
-        """From target logits [S, V] of any float dtype; a `top_k` above V means all of V."""
+    def from_logits(
+        cls,
+        logits: torch.Tensor,
+        top_k: int,
+        labels: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
+    ) -> TargetDistribution:
+        """From target logits [S, V] of any float dtype; a `top_k` above V means all of V.
+
+        Args:
+            logits: Target logits.
+            top_k: K.
+            labels: int64 [S], tokens that follow in the data.
+            vocabulary: int64 [Vd], the heads' draft vocabulary, ascending.
+        """
+        if labels is None:
+            labels = logits.new_full(logits.shape[:1], -100, dtype=torch.long)
+        weight = None
+        if vocabulary is not None:
+            weight = torch.isin(logits.argmax(dim=-1), vocabulary).float()
+            logits = logits[:, vocabulary]
+            place = torch.searchsorted(vocabulary, labels).clamp_max(len(vocabulary) - 1)
+            labels = torch.where(vocabulary[place] == labels, place, -100)
         probs = torch.softmax(logits.float(), dim=-1)  # [S, V]
         top_k_probs, top_k_ids = probs.topk(min(top_k, probs.shape[-1]), dim=-1)  # [S, K] each
-        return cls(probs, top_k_probs, top_k_ids)
+        return cls(probs, top_k_probs, top_k_ids, labels, weight)
+
+    def select(self, rows: torch.Tensor) -> TargetDistribution:
+        """The same at some of the rows, int64 [S']."""
+        weight = None if self.weight is None else self.weight[rows]
+        tensors = (self.probs, self.top_k_probs, self.top_k_ids, self.labels)
+        return TargetDistribution(*(tensor[rows] for tensor in tensors), weight)
+
+
+class DraftedRows:
+    """Drafts of one pass at S supervised rows, next to what the target says there; what every loss reads.
+
+    Args:
+        logits: Draft logits [S, V] of any float dtype.
+        target: The target's distribution at the same rows.
+        features: Drafted and target features, [S, H] each; `None` for heads that draft none.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        target: TargetDistribution,
+        features: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        self.logits, self.target, self.features = logits.float(), target, features
+
+    @property
+    def weight(self) -> torch.Tensor | float:
+        """Factor of every row's losses, fp32 [S] or 1."""
+        return 1.0 if self.target.weight is None else self.target.weight
+
+    @cached_property
+    def cross_entropies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token and top-k loss, computed together; see [`token_and_top_k_loss`]."""
+        return token_and_top_k_loss(self.logits, self.target)
 
 
 def feature_loss(drafted: torch.Tensor, target_features: torch.Tensor) -> torch.Tensor:
@@ -111,3 +173,11 @@ def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = N
     else:
         num_items = num_items.clamp_min(1)
     return values.sum() / num_items
+
+
+# Losses by name, each fp32 [S] from the drafts of one pass.
+LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
+    "feature": lambda rows: feature_loss(*rows.features),
+    "token": lambda rows: rows.cross_entropies[0],
+    "top_k": lambda rows: rows.cross_entropies[1],
+}

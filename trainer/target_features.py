@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .streams import document_starts
+from hf_specheads.features import asked_hidden_states, select_hidden_states
+from hf_specheads.streams import document_starts
 
 
 class FrozenTarget:
@@ -31,16 +32,25 @@ class FrozenTarget:
         self._fewer_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @torch.no_grad()
-    def features(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Features of every token of a batch: [B, T, H], in the target's dtype.
+    def features(
+        self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features of every token of a batch, in the target's dtype.
 
         Args:
             batch: As the collators of [`data`] make it. Rows of several documents are told apart by `position_ids`,
-                which transformers turns into masks that keep the documents apart.
+                which transformers turns into masks that keep the documents apart. A batch that brings its own
+                `features` and `final_features` costs no forward.
+            layers: Hidden states the heads read, see `DraftHead.feature_layers`.
+
+        Returns:
+            What the heads read, [B, T, F], and the final features, [B, T, H]; the same tensor for most heads.
 
         Raises:
             ValueError: for packed rows and a target that takes no `position_ids`.
         """
+        if "final_features" in batch:
+            return batch["features"], batch["final_features"]
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
         if "document_ids" in batch:
             if not self._takes_position_ids:
@@ -51,12 +61,16 @@ class FrozenTarget:
             inputs["position_ids"] = batch["position_ids"]
         else:
             inputs["attention_mask"] = batch.get("attention_mask")
-        outputs = self.model(**inputs, **self._fewer_logits, output_hidden_states=-1, use_cache=False)
-        return outputs.hidden_states[-1]
+        asked = asked_hidden_states(layers if layers in ((), (-1,)) else (*layers, -1)) or -1
+        states = self.model(**inputs, **self._fewer_logits, output_hidden_states=asked, use_cache=False).hidden_states
+        return (select_hidden_states(states, layers) if layers else states[-1]), states[-1]
 
 
 def unroll_inputs(
-    batch: dict[str, torch.Tensor], features: torch.Tensor, noise: torch.Tensor | None = None
+    batch: dict[str, torch.Tensor],
+    features: torch.Tensor,
+    final_features: torch.Tensor,
+    noise: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """The T - 1 rows of T tokens, as keyword arguments of [`Unroll`].
 
@@ -65,8 +79,9 @@ def unroll_inputs(
 
     Args:
         batch: As the collators make it; `loss_mask` [B, T] is nonzero at supervised tokens.
-        features: [B, T, H], target features.
-        noise: [B, T, H], added to the input features only.
+        features: [B, T, F], target features that the heads read.
+        final_features: [B, T, H], target features after the final norm.
+        noise: [B, T, F], added to the input features only.
     """
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     inputs = features if noise is None else features + noise.to(features.dtype)
@@ -74,8 +89,9 @@ def unroll_inputs(
     documents, positions = batch.get("document_ids"), batch.get("position_ids")
     return {
         "features": inputs[:, :-1],
+        "token_ids": ids[:, :-1],
         "next_token_ids": ids[:, 1:],
-        "target_features": features[:, 1:],
+        "target_features": final_features[:, 1:],
         "loss_mask": loss_mask[:, 1:],
         "attention_mask": None if attention_mask is None else attention_mask[:, :-1] * attention_mask[:, 1:],
         "document_ids": None if documents is None else documents[:, :-1],

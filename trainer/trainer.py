@@ -14,18 +14,18 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_specheads.heads.eagle import EagleHead
+from hf_specheads.modeling import DraftHead
 
 from .checkpoints import AtomicCheckpoints
 from .config import DraftHeadTrainingArguments
 from .data import cut_prompts, default_collator, prepare_dataset
 from .evaluation import LossMeter, generation_metrics
 from .target_features import FrozenTarget, feature_noise, unroll_inputs
-from .unroll import PassLosses, Unroll
+from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
 
 class DraftHeadTrainer(AtomicCheckpoints, Trainer):
-    """Trains draft heads of the EAGLE family on the features of a frozen target.
+    """Trains draft heads of any family on what a frozen target says.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
     first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
@@ -50,7 +50,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
 
     def __init__(
         self,
-        model: EagleHead,
+        model: DraftHead,
         target: PreTrainedModel,
         args: DraftHeadTrainingArguments,
         train_dataset: Any = None,
@@ -93,7 +93,9 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         model.config.train_max_length = args.max_length
         self._eval_prompts = eval_prompts
         self._micro_step = 0
-        self._train_losses = LossMeter(self.num_passes, self.args.device)
+        # Losses of weight 0 are logged only where the paper's three belong to the method.
+        self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
+        self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
 
     def _refuse_sharding(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -117,24 +119,25 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         separate_backward: bool = False,
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
-        features = self.frozen_target.features(batch)
+        features, final_features = self.frozen_target.features(batch, self.model.feature_layers)
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,
-            **unroll_inputs(batch, features, noise),
+            **unroll_inputs(batch, features, final_features, noise),
             embed_tokens=self.frozen_target.embed_tokens,
             lm_head=self.frozen_target.lm_head,
+            num_passes=self.num_passes,
             top_k=self.args.top_k,
+            losses=tuple(self.loss_names),
             upstream_masking=self.args.upstream_masking and self.num_passes > 1,
             num_items=num_items,
             separate_backward=separate_backward,
         )
 
-    def weighted_loss(self, losses: PassLosses) -> torch.Tensor:
+    def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
         """Weighted loss of one pass; scalar."""
-        args = self.args
-        total = losses.weighted(args.feature_loss_weight, args.token_loss_weight, args.top_k_loss_weight)
-        return total / self.num_passes if args.pass_reduction == "mean" else total
+        total = losses.weighted(**self.args.loss_weights) * self.args.pass_decay**position
+        return total / self.num_passes if self.args.pass_reduction == "mean" else total
 
     def compute_loss(
         self,
@@ -146,7 +149,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         """Weighted sum of all passes' losses, in one graph."""
         unroll = self.start_unroll(inputs, num_items_in_batch, training=self.model.training)
         passes = [unroll.next_pass() for _ in range(self.num_passes)]
-        loss = torch.stack([self.weighted_loss(losses) for losses in passes]).sum()
+        loss = torch.stack([self.weighted_loss(losses, position) for position, losses in enumerate(passes)]).sum()
         return (loss, {"passes": passes}) if return_outputs else loss
 
     def training_step(
@@ -161,7 +164,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         inputs = self._prepare_inputs(inputs)
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        if self.args.backward == "per_pass":
+        if self.args.backward == "per_pass" and self.model.passes_are_detached:
             loss = self._backward_per_pass(inputs, num_items_in_batch)
         else:
             loss = self._backward_summed(inputs, num_items_in_batch)
@@ -180,7 +183,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         for position in range(self.num_passes):
             with self.accelerator.autocast():
                 losses = unroll.next_pass()
-                loss = self.weighted_loss(losses)
+                loss = self.weighted_loss(losses, position)
             self.accelerator.backward(loss)
             self._train_losses.add(position, losses)
             total += loss.detach()
@@ -252,7 +255,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
     ) -> EvalLoopOutput:
         """Losses without noise over the evaluation set, and what generation with these heads accepts."""
         self.model.to(self.args.device).eval()
-        meter = LossMeter(self.num_passes, self.args.device)
+        meter = LossMeter(self.num_passes, self.args.device, self.loss_names)
         for batch in dataloader:
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
@@ -261,9 +264,10 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
                     meter.add(position, unroll.next_pass())
             meter.steps += int(unroll.supervised.numel())
         components = meter.drain(per_step_of_all=True)
-        weights = {"feature": self.args.feature_loss_weight, "token": self.args.token_loss_weight,
-                   "top_k": self.args.top_k_loss_weight}  # fmt: skip
-        loss = sum(weights[name.split("_loss_")[0]] * value for name, value in components.items())
+        loss = 0.0
+        for name, value in components.items():
+            kind, _, position = name.rpartition("_loss_")
+            loss += self.args.loss_weights[kind] * self.args.pass_decay ** (int(position) - 1) * value
         metrics = {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
@@ -280,19 +284,13 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         return cut_prompts(dataloader.dataset, args.eval_acceptance_prompts, args.eval_prompt_length)
 
 
-def resolve_num_passes(heads: EagleHead, args: DraftHeadTrainingArguments) -> int:
+def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
     """Draft positions to train: as the arguments say, else as the heads' config does.
 
     Raises:
         ValueError: if some specialist would have no position.
     """
-    config = heads.config
-    passes = args.num_passes or config.trained_positions or config.num_specialists * config.positions_per_specialist
-    reached = heads.specialist_of(passes - 1) + 1
-    if reached < config.num_specialists:
-        needed = (config.num_specialists - 1) * config.positions_per_specialist + 1
-        raise ValueError(
-            f"num_passes={passes} trains {reached} of {config.num_specialists} specialists with "
-            f"{config.positions_per_specialist} position(s) each; set num_passes to at least {needed}."
-        )
+    passes = args.num_passes or heads.default_passes
+    if problem := heads.passes_problem(passes):
+        raise ValueError(f"num_passes={passes} {problem}")
     return passes

@@ -1,21 +1,26 @@
-"""The unroll: every draft position of a batch at once, each pass fed with what the pass before drafted.
+"""The unroll: every draft position of a batch at once, and the losses of each.
 
-EAGLE trains one pass (arXiv 2401.15077), HASS several with one layer (arXiv 2408.15766), POSS several with one
-specialist per span of passes (arXiv 2506.03566). All of them run the draft head's only forward.
+What a position drafts is the head's affair (`DraftHead.unroll`); here the drafts meet the target. EAGLE trains one
+pass (arXiv 2401.15077), HASS and POSS several, each fed with what the pass before drafted (arXiv 2408.15766,
+2506.03566).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_specheads.features import as_embedding, as_lm_head
-from hf_specheads.heads.eagle import EagleHead
+from hf_specheads.modeling import DraftHead
+from hf_specheads.unroll import DraftedPass, TrainingRows, later, row_positions
 
-from .losses import TargetDistribution, feature_loss, masked_mean, token_and_top_k_loss
-from .streams import StreamAttention, document_starts, next_stream, visible_rows
+from .losses import LOSSES, DraftedRows, TargetDistribution, masked_mean
+
+DEFAULT_LOSSES = ("feature", "token", "top_k")
+DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
 
 
 @dataclass(frozen=True)
@@ -23,44 +28,59 @@ class PassLosses:
     """Losses of one pass, unweighted scalars with a graph.
 
     Attributes:
-        feature_loss: SmoothL1 to the target's features.
-        token_loss: Cross-entropy against the target's distribution.
-        top_k_loss: The part of it that falls on the target's K most probable tokens.
-        drafted: [B, T, H], drafted features, detached.
+        values: Loss by name, see [`losses.LOSSES`].
+        drafted: [B, T, H], drafted features, detached; `None` for heads that draft none.
     """
 
-    feature_loss: torch.Tensor
-    token_loss: torch.Tensor
-    top_k_loss: torch.Tensor
-    drafted: torch.Tensor
+    values: dict[str, torch.Tensor]
+    drafted: torch.Tensor | None
 
-    def weighted(self, feature: float = 1.0, token: float = 0.1, top_k: float = 1.0) -> torch.Tensor:
-        """feature weight * feature loss + token weight * token loss + top-k weight * top-k loss."""
-        return feature * self.feature_loss + token * self.token_loss + top_k * self.top_k_loss
+    @property
+    def feature_loss(self) -> torch.Tensor:
+        """SmoothL1 to the target's features."""
+        return self.values["feature"]
+
+    @property
+    def token_loss(self) -> torch.Tensor:
+        """Cross-entropy against the target's distribution."""
+        return self.values["token"]
+
+    @property
+    def top_k_loss(self) -> torch.Tensor:
+        """The part of it that falls on the target's K most probable tokens."""
+        return self.values["top_k"]
+
+    def weighted(self, **weights: float) -> torch.Tensor:
+        """Sum of the losses times their weights, by name; EAGLE's and HASS's weights when none are given."""
+        weights = weights or DEFAULT_WEIGHTS
+        return torch.stack([weights.get(name, 0.0) * value for name, value in self.values.items()]).sum()
 
 
 class Unroll:
     """Unrolled training forward of one batch. Call [`next_pass`] `num_passes` times.
 
-    Row t pairs the feature at t with the token at t + 1 and is compared with the target's feature at t + 1.
+    Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with what the target says at t + 1.
 
     Args:
-        draft_head: Heads of the EAGLE family (EAGLE, HASS, POSS).
-        features: [B, T, H], target features of the rows, noise included if there is any.
+        draft_head: Heads of any family.
+        features: [B, T, F], target features of the rows that the heads read, noise included if there is any.
         next_token_ids: int64 [B, T], the token after each row.
-        target_features: [B, T, H], clean features one position later.
-        loss_mask: [B, T], nonzero at supervised rows; the same in every pass.
+        target_features: [B, T, H], clean final features one position later.
+        loss_mask: [B, T], nonzero at supervised rows.
         attention_mask: [B, T], zero on padding, on either side; or `None`.
         embed_tokens: The target's token embedding, a weight [V, E] or a module.
         lm_head: The target's `lm_head`, a weight [V, H] or a module.
+        num_passes: Draft positions.
         top_k: K of the top-k loss.
+        losses: Names of the losses to compute; the feature loss is left out for heads that draft no features.
         upstream_masking: For parity with the authors' training code only: see [`unroll_losses`].
+        token_ids: int64 [B, T], the token of each row, for heads that ask for it.
         document_ids: int64 [B, T], equal within a document of a packed row, or `None` for one document per row. No
             row attends, and no drafted feature moves, across documents.
         position_ids: int64 [B, T], rope positions; default counts from 0 in every document.
-        num_items: Divisor of the losses instead of the batch's own number of supervised rows.
-        separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at the
-            `fc` outputs, which later passes share, are kept until [`finish_backward`].
+        num_items: Divisor of the losses instead of each pass's own number of supervised rows.
+        separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at rows
+            that passes share are kept until [`finish_backward`].
 
     Raises:
         ValueError: if a shape does not fit.
@@ -68,7 +88,7 @@ class Unroll:
 
     def __init__(
         self,
-        draft_head: EagleHead,
+        draft_head: DraftHead,
         *,
         features: torch.Tensor,
         next_token_ids: torch.Tensor,
@@ -77,71 +97,79 @@ class Unroll:
         attention_mask: torch.Tensor | None,
         embed_tokens: torch.Tensor | nn.Module,
         lm_head: torch.Tensor | nn.Module,
+        num_passes: int,
         top_k: int = 10,
+        losses: Sequence[str] = DEFAULT_LOSSES,
         upstream_masking: bool = False,
+        token_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         num_items: torch.Tensor | float | None = None,
         separate_backward: bool = False,
     ):
         _check_shapes(features, next_token_ids, target_features, loss_mask, attention_mask, document_ids, position_ids)
-        self.draft_head = draft_head
-        self.features = features
-        self.lm_head = as_lm_head(lm_head)
-        self.upstream_masking = upstream_masking
-        self.num_items = num_items
-        self.separate_backward = separate_backward
+        self.losses, self.num_items = losses, num_items
         documents = _documents(next_token_ids, None if upstream_masking else attention_mask, document_ids)
-        self.starts = document_starts(documents)
-        self.visible = visible_rows(documents)
-        self.position_ids = _positions(self.starts) if position_ids is None else position_ids
+        self.documents = documents.flatten()
+        self.row_length = documents.shape[1]
+        rows = TrainingRows(
+            features=features,
+            token_ids=token_ids,
+            next_token_ids=next_token_ids,
+            documents=documents,
+            position_ids=row_positions(documents) if position_ids is None else position_ids,
+            embed=as_embedding(embed_tokens),
+            lm_head=as_lm_head(lm_head),
+            upstream_masking=upstream_masking,
+            separate_backward=separate_backward,
+        )
         with torch.no_grad():
-            self.embeddings = as_embedding(embed_tokens)(next_token_ids)
             self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [S]
             self.target_features = target_features.flatten(0, 1)[self.supervised]  # [S, H]
-            self.target = TargetDistribution.from_logits(self.lm_head(self.target_features), top_k)
-        self.passes_done = 0
-        self._stream = features
-        self._fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
-        self._rows: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
+            labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), -100)
+            labels[:, -1] = -100  # what follows the last row is not in the batch
+            self.target = TargetDistribution.from_logits(
+                rows.lm_head(self.target_features),
+                top_k,
+                labels=labels.flatten()[self.supervised],
+                vocabulary=draft_head.draft_vocabulary,
+            )
+        self._passes = draft_head.unroll(rows, num_passes)
 
     def next_pass(self) -> PassLosses:
-        """Runs the next pass: specialist `specialist_of(m)` over m + 1 streams."""
-        specialist = self.draft_head.specialist_of(self.passes_done)
-        self.passes_done += 1
-        fused = self.draft_head.fuse(self.embeddings, self._stream)
-        self._fused.append(fused)
-        self._rows.append(fused.detach().requires_grad_() if self.separate_backward else fused)
-        streams = len(self._rows)
-        drafted = self.draft_head(
-            torch.cat(self._rows, dim=1),
-            self.position_ids.repeat(1, streams),
-            specialist=specialist,
-            num_queries=self.features.shape[1],
-            attention_function=StreamAttention(self.visible, streams, phantom_columns=self.upstream_masking),
-        )
-        self._stream = next_stream(self.features, drafted, self.starts)
-        return self._losses(drafted)
+        """Runs the next pass and compares it with the target."""
+        drafted = next(self._passes)
+        rows, kept = self._rows_of(drafted.offset)
+        values = self._losses(drafted, rows, kept)
+        return PassLosses(values, None if drafted.features is None else drafted.features.detach())
 
     def finish_backward(self) -> None:
-        """After the last pass's backward: sends the gradients gathered at the shared rows through `fc`, once."""
-        if not self.separate_backward:
-            return
-        used = [(fused, rows) for fused, rows in zip(self._fused, self._rows, strict=True) if rows.grad is not None]
-        if used:
-            torch.autograd.backward([fused for fused, _ in used], [rows.grad for _, rows in used])
+        """After the last pass's backward: lets the heads send on gradients gathered at rows that passes share."""
+        next(self._passes, None)
 
-    def _losses(self, drafted: torch.Tensor) -> PassLosses:
+    def _rows_of(self, offset: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [S'] (flat) that draft the supervised rows `offset` later, and which supervised rows those are."""
+        if offset == 0:
+            return self.supervised, None
+        rows = (self.supervised - offset).clamp_min(0)
+        inside = self.supervised % self.row_length >= offset
+        kept = (inside & (self.documents[rows] == self.documents[self.supervised])).nonzero()[:, 0]
+        return rows[kept], kept
+
+    def _losses(self, drafted: DraftedPass, rows: torch.Tensor, kept: torch.Tensor | None) -> dict[str, torch.Tensor]:
         # Rows are selected before `lm_head`, the largest product of a pass.
-        supervised = drafted.flatten(0, 1)[self.supervised]  # [S, H]
-        token, top_k = token_and_top_k_loss(self.lm_head(supervised), self.target)
-        feature = feature_loss(supervised, self.target_features)
-        means = (masked_mean(values, self.num_items) for values in (feature, token, top_k))
-        return PassLosses(*means, drafted=drafted.detach())
+        target = self.target if kept is None else self.target.select(kept)
+        features = None
+        if drafted.features is not None:
+            theirs = self.target_features if kept is None else self.target_features[kept]
+            features = (drafted.features.flatten(0, 1)[rows], theirs)
+        found = DraftedRows(drafted.logits(drafted.hidden.flatten(0, 1)[rows]), target, features)
+        names = [name for name in self.losses if features is not None or name != "feature"]
+        return {name: masked_mean(LOSSES[name](found) * found.weight, self.num_items) for name in names}
 
 
 def unroll_losses(
-    draft_head: EagleHead,
+    draft_head: DraftHead,
     *,
     features: torch.Tensor,
     next_token_ids: torch.Tensor,
@@ -153,9 +181,7 @@ def unroll_losses(
     num_passes: int,
     top_k: int = 10,
     upstream_masking: bool = False,
-    document_ids: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    num_items: torch.Tensor | float | None = None,
+    **options: object,
 ) -> list[PassLosses]:
     """Losses of `num_passes` draft positions, unweighted, sharing one graph.
 
@@ -178,11 +204,10 @@ def unroll_losses(
         attention_mask=attention_mask,
         embed_tokens=embed_tokens,
         lm_head=lm_head,
+        num_passes=num_passes,
         top_k=top_k,
         upstream_masking=upstream_masking and num_passes > 1,
-        document_ids=document_ids,
-        position_ids=position_ids,
-        num_items=num_items,
+        **options,
     )
     return [unroll.next_pass() for _ in range(num_passes)]
 
@@ -195,12 +220,6 @@ def _documents(
     if attention_mask is None:
         return documents
     return documents.masked_fill(attention_mask == 0, -1)
-
-
-def _positions(starts: torch.Tensor) -> torch.Tensor:
-    """Rope positions [B, T] that count from 0 in every document."""
-    rows = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
-    return rows - torch.where(starts, rows, 0).cummax(dim=1).values
 
 
 def _check_shapes(

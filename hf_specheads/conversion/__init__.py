@@ -10,10 +10,14 @@ import re
 from typing import Any
 
 from ..errors import UnknownFormatError
+from . import eagle
 
 OURS = "specheads"
 EAGLE = "eagle"
 POSS = "poss"
+# The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
+# order. A new layout adds its module here.
+LAYOUTS = {POSS: eagle, EAGLE: eagle}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,11 +43,14 @@ def detect_from_config(config: dict[str, Any]) -> str | None:
 
 
 def detect_from_keys(shapes: Shapes, config: dict[str, Any]) -> str:
-    """`EAGLE` (EAGLE-1/2 and HASS, which share one layout) or `POSS`.
+    """Name of the layout, a key of [`LAYOUTS`].
 
     Raises:
         UnknownFormatError: for everything else, naming what it looks like.
     """
+    for name, module in LAYOUTS.items():
+        if module is not eagle and module.recognises(shapes, config):
+            return name
     if refused := _refused_by_keys(shapes, config):
         raise UnknownFormatError(refused)
     return POSS if any(key.startswith("layers.1.") for key in shapes) else EAGLE
@@ -97,4 +104,4 @@ def _not_read(what: str) -> str:
     )
 
 
-__all__ = ["EAGLE", "OURS", "POSS", "detect_from_config", "detect_from_keys"]
+__all__ = ["EAGLE", "LAYOUTS", "OURS", "POSS", "detect_from_config", "detect_from_keys"]

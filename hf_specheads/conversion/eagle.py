@@ -7,28 +7,17 @@ cannot: number of attention heads, norm epsilon, rope. (arXiv 2401.15077, 2406.1
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..auto import build_config
-from ..configuration import EagleHeadConfig, PossHeadConfig
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
 from ..features import weight_fingerprint
+from ..heads import EagleHeadConfig, PossHeadConfig
+from .fields import Converted, integer, number, rope
 
 EMBEDDING = "embed_tokens.weight"
-SUPPORTED_ROPES = ("linear", "dynamic")
-DEFAULT_ROPE_BASE = 10000.0
-
-
-@dataclass
-class Converted:
-    """Heads read from the authors' layout: config, weights under our names, and what had to be assumed."""
-
-    config: EagleHeadConfig
-    tensors: dict[str, torch.Tensor]
-    assumptions: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -54,10 +43,10 @@ def convert(
         **sizes,
         "fc_bias": "fc.bias" in tensors,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
-        "rms_norm_eps": _number(raw_config, "rms_norm_eps", notes, default=1e-6),
+        "rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6),
         "hidden_act": raw_config.get("hidden_act", "silu"),
-        "rope_parameters": _rope(raw_config, notes),
-        "max_position_embeddings": _integer(raw_config, "max_position_embeddings", notes, default=2048),
+        "rope_parameters": rope(raw_config, notes),
+        "max_position_embeddings": integer(raw_config, "max_position_embeddings", notes, default=2048),
     }
     fields |= {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
     config_class: type[EagleHeadConfig] = EagleHeadConfig
@@ -112,7 +101,7 @@ def _sizes(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: 
     hidden = fc[0]
     if fc[1] != 2 * hidden:
         raise CheckpointShapeError(f"fc.weight must be [H, 2H] for [embedding ; feature], got {list(fc)}.")
-    heads = _integer(raw_config, "num_attention_heads", notes)
+    heads = integer(raw_config, "num_attention_heads", notes)
     if q_proj[0] % heads:
         raise CheckpointShapeError(f"{q_proj[0]} rows of q_proj do not divide into num_attention_heads={heads}.")
     head_dim = q_proj[0] // heads
@@ -134,7 +123,7 @@ def _sizes(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: 
 
 def _vocab_size(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: int, notes: list[str]) -> int:
     if EMBEDDING not in tensors:
-        return _integer(raw_config, "vocab_size", notes)
+        return integer(raw_config, "vocab_size", notes)
     shape = tuple(tensors[EMBEDDING].shape)
     if len(shape) != 2 or shape[1] != hidden:
         raise CheckpointShapeError(f"{EMBEDDING} must be [V, {hidden}] to fit fc.weight, got {list(shape)}.")
@@ -158,42 +147,6 @@ def _check_shapes(tensors: dict[str, torch.Tensor], config: EagleHeadConfig) -> 
         wanted = expected[re.sub(r"^layers\.\d+\.", "", key)]
         if tuple(tensor.shape) != wanted:
             raise CheckpointShapeError(f"{key} has shape {list(tensor.shape)}, expected {list(wanted)}.")
-
-
-# ------------------------------------------------------------------ what the config tells
-def _integer(raw_config: dict[str, Any], name: str, notes: list[str], default: int | None = None) -> int:
-    value = _number(raw_config, name, notes, default)
-    if int(value) != value or not 0 < value < 2**31:
-        raise HeadConfigError(f"config.json has {name}={value!r}, expected a positive integer.")
-    return int(value)
-
-
-def _number(raw_config: dict[str, Any], name: str, notes: list[str], default: float | None = None) -> float:
-    value = raw_config.get(name)
-    if value is None:
-        if default is None:
-            raise HeadConfigError(f"config.json lacks `{name}`, which the weights do not tell; add it.")
-        notes.append(f"{name}={default} (not in config.json)")
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise HeadConfigError(f"config.json has {name}={value!r}, expected a positive number.")
-    return value
-
-
-def _rope(raw_config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The **draft** config's rope base, else 10000, never the target's; scaling as the authors' code knows it."""
-    parameters = raw_config.get("rope_parameters") or {}
-    scaling = raw_config.get("rope_scaling") or parameters
-    if not isinstance(parameters, dict) or not isinstance(scaling, dict):
-        raise HeadConfigError(f"config.json has rope_scaling={scaling!r}, expected an object.")
-    source = parameters if parameters.get("rope_theta") is not None else raw_config
-    base = float(_number(source, "rope_theta", notes, DEFAULT_ROPE_BASE))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return {"rope_type": "default", "rope_theta": base}
-    if kind not in SUPPORTED_ROPES:
-        raise HeadConfigError(f"config.json asks for rope scaling {kind!r}; these heads know {list(SUPPORTED_ROPES)}.")
-    return {"rope_type": kind, "rope_theta": base, "factor": float(_number(scaling, "factor", notes))}
 
 
 def _positions(name: str, argument: int | None, num_layers: int, notes: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Draft heads, one module per method."""
 
-from .eagle import EagleHead
-from .poss import PossHead
+from .eagle import EagleHead, EagleHeadConfig
+from .poss import PossHead, PossHeadConfig
 
-__all__ = ["EagleHead", "PossHead"]
+__all__ = ["EagleHead", "EagleHeadConfig", "PossHead", "PossHeadConfig"]

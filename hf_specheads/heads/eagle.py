@@ -4,19 +4,117 @@ EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), HASS (arXiv 2408.15766). T
 they differ in training (HASS) and in the tree (EAGLE-2).
 """
 
-from __future__ import annotations
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..cache import DraftCache
-from ..configuration import EagleHeadConfig
-from ..layers import DraftDecoderLayer
+from ..configuration import DraftHeadConfig
+from ..errors import WarmStartError
+from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
 from ..modeling import DraftHead
+from ..streams import StreamAttention, document_starts, next_stream, visible_rows
+from ..unroll import DraftedPass, TrainingRows
+
+# What heads of a warm start hand on, besides their weights.
+ARCHITECTURE_FIELDS = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+    "rope_parameters", "max_position_embeddings", "fc_bias", "attention_bias", "attention_out_bias", "mlp_bias",
+)  # fmt: skip
+
+
+@strict
+class EagleHeadConfig(DraftHeadConfig):
+    r"""Configuration of EAGLE-1/2 and HASS heads: one Llama decoder layer over `fc([embedding ; feature])`.
+
+    Args:
+        intermediate_size: Width of the SwiGLU MLP.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
+        hidden_act: Activation of the MLP.
+        rms_norm_eps: Epsilon of the norm before the MLP, the layer's only norm.
+        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
+        fc_bias: Whether `fc` has a bias (published files differ; the keys decide on import).
+        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
+        attention_out_bias: Bias of the output projection.
+        mlp_bias: Bias of the MLP projections.
+        num_specialists: Decoder layers L; EAGLE and HASS have one.
+        positions_per_specialist: Draft positions per specialist (`position_per_layer` in PosS's code).
+        trained_positions: Draft positions the training unrolled, `None` if unknown.
+    """
+
+    model_type = "specheads_eagle"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *DraftHeadConfig.required_fields, "intermediate_size", "num_attention_heads",
+    )  # fmt: skip
+
+    intermediate_size: int = 11008
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    fc_bias: bool = True
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    num_specialists: int = 1
+    positions_per_specialist: int = 1
+    trained_positions: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        if self.hidden_size != self.feature_size:
+            raise ValueError(
+                f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
+                f"equal `feature_size` ({self.feature_size})."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}."
+            )
+        self.validate_specialists()
+
+    def validate_specialists(self) -> None:
+        """EAGLE and HASS: one layer serves every draft position."""
+        if self.num_specialists != 1:
+            raise ValueError(
+                f"EAGLE heads have one layer, got num_specialists={self.num_specialists}; use PossHeadConfig."
+            )
 
 
 class EagleHead(DraftHead):
@@ -82,7 +180,7 @@ class EagleHead(DraftHead):
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cache.drop_drafted()
-        fused = self.fuse(self.borrowed.embed_tokens(token_ids).to(features.device), features)
+        fused = self.fuse(self.borrowed.embed_tokens(token_ids[:, 1:]).to(features.device), features)
         rows = fused.shape[1]
         positions = self._positions(fused, cache.committed)
         mask = self._context_mask(cache, rows, fused)
@@ -106,13 +204,80 @@ class EagleHead(DraftHead):
         cache.drafted_inputs.append(fused)
         specialist = self.specialist_of(position)
         # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
-        levels_cached = (cache.layers[specialist].length - cache.committed) // nodes
-        rows = torch.cat(cache.drafted_inputs[levels_cached:], dim=1)
-        levels = torch.arange(levels_cached, position, device=fused.device).repeat_interleave(nodes)
-        positions = (cache.committed + levels)[None].expand(fused.shape[0], -1)
+        first = cache.levels_in(specialist)
+        rows = torch.cat(cache.drafted_inputs[first:], dim=1)
+        levels = [torch.full_like(level[0, :, 0], cache.committed + first + i, dtype=torch.long)
+                  for i, level in enumerate(cache.drafted_inputs[first:])]  # fmt: skip
+        positions = torch.cat(levels)[None].expand(fused.shape[0], -1)
         mask = self._tree_mask(cache, visible, fused)
         drafted = self(rows, positions, mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
+
+    # ------------------------------------------------------------------ training
+    @property
+    def default_passes(self) -> int:
+        config = self.config
+        passes = config.trained_positions or config.num_specialists * config.positions_per_specialist
+        return max(passes, 1)
+
+    def passes_problem(self, num_passes: int) -> str | None:
+        config, reached = self.config, self.specialist_of(num_passes - 1) + 1
+        if reached >= config.num_specialists:
+            return None
+        needed = (config.num_specialists - 1) * config.positions_per_specialist + 1
+        return (
+            f"trains {reached} of {config.num_specialists} specialists with {config.positions_per_specialist} "
+            f"position(s) each; set num_passes to at least {needed}."
+        )
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Every pass reads the target's features and, nearer than its draft position, those that passes before it
+        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position."""
+        starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
+        with torch.no_grad():
+            embeddings = rows.embed(rows.next_token_ids)
+        stream = rows.features
+        fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
+        read: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
+        for position in range(num_passes):
+            fused.append(self.fuse(embeddings, stream))
+            read.append(fused[-1].detach().requires_grad_() if rows.separate_backward else fused[-1])
+            streams = position + 1
+            drafted = self(
+                torch.cat(read, dim=1),
+                rows.position_ids.repeat(1, streams),
+                specialist=self.specialist_of(position),
+                num_queries=rows.features.shape[1],
+                attention_function=StreamAttention(visible, streams, phantom_columns=rows.upstream_masking),
+            )
+            yield DraftedPass(hidden=drafted, logits=rows.lm_head, features=drafted)
+            stream = next_stream(rows.features, drafted, starts)
+        if rows.separate_backward:
+            used = [(graph, leaf) for graph, leaf in zip(fused, read, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([graph for graph, _ in used], [leaf.grad for _, leaf in used])
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        if not isinstance(source, EagleHead):
+            raise WarmStartError(
+                f"`from_heads` must be loaded EAGLE, HASS or POSS heads, got {type(source).__name__}; "
+                "pass load_heads(...)."
+            )
+        return {name: getattr(source.config, name) for name in ARCHITECTURE_FIELDS}
+
+    @torch.no_grad()
+    def start_from(self, source: DraftHead) -> None:
+        """Copies `fc` and the layers of `source`; specialists it lacks start as its last layer."""
+        last = len(source.layers) - 1
+        try:
+            self.fc.load_state_dict(source.fc.state_dict())
+            for index, layer in enumerate(self.layers):
+                layer.load_state_dict(source.layers[min(index, last)].state_dict())
+        except RuntimeError as error:
+            raise WarmStartError(
+                f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "
+                f"`from_heads`, or drop `from_heads`. {error}"
+            ) from error
 
     @staticmethod
     def _positions(rows: torch.Tensor, first: int) -> torch.Tensor:
@@ -136,9 +301,3 @@ class EagleHead(DraftHead):
         if cache.context_mask is not None:
             context = context & cache.context_mask[:, None]
         return additive_mask(torch.cat([context, visible], dim=-1)[:, None], like.dtype)
-
-
-def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where allowed, the most negative number elsewhere (eager attention silently mishandles boolean masks)."""
-    zero = torch.zeros((), dtype=dtype, device=allowed.device)
-    return torch.where(allowed, zero, torch.finfo(dtype).min)

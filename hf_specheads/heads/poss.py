@@ -6,10 +6,34 @@ last trained position the last specialist continues. (The authors' code runs spe
 in the first round of a generation; that is a bug and is not reproduced.)
 """
 
-from __future__ import annotations
+from typing import ClassVar
 
-from ..configuration import PossHeadConfig
-from .eagle import EagleHead
+from huggingface_hub.dataclasses import strict
+
+from .eagle import EagleHead, EagleHeadConfig
+
+
+@strict
+class PossHeadConfig(EagleHeadConfig):
+    r"""Configuration of POSS heads: L position specialists that share `fc` (arXiv 2506.03566).
+
+    Draft position p (0-based) belongs to specialist `min(p // positions_per_specialist, num_specialists - 1)`.
+    """
+
+    model_type = "specheads_poss"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *EagleHeadConfig.required_fields, "num_specialists", "positions_per_specialist",
+    )  # fmt: skip
+
+    method: str = "poss"
+    num_specialists: int = 2
+    positions_per_specialist: int = 3
+
+    def validate_specialists(self) -> None:
+        """POSS: any number of specialists and positions, both at least 1."""
+        for name in ("num_specialists", "positions_per_specialist"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
 
 class PossHead(EagleHead):

@@ -102,7 +102,7 @@ def test_packed_batch():
 def test_rows_of_a_packed_batch():
     """Row t: feature of token t, token t + 1; the row at the end of a document is never supervised."""
     batch = PackedCollator(pad_token_id=9, max_length=6)(EXAMPLES[:2])
-    rows = unroll_inputs(batch, torch.arange(5.0).view(1, 5, 1), noise=torch.full((1, 5, 1), 0.5))
+    rows = unroll_inputs(batch, *[torch.arange(5.0).view(1, 5, 1)] * 2, noise=torch.full((1, 5, 1), 0.5))
     assert rows["features"][0, :, 0].tolist() == [0.5, 1.5, 2.5, 3.5]
     assert rows["target_features"][0, :, 0].tolist() == [1, 2, 3, 4]
     assert rows["next_token_ids"].tolist() == [[12, 13, 21, 22]]

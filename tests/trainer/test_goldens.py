@@ -36,7 +36,7 @@ def case(request):
 
 
 def weighted(losses, weights):
-    return losses.weighted(weights["v_w"], weights["p_w"], weights["topk_w"])
+    return losses.weighted(feature=weights["v_w"], token=weights["p_w"], top_k=weights["topk_w"])
 
 
 def check_gradients(heads, outputs):
@@ -64,7 +64,8 @@ def test_losses_features_and_gradients(case):
 def test_gradients_of_one_backward_per_pass(case):
     heads, arguments, expected, outputs = case
     steps = expected["steps"]
-    unroll = Unroll(heads, **arguments, upstream_masking=len(steps) > 1, separate_backward=True)
+    options = {"num_passes": len(steps), "upstream_masking": len(steps) > 1, "separate_backward": True}
+    unroll = Unroll(heads, **arguments, **options)
     for _ in steps:
         weighted(unroll.next_pass(), expected["weights"]).backward()
     unroll.finish_backward()

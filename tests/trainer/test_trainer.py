@@ -129,7 +129,7 @@ def test_target_features_of_packed_rows_equal_those_of_padded_ones(build, attent
     examples = make_examples(5)
     padded, packed = PaddedCollator(0, 64)(examples), PackedCollator(0, 64)(examples)
     assert packed["input_ids"].shape[0] < 5
-    ours, theirs = frozen.features(padded), frozen.features(packed)
+    ours, theirs = frozen.features(padded)[0], frozen.features(packed)[0]
     torch.testing.assert_close(
         ours[padded["attention_mask"].bool()], theirs[packed["attention_mask"].bool()], rtol=1e-4, atol=1e-4
     )
@@ -160,7 +160,7 @@ def test_heads_of_another_target_are_refused(make_trainer):
 
 def test_unroll_inputs_lose_the_last_token(target):
     batch = PaddedCollator(0, 64)(make_examples(2))
-    rows = unroll_inputs(batch, FrozenTarget(target).features(batch))
+    rows = unroll_inputs(batch, *FrozenTarget(target).features(batch))
     assert rows["features"].shape[1] == rows["next_token_ids"].shape[1] == batch["input_ids"].shape[1] - 1
 
 

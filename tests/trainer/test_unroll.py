@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hf_specheads import DraftTreeConfig
+from hf_specheads.streams import StreamAttention, document_starts, next_stream, stream_mask, visible_rows
 from hf_specheads.trainer import Unroll, unroll_losses
-from hf_specheads.trainer.streams import StreamAttention, document_starts, next_stream, stream_mask, visible_rows
 
 from .conftest import VOCAB, make_heads
 
@@ -124,7 +124,8 @@ def test_training_rows_equal_step_by_step_drafting(target, heads, root):
     passes = unroll_losses(heads, **rows, **of_target(target), num_passes=depth)
     tokens = rows["next_token_ids"]
     cache = heads.new_draft_cache()
-    feature, logits = heads.start_draft(cache, tokens[:, : root + 1], rows["features"][:, : root + 1])
+    unknown_first = torch.nn.functional.pad(tokens[:, : root + 1], (1, 0))
+    feature, logits = heads.start_draft(cache, unknown_first, rows["features"][:, : root + 1])
     for m in range(depth):
         trained = passes[m].drafted[:, root + m : root + m + 1]
         torch.testing.assert_close(feature, trained, rtol=1e-4, atol=1e-5)
@@ -175,7 +176,7 @@ def test_packed_documents_equal_separate_rows(target, heads):
 
 def gradients(heads, target, rows, separate):
     heads.zero_grad()
-    unroll = Unroll(heads, **rows, **of_target(target), separate_backward=separate)
+    unroll = Unroll(heads, **rows, **of_target(target), num_passes=PASSES, separate_backward=separate)
     if separate:
         for _ in range(PASSES):
             unroll.next_pass().weighted().backward()
