@@ -12,7 +12,7 @@ from .candidates import DraftHeadCandidateGenerator
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import HeadLoadError, UnsupportedGenerationError, WrongTargetError
 from .generation import speculative_generate
-from .heads import EagleHead, EagleHeadConfig, PossHead, PossHeadConfig
+from .heads import EagleHead, EagleHeadConfig, MedusaHead, MedusaHeadConfig, PossHead, PossHeadConfig
 from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead
@@ -31,6 +31,8 @@ __all__ = [
     "EagleHeadConfig",
     "GenerationStats",
     "HeadLoadError",
+    "MedusaHead",
+    "MedusaHeadConfig",
     "PossHead",
     "PossHeadConfig",
     "UnsupportedGenerationError",

@@ -12,11 +12,16 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .features import BorrowedModules
-from .heads import EagleHead, PossHead
+from .heads import EagleHead, MedusaHead, PossHead
 from .modeling import DraftHead
 
 # The one place that lists the methods; a new family adds its row.
-METHODS: dict[str, type[DraftHead]] = {"eagle": EagleHead, "hass": EagleHead, "poss": PossHead}
+METHODS: dict[str, type[DraftHead]] = {
+    "eagle": EagleHead,
+    "hass": EagleHead,
+    "medusa": MedusaHead,
+    "poss": PossHead,
+}
 HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head in METHODS.values()}
 
 
@@ -113,7 +118,9 @@ class AutoDraftHead:
             config["tree_config"] = _full_tree_config(config["tree_config"])
         heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))
         heads.remember_target(target)
-        if from_heads is not None:
+        if from_heads is None:
+            heads.start_from_target(target)
+        else:
             heads.start_from(from_heads)
         return heads.to(device=device or BorrowedModules.of(target).device, dtype=dtype or target.dtype)
 

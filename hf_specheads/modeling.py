@@ -228,6 +228,9 @@ class DraftHead(PreTrainedModel):
         return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
 
+    def start_from_target(self, target: PreTrainedModel) -> None:
+        """Weights that fresh heads take over from their target; none unless the family says so."""
+
     def start_from(self, source: DraftHead) -> None:
         """Copies the weights of `source`.
 
