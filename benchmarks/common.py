@@ -110,8 +110,16 @@ class Run:
     stats: GenerationStats | None = None
 
 
-def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_tokens: int) -> Run:
-    """One timed greedy generation, counting the target's forwards."""
+def generate_once(
+    target: PreTrainedModel,
+    side: Side,
+    inputs: Inputs,
+    max_new_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Run:
+    """One timed generation, counting the target's forwards; greedy, or with sampling options and a seed."""
+    mode = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -120,16 +128,22 @@ def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_t
 
     hook = target.register_forward_pre_hook(count)
     try:
-        ids, seconds = timed_generate(target, inputs, max_new_tokens=max_new_tokens, do_sample=False, **side.options)
+        torch.manual_seed(seed)
+        ids, seconds = timed_generate(target, inputs, max_new_tokens=max_new_tokens, **mode, **side.options)
     finally:
         hook.remove()
     return Run(ids, seconds, forwards, side.heads.last_stats if side.heads else None)
 
 
 def run_interleaved(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
+    target: PreTrainedModel,
+    sides: list[Side],
+    prompts: list[Inputs],
+    max_new_tokens: int,
+    repeats: int,
+    sampling: dict[str, Any] | None = None,
 ) -> dict[str, list[list[Run]]]:
-    """Every side on every prompt, `repeats` times.
+    """Every side on every prompt, `repeats` times; greedy, or sampled with a seed per prompt and repeat.
 
     All sides of a prompt run right after each other, in an order that rotates, so that whatever else the machine does
     meets all of them alike; a short warm-up of each side is not measured.
@@ -138,7 +152,7 @@ def run_interleaved(
         Runs by name of the side, `[repeat][prompt]`.
     """
     for side in sides:
-        generate_once(target, side, prompts[0], min(max_new_tokens, 16))
+        generate_once(target, side, prompts[0], min(max_new_tokens, 16), sampling)
     runs: dict[str, list[list[Run]]] = {side.name: [] for side in sides}
     for repeat in range(repeats):
         for side in sides:
@@ -146,7 +160,8 @@ def run_interleaved(
         for index, inputs in enumerate(prompts):
             shift = (index + repeat) % len(sides)
             for side in sides[shift:] + sides[:shift]:
-                runs[side.name][-1].append(generate_once(target, side, inputs, max_new_tokens))
+                seed = repeat * len(prompts) + index
+                runs[side.name][-1].append(generate_once(target, side, inputs, max_new_tokens, sampling, seed))
     return runs
 
 

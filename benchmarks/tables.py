@@ -40,7 +40,8 @@ def tree_text(tree: Result) -> str:
     """A draft tree in words."""
     if tree["kind"] == "chain":
         return f"chain of {tree['depth']}"
-    return f"depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes"
+    kind = "" if tree["kind"] == "dynamic" else f"{tree['kind']}, "
+    return f"{kind}depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes"
 
 
 def footnote(result: Result, *more: str) -> str:
@@ -117,6 +118,34 @@ def _differences(result: Result) -> str:
     return markdown_table(header, rows) + "\n(95 % bootstrap intervals over prompts, paired.)\n"
 
 
+def methods(result: Result) -> str:
+    """One row per head: what it is, what it cost, what it accepts and what that buys, by mode."""
+    modes = result["modes"]
+    header = ["heads", "parameters", "training TFLOP", "training minutes"]
+    header += [f"{what}, {mode}" for mode in modes for what in ("tau", "speed-up")]
+    header += [f"pos-acc 1 to {result['wide_tree']['depth']}", "draft tree"]
+    rows = []
+    for name, facts in sorted(result["heads"].items(), key=lambda item: -_speed_up(result, item[0])):
+        flops, hours = facts.get("training_flops"), facts.get("hours")
+        row = [name, millions(facts["parameters"]), number(flops and flops / TERA, 1), number(hours and 60 * hours, 0)]
+        for sides in modes.values():
+            side = sides[name]
+            low, high = side["speed_up_range"]
+            row += [number(side["acceptance_length"]), f"{number(side['speed_up'])}x ({number(low)}-{number(high)})"]
+        rows.append([*row, pos_acc_text(facts["wide"]["pos_acc"]), tree_text(facts["tree"])])
+    sets = ", ".join(result["prompts"])
+    return markdown_table(header, rows) + footnote(
+        result, f"{result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, {result['num_prompts']} "
+        f"prompts ({sets}), median of {result['repeats']} interleaved repeats",
+        f"pos-acc with {result['wide_tree']['total_tokens']} nodes, greedy, as deep as the heads draft",
+    )  # fmt: skip
+
+
+def _speed_up(result: Result, name: str) -> float:
+    """Of the first mode measured."""
+    return next(iter(result["modes"].values()))[name]["speed_up"]
+
+
 def round_(result: Result) -> str:
     """Milliseconds of a round by stage."""
     rows = [
@@ -159,6 +188,7 @@ def training_curve(result: Result) -> str:
 
 
 RENDERERS: dict[str, Callable[[Result], str]] = {
+    "methods": methods,
     "speedup": speedup,
     "acceptance": acceptance,
     "round": round_,

@@ -230,6 +230,10 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         return count
 
     # ------------------------------------------------------------------ logging, evaluation
+    def reset_losses(self) -> None:
+        """Forgets losses gathered for the log so far."""
+        self._train_losses.drain()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in Trainer; training logs gain each loss component per draft position."""
         if "loss" in logs:

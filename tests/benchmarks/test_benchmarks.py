@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import acceptance, choose_tree, common, speedup, training_curve
+from benchmarks import acceptance, choose_tree, common, methods, speedup, training_curve
 from benchmarks import round as round_benchmark
 
 ROUND_STAGES = {"draft", "target", "accept", "compact", "loop", "whole round"}
@@ -44,6 +44,20 @@ def test_speedup_fails_when_a_text_differs(arguments, monkeypatch):
 
     monkeypatch.setattr(common, "timed_generate", wrong)
     assert speedup.main() == 1
+
+
+def test_methods_measures_every_head_greedy_and_sampled(arguments):
+    results = arguments("methods", ["eagle", "poss"], "--repeats", "2")
+    assert methods.main() == 0
+    result = result_of(results, "methods")
+    assert list(result["modes"]) == ["greedy", "temperature 1"]
+    for sides in result["modes"].values():
+        assert list(sides) == ["plain generate", "eagle", "poss"]
+        assert all(side["identical"] for side in sides.values())  # sampled too: the same seed, the same tokens
+    greedy, sampled = (sides["poss"]["new_tokens"] for sides in result["modes"].values())
+    assert greedy > 0 and sampled > 0
+    assert len(result["heads"]["eagle"]["wide"]["pos_acc"]) <= 8
+    assert "| poss |" in (results / "methods.md").read_text()
 
 
 def test_acceptance_reports_every_family_and_depth(arguments, pair):

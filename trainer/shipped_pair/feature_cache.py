@@ -9,6 +9,7 @@ interruption, and by several processes at once with `--part 0/2`, `--part 1/2`.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,14 @@ class CachedBlocks(Dataset):
         rows = torch.from_numpy(np.concatenate([states[:, column] for column in self.columns], axis=-1))
         final = torch.from_numpy(np.array(states[:, self.last]))
         return {**self.blocks[self.indices[index]], "features": rows, "final_features": final}
+
+
+def stack_blocks(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collator of full blocks, with or without cached features: every token but the first is supervised."""
+    batch = {name: torch.stack([item[name] for item in items]) for name in items[0] if name != "labels"}
+    loss_mask = torch.ones_like(batch["input_ids"])
+    loss_mask[:, 0] = 0
+    return {**batch, "attention_mask": torch.ones_like(loss_mask), "loss_mask": loss_mask}
 
 
 def drawn_indices(num_blocks: int, count: int, seed: int) -> list[int]:

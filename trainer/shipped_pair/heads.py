@@ -1,21 +1,23 @@
-"""Trains the shipped heads: EAGLE, HASS, POSS-1/2/3 and a parameter-matched single head, at equal compute.
+"""Trains the shipped heads: every method on the same blocks in the same order, with the same compute.
 
-    python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --output_dir runs/heads
+    python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --features runs/features \\
+        --output_dir runs/heads
 
-Every method starts from the same EAGLE heads, trained for one pass for most of the compute (six-pass objectives trail
-one-pass training for long: with equal compute from the first steps on, EAGLE reached tau 3.96, POSS-3 2.99), and then
-gets the same further compute, counted in floating-point operations; so a six-pass method takes fewer steps than EAGLE
-itself. Same data in the same order, same batches, same optimiser, same learning rates. Continued runs take small
-batches: with so few tokens, more steps help more than quieter gradients. Runs whose folder is complete are skipped, so
-the script can be called again after an interruption.
+Compute is counted in floating-point operations (the target's forward included, although the features come from a
+cache, see `feature_cache.py`), in units of EAGLE steps. Methods of several detached passes (HASS, POSS) start from the
+EAGLE heads of the first stage: six-pass objectives trail one-pass training for long (with equal compute from the first
+steps on, EAGLE reached tau 3.96, POSS-3 2.99). EAGLE itself and the control get the same two stages; methods that
+cannot start from EAGLE heads get the compute of both stages in one run. Same batches, same optimiser, same learning
+rates. Runs whose folder is complete are skipped, so the script can be called again after an interruption.
 """
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
@@ -23,12 +25,13 @@ from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 
 from ..facts import FACTS, training_facts, write_facts
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
+from .feature_cache import BLOCK, CachedBlocks, stack_blocks
 from .optimizer import MatrixMomentum
 
 DEPTH = 6
-BLOCK = 512
-BASE_BATCH = 8
-CONTINUED_BATCH = 2
+BATCH = 2
+EAGLE_STEP_FLOPS = 31_547_709_440  # of one EAGLE step on the shipped target, see `step_flops`
+FINAL_SHARE = 0.4  # compute of the second stage, as a share of the first
 HEAD_WIDTH = {"intermediate_size": 512}
 # As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
 CONTROL_WIDTH = {"intermediate_size": 1280}
@@ -44,6 +47,8 @@ class Run:
         starts_from: Name of the run to warm-start from, or `None` for random weights.
         options: Fields of the heads' config.
         share: Compute of the run, as a share of `--eagle_steps`.
+        training: Training arguments that differ from the common ones.
+        tree: Fields of the tree used in evaluation that differ from the common one.
     """
 
     method: str
@@ -51,53 +56,55 @@ class Run:
     starts_from: str | None
     options: dict
     share: float = 1.0
+    training: dict = field(default_factory=dict)
+    tree: dict = field(default_factory=dict)
 
 
 def poss(positions: int) -> Run:
     """POSS with `positions` draft positions per specialist."""
     options = {"num_specialists": DEPTH // positions, "positions_per_specialist": positions}
-    return Run("poss", DEPTH, "eagle-long", options, share=0.4)
+    return Run("poss", DEPTH, "eagle-base", options, FINAL_SHARE)
 
 
 RUNS = {
     "eagle-base": Run("eagle", 1, None, HEAD_WIDTH),
-    "eagle-long": Run("eagle", 1, "eagle-base", {}),
     "control-base": Run("eagle", 1, None, CONTROL_WIDTH),
-    "control-long": Run("eagle", 1, "control-base", {}),
     "poss3": poss(3),
-    "hass": Run("hass", DEPTH, "eagle-long", {}, share=0.4),
-    "eagle": Run("eagle", 1, "eagle-long", {}, share=0.4),
+    "hass": Run("hass", DEPTH, "eagle-base", {}, FINAL_SHARE),
+    "eagle": Run("eagle", 1, "eagle-base", {}, FINAL_SHARE),
     "poss2": poss(2),
     "poss1": poss(1),
-    "control": Run("hass", DEPTH, "control-long", {}, share=0.4),
+    "control": Run("hass", DEPTH, "control-base", {}, FINAL_SHARE),
 }
 
 
-def flops_per_token(target: PreTrainedModel, heads: DraftHead, passes: int) -> float:
-    """Floating-point operations of one training token: target forward, target logits once, and per pass the forward
-    and backward of the layer and of `lm_head` (which has no weight gradient). Attention scores are left out."""
-    vocabulary = target.get_output_embeddings().weight.numel()
+def step_flops(trainer: DraftHeadTrainer, blocks: CachedBlocks) -> int:
+    """Floating-point operations of one training step: the target's forward, which the cache saves, and the forward and
+    backward of the heads, counted."""
+    target = trainer.frozen_target.model
     body = sum(p.numel() for p in target.get_decoder().layers.parameters())
-    layer = heads.fc.weight.numel() + sum(p.numel() for p in heads.layers[0].parameters())
-    return 2 * body + 2 * vocabulary + passes * (6 * layer + 4 * vocabulary)
+    batch = stack_blocks([blocks[index] for index in range(BATCH)])
+    with FlopCounterMode(display=False) as counter:
+        trainer.training_step(trainer.model, batch)
+    trainer.model.zero_grad()
+    trainer.reset_losses()
+    return 2 * body * BATCH * BLOCK + counter.get_total_flops()
 
 
-def training_arguments(
-    run: Run, args: argparse.Namespace, folder: Path, steps: int, batch: int
-) -> DraftHeadTrainingArguments:
-    """Arguments all runs share but for passes, steps and batch."""
+def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: int) -> DraftHeadTrainingArguments:
+    """Arguments all runs share but for passes, steps and what their method asks for."""
     return DraftHeadTrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=steps,
         num_passes=run.passes,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=BASE_BATCH,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=8,
         lr_scheduler_type="cosine",
         warmup_steps=20,
         max_grad_norm=1.0,
         logging_steps=10,
         eval_strategy="steps",
-        eval_steps=steps // 4,
+        eval_steps=max(steps // 4, 1),
         eval_on_start=run.starts_from is None,
         eval_acceptance_prompts=args.eval_prompts,
         eval_max_new_tokens=64,
@@ -106,7 +113,17 @@ def training_arguments(
         seed=args.seed,
         data_seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
+        **run.training,
     )
+
+
+def new_heads(run: Run, target: PreTrainedModel, args: argparse.Namespace) -> DraftHead:
+    """Heads to train: random, or warm-started."""
+    base = None if run.starts_from is None else load_heads(args.output_dir / run.starts_from, dtype=torch.float32)
+    tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
+    heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **run.options)
+    heads.config.target["name"] = args.target_name
+    return heads
 
 
 def train_run(
@@ -120,28 +137,27 @@ def train_run(
     """Trains one run and saves heads (bf16) and facts into its folder."""
     set_seed(args.seed)
     folder = args.output_dir / name
-    base = None if run.starts_from is None else load_heads(args.output_dir / run.starts_from, dtype=torch.float32)
-    tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens)
-    heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **run.options)
-    heads.config.target["name"] = args.target_name
-    eagle_step = flops_per_token(target, heads, 1)
-    per_token = flops_per_token(target, heads, run.passes)
-    batch = BASE_BATCH if base is None else CONTINUED_BATCH
-    batches = run.share * args.eagle_steps * eagle_step / per_token * BASE_BATCH / batch
-    steps = 4 * round(batches / 4)  # evaluated at each quarter
-    training_args = training_arguments(run, args, folder, steps, batch)
-    slower = 1.0 if base is None else 0.5  # a warm start is fine-tuned, not trained anew
+    heads = new_heads(run, target, args)
+    slower = 1.0 if run.starts_from is None else 0.5  # a warm start is fine-tuned, not trained anew
     train, held_out, prompts = data
-    trainer = DraftHeadTrainer(
-        model=heads,
-        target=target,
-        args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        eval_prompts=prompts,
-        optimizers=(MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate), None),
-    )
+    cached = CachedBlocks(train, args.features, heads.feature_layers or (-1,))
+
+    def trainer_of(steps: int) -> DraftHeadTrainer:
+        return DraftHeadTrainer(
+            model=heads,
+            target=target,
+            args=training_arguments(run, args, folder, steps),
+            train_dataset=cached,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            data_collator=stack_blocks,
+            eval_prompts=prompts,
+            optimizers=(MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate), None),
+        )
+
+    per_step = step_flops(trainer_of(1), cached)
+    steps = 4 * round(run.share * args.eagle_steps * args.eagle_step_flops / per_step / 4)
+    trainer = trainer_of(steps)
     started = time.time()
     trainer.train()
     hours = (time.time() - started) / 3600
@@ -150,8 +166,8 @@ def train_run(
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
         "optimizer": {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
-        "tokens": steps * batch * BLOCK,
-        "training_flops": per_token * steps * batch * BLOCK,
+        "tokens": steps * BATCH * BLOCK,
+        "training_flops": per_step * steps,
         "corpus_fingerprint": args.corpus_fingerprint,
     }
     for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
@@ -182,9 +198,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the trained target")
     parser.add_argument("--target_name", default="stdlib-target")
+    parser.add_argument("--features", type=Path, required=True, help="folder written by feature_cache.py")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="runs to train, default all in order")
-    parser.add_argument("--eagle_steps", type=int, default=208, help="compute of every run, in EAGLE steps")
+    parser.add_argument("--eagle_steps", type=int, default=2048, help="compute of the first stage, in EAGLE steps")
+    parser.add_argument("--eagle_step_flops", type=float, default=EAGLE_STEP_FLOPS)
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--eval_prompts", type=int, default=10)
