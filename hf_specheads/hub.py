@@ -22,9 +22,8 @@ from .auto import HEADS, build_config
 from .configuration import DraftHeadConfig
 from .conversion import LAYOUTS, OURS, detect_from_config, detect_from_keys
 from .conversion.checkpoint import (
-    BIN,
-    SAFETENSORS,
     SAFETENSORS_INDEX,
+    WEIGHT_FILES,
     Checkpoint,
     check_dtypes,
     read_checkpoint,
@@ -182,7 +181,7 @@ def _local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
         raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
     if refused := _refused_early(Path(config)):
         raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {refused}")
-    for file in (SAFETENSORS, SAFETENSORS_INDEX, BIN):
+    for file in WEIGHT_FILES:
         found = _download(repo, file, **hub)
         if found is None:
             continue

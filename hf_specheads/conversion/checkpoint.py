@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpointError, HeadLoadError
 
-SAFETENSORS, SAFETENSORS_INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+# Files weights are looked for in, the first that exists; the last ones are the names some authors' code writes.
+WEIGHT_FILES = (
+    SAFETENSORS, SAFETENSORS_INDEX, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+)  # fmt: skip
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMMON_PREFIXES = ("module.", "model.")
 MAX_TENSORS = 20_000
@@ -56,24 +61,23 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder: safetensors (one file, or the shards of an index), else `pytorch_model.bin`.
+    """Weight files of a folder: the first of [`WEIGHT_FILES`] that exists, or the shards its index names.
 
     Raises:
         HeadLoadError: if there is none, or a shard is missing.
     """
-    if (folder / SAFETENSORS).exists():
-        return [folder / SAFETENSORS]
-    if (folder / SAFETENSORS_INDEX).exists():
-        names = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
-        if not isinstance(names, dict) or not all(_is_plain_name(name) for name in names.values()):
-            raise CorruptCheckpointError(f"{folder / SAFETENSORS_INDEX} has no proper `weight_map` of file names.")
-        files = [folder / name for name in sorted(set(names.values()))]
-        if missing := [file.name for file in files if not file.exists()]:
-            raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")
-        return files
-    if (folder / BIN).exists():
-        return [folder / BIN]
-    raise HeadLoadError(f"{folder} has no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX} or {BIN}.")
+    found = next((name for name in WEIGHT_FILES if (folder / name).exists()), None)
+    if found is None:
+        raise HeadLoadError(f"{folder} has no weights; expected one of {', '.join(WEIGHT_FILES)}.")
+    if found != SAFETENSORS_INDEX:
+        return [folder / found]
+    names = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(_is_plain_name(name) for name in names.values()):
+        raise CorruptCheckpointError(f"{folder / SAFETENSORS_INDEX} has no proper `weight_map` of file names.")
+    files = [folder / name for name in sorted(set(names.values()))]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")
+    return files
 
 
 def _is_plain_name(name: object) -> bool:
@@ -91,7 +95,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files = weight_files(folder)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        part = _read_bin(file) if file.name == BIN else _read_safetensors(file)
+        part = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
         if twice := sorted(set(part) & set(tensors)):
             raise CorruptCheckpointError(f"{file} holds {twice[:3]} a second time; the shards contradict one another.")
         tensors |= part
@@ -109,7 +113,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _read_bin(file: Path) -> dict[str, torch.Tensor]:
+def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         value = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
