@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "tree": heads.tree_config.to_dict(),
             "max_draft_positions": heads.max_draft_positions,
             **compute(read_facts(folder)),
-            "hours": read_facts(folder).get("hours"),
+            "hours": (read_facts(folder) or {}).get("hours"),
             "wide": acceptance(stats),
         }
         print(f"{name}: {facts[name]['wide']}", file=sys.stderr, flush=True)
