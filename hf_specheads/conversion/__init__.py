@@ -10,14 +10,15 @@ import re
 from typing import Any
 
 from ..errors import UnknownFormatError
-from . import eagle
+from . import eagle, medusa
 
 OURS = "specheads"
 EAGLE = "eagle"
+MEDUSA = "medusa"
 POSS = "poss"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
-LAYOUTS = {POSS: eagle, EAGLE: eagle}
+LAYOUTS = {MEDUSA: medusa, POSS: eagle, EAGLE: eagle}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -37,8 +38,6 @@ def detect_from_config(config: dict[str, Any]) -> str | None:
         raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
     if config.get("hydra_head_arch") or "hydra_num_heads" in config:
         raise UnknownFormatError(_not_read("Hydra heads"))
-    if "medusa_num_heads" in config or "medusa" in config or model_type == "medusa":
-        raise UnknownFormatError(_not_read("Medusa heads"))
     return None
 
 
@@ -61,7 +60,6 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     for what, found in (
         ("P-EAGLE heads", "mask_hidden" in shapes),
         ("Hydra heads", any(key.startswith(("hydra_mlp.", "prefix_embeding_layer.")) for key in keys)),
-        ("Medusa heads", _is_medusa(keys)),
         ("EAGLE-3 heads", _is_eagle3(shapes, config)),
         ("heads in the older `speculators` layout", "fusion_fc.weight" in shapes),
         ("HASS heads with additional norms", "embed_layernorm.weight" in keys or "hidden_layernorm.weight" in keys),
@@ -85,12 +83,6 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_medusa(keys: list[str]) -> bool:
-    if any(key.startswith("medusa_head") for key in keys):
-        return True
-    return all(re.match(r"\d+\.\d+\.(linear\.)?(weight|bias)$|blocks\.\d+\.layers\.|lm_heads\.", key) for key in keys)
-
-
 def _is_eagle3(shapes: Shapes, config: dict[str, Any]) -> bool:
     if any(key.startswith("midlayer.") or key.endswith(".hidden_norm.weight") for key in shapes):
         return True
@@ -99,9 +91,9 @@ def _is_eagle3(shapes: Shapes, config: dict[str, Any]) -> bool:
 
 def _not_read(what: str) -> str:
     return (
-        f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, HASS "
-        "and PosS."
+        f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, HASS, "
+        "PosS and Medusa."
     )
 
 
-__all__ = ["EAGLE", "LAYOUTS", "OURS", "POSS", "detect_from_config", "detect_from_keys"]
+__all__ = ["EAGLE", "LAYOUTS", "MEDUSA", "OURS", "POSS", "detect_from_config", "detect_from_keys"]

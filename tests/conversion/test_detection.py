@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkpoints import LLAMA_CONFIG, eagle_tensors
 
-from hf_specheads.conversion import EAGLE, OURS, POSS, detect_from_config, detect_from_keys
+from hf_specheads.conversion import EAGLE, MEDUSA, OURS, POSS, detect_from_config, detect_from_keys
 from hf_specheads.errors import UnknownFormatError
 
 
@@ -21,6 +21,23 @@ def test_family_of_eagle(num_layers: int, expected: str) -> None:
     assert detect_from_keys(shapes_of(eagle_tensors(num_layers)), LLAMA_CONFIG) == expected
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["0.0.linear.weight", "0.0.linear.bias", "0.1.weight"],
+        ["0.0.linear.weight", "0.0.linear.bias"],
+        ["medusa_head.0.0.linear.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"],
+        ["medusa_heads.0.0.linear.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"],
+        ["blocks.0.layers.0.weight", "lm_heads.0.weight"],
+    ],
+    ids=["v1", "version 2", "Medusa-2", "ModelOpt", "vLLM"],
+)
+@pytest.mark.parametrize("config", [{}, {"medusa_num_heads": 2, "medusa_num_layers": 1}, {"model_type": "medusa"}])
+def test_medusa(keys: list[str], config: dict) -> None:
+    assert detect_from_config(config) is None
+    assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == MEDUSA
+
+
 def test_own_layout() -> None:
     assert detect_from_config({"model_type": "specheads_poss"}) == OURS
 
@@ -31,8 +48,6 @@ def test_own_layout() -> None:
         ({"speculators_model_type": "eagle3"}, "speculators"),
         ({"mask_token_id": 5}, "P-EAGLE"),
         ({"hydra_num_heads": 4, "hydra_head_arch": "mlp"}, "Hydra"),
-        ({"medusa_num_heads": 5}, "Medusa"),
-        ({"model_type": "medusa"}, "Medusa"),
     ],
 )
 def test_config_names_what_is_not_read(config: dict, words: str) -> None:
@@ -50,9 +65,6 @@ def language_model_keys() -> list[str]:
         (["midlayer.hidden_norm.weight", "fc.weight", "norm.weight"], {}, "EAGLE-3"),
         (["layers.0.hidden_norm.weight", "fc.weight", "d2t"], {}, "EAGLE-3"),
         (["fc.weight", "layers.0.mlp.up_proj.weight"], {"draft_vocab_size": 40}, "EAGLE-3"),
-        (["0.0.linear.weight", "0.0.linear.bias", "0.1.weight"], {}, "Medusa"),
-        (["medusa_heads.0.0.weight", "x"], {}, "Medusa"),
-        (["blocks.0.layers.0.weight", "lm_heads.0.weight"], {}, "Medusa"),
         (["hydra_mlp.0.0.linear.weight"], {}, "Hydra"),
         (["fusion_fc.weight", "transformer.mlp.up_proj.weight"], {}, "speculators"),
         (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
