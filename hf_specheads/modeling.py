@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -22,19 +23,28 @@ VERIFICATIONS = ("lossless", "typical")
 LOOPS = ("own", "transformers")
 
 
+@dataclass(frozen=True)
+class Published:
+    """What a model card says of a method: its name, and papers as Markdown."""
+
+    name: str
+    papers: tuple[str, ...] = ()
+
+
 class DraftHead(PreTrainedModel):
     """Base class of all draft heads; hand one to `generate(assistant_model=...)`.
 
     Attributes:
         tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call.
         verification: `"lossless"`: the output has exactly the target's distribution. `"typical"` (Medusa, section
-            2.3.1): with `do_sample=True`, accepts what the target finds likely enough. **Lossy**: faster, and the
-            text follows another distribution; greedy decoding stays exact.
+            2.3.1): with `do_sample=True`, accepts what the target finds likely enough, and takes the most probable
+            token after it. **Lossy**: faster, and the text follows another distribution (`last_stats.lossy` says so);
+            greedy decoding stays exact.
         posterior_threshold, posterior_alpha: Of typical acceptance: a token is accepted if its probability exceeds
             `min(posterior_threshold, posterior_alpha * exp(-entropy))`.
         exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
-            round.
+            round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
         profile: Record wall seconds by stage in `last_stats.seconds`.
         trace: Keep every draft tree in `last_stats.trees`.
@@ -43,6 +53,8 @@ class DraftHead(PreTrainedModel):
 
     config_class = DraftHeadConfig
     config: DraftHeadConfig
+    # The methods a class serves, for model cards.
+    published: ClassVar[dict[str, Published]] = {}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -72,13 +84,7 @@ class DraftHead(PreTrainedModel):
             WrongTargetError: if sizes, vocabulary or fingerprint differ; names both sides.
         """
         name = target.config.name_or_path or type(target).__name__
-        for field, theirs in target_sizes(target).items():
-            ours = getattr(self.config, field)
-            if ours != theirs:
-                raise WrongTargetError(
-                    f"these {self.config.method} heads were made for a target with {field}={ours}, but {name!r} has "
-                    f"{field}={theirs}; load heads trained for this target."
-                )
+        self.check_sizes(target)
         identity = self.config.target or {}
         if not identity.get("fingerprint"):
             return
@@ -88,6 +94,17 @@ class DraftHead(PreTrainedModel):
                 f"the weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
                 "trained for this target, or set `heads.config.target = None` to use them all the same."
             )
+
+    def check_sizes(self, target: PreTrainedModel) -> None:
+        """The part of [`check_target`] that looks at sizes."""
+        for field, theirs in target_sizes(target).items():
+            ours = getattr(self.config, field)
+            if ours != theirs:
+                name = target.config.name_or_path or type(target).__name__
+                raise WrongTargetError(
+                    f"these {self.config.method} heads were made for a target with {field}={ours}, but {name!r} has "
+                    f"{field}={theirs}; load heads trained for this target."
+                )
 
     def bind(self, target: PreTrainedModel) -> DraftHead:
         """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already.

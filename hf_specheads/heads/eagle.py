@@ -22,7 +22,7 @@ from ..cache import DraftCache
 from ..configuration import DraftHeadConfig
 from ..errors import WarmStartError
 from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
-from ..modeling import DraftHead
+from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, document_starts, next_stream, visible_rows
 from ..unroll import DraftedPass, TrainingRows
 
@@ -117,6 +117,18 @@ class EagleHeadConfig(DraftHeadConfig):
             )
 
 
+EAGLE_PAPERS = (
+    "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty, "
+    "[arXiv:2401.15077](https://arxiv.org/abs/2401.15077)",
+    "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees, "
+    "[arXiv:2406.16858](https://arxiv.org/abs/2406.16858)",
+)
+HASS_PAPER = (
+    "Learning Harmonized Representations for Speculative Sampling (HASS), "
+    "[arXiv:2408.15766](https://arxiv.org/abs/2408.15766)"
+)
+
+
 class EagleHead(DraftHead):
     """One-layer draft head: `g = layer(fc([e(x_{j+1}) ; f_j]))`, logits = target `lm_head(g)`, g is fed back.
 
@@ -125,13 +137,25 @@ class EagleHead(DraftHead):
 
     config_class = EagleHeadConfig
     config: EagleHeadConfig
+    published: ClassVar[dict[str, Published]] = {
+        "eagle": Published("EAGLE", EAGLE_PAPERS),
+        "hass": Published("HASS", (HASS_PAPER, *EAGLE_PAPERS)),
+    }
 
     def __init__(self, config: EagleHeadConfig):
         super().__init__(config)
         self.fc = nn.Linear(config.embedding_size + config.feature_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
+        self.layers = self.build_layers(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
+
+    def build_layers(self, config: EagleHeadConfig) -> nn.ModuleList:
+        """The decoder layers, one per specialist."""
+        return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
+
+    def specialist_state(self, specialist: int) -> dict[str, torch.Tensor]:
+        """Weights of one specialist, by the names of a [`DraftDecoderLayer`]."""
+        return self.layers[specialist].state_dict()
 
     def specialist_of(self, position: int) -> int:
         """Specialist in charge of draft position `position` (0-based); the last one continues past its positions."""
@@ -268,11 +292,11 @@ class EagleHead(DraftHead):
     @torch.no_grad()
     def start_from(self, source: DraftHead) -> None:
         """Copies `fc` and the layers of `source`; specialists it lacks start as its last layer."""
-        last = len(source.layers) - 1
+        last = source.config.num_specialists - 1
         try:
             self.fc.load_state_dict(source.fc.state_dict())
             for index, layer in enumerate(self.layers):
-                layer.load_state_dict(source.layers[min(index, last)].state_dict())
+                layer.load_state_dict(source.specialist_state(min(index, last)))
         except RuntimeError as error:
             raise WarmStartError(
                 f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "

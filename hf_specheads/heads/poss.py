@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .eagle import EagleHead, EagleHeadConfig
+from ..modeling import Published
+from .eagle import EAGLE_PAPERS, HASS_PAPER, EagleHead, EagleHeadConfig
 
 
 @strict
@@ -36,8 +37,17 @@ class PossHeadConfig(EagleHeadConfig):
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
 
+POSS_PAPERS = (
+    "POSS: Position Specialist Generates Better Draft for Speculative Decoding, "
+    "[arXiv:2506.03566](https://arxiv.org/abs/2506.03566)",
+    HASS_PAPER,
+    *EAGLE_PAPERS,
+)
+
+
 class PossHead(EagleHead):
     """L decoder layers, one per span of draft positions; everything else as in [`EagleHead`]."""
 
     config_class = PossHeadConfig
     config: PossHeadConfig
+    published: ClassVar[dict[str, Published]] = {"poss": Published("POSS", POSS_PAPERS)}
