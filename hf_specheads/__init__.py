@@ -12,7 +12,20 @@ from .candidates import DraftHeadCandidateGenerator
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import HeadLoadError, UnsupportedGenerationError, WrongTargetError
 from .generation import speculative_generate
-from .heads import EagleHead, EagleHeadConfig, MedusaHead, MedusaHeadConfig, PossHead, PossHeadConfig
+from .heads import (
+    DraftLanguageModel,
+    DraftLanguageModelConfig,
+    EagleHead,
+    EagleHeadConfig,
+    HydraHead,
+    HydraHeadConfig,
+    MedusaHead,
+    MedusaHeadConfig,
+    PossHead,
+    PossHeadConfig,
+    PossLoraHead,
+    PossLoraHeadConfig,
+)
 from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead
@@ -26,15 +39,21 @@ __all__ = [
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",
+    "DraftLanguageModel",
+    "DraftLanguageModelConfig",
     "DraftTreeConfig",
     "EagleHead",
     "EagleHeadConfig",
     "GenerationStats",
     "HeadLoadError",
+    "HydraHead",
+    "HydraHeadConfig",
     "MedusaHead",
     "MedusaHeadConfig",
     "PossHead",
     "PossHeadConfig",
+    "PossLoraHead",
+    "PossLoraHeadConfig",
     "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",

@@ -12,15 +12,18 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .features import BorrowedModules
-from .heads import EagleHead, MedusaHead, PossHead
+from .heads import DraftLanguageModel, EagleHead, HydraHead, MedusaHead, PossHead, PossLoraHead
 from .modeling import DraftHead
 
 # The one place that lists the methods; a new family adds its row.
 METHODS: dict[str, type[DraftHead]] = {
+    "draft-lm": DraftLanguageModel,
     "eagle": EagleHead,
     "hass": EagleHead,
+    "hydra": HydraHead,
     "medusa": MedusaHead,
     "poss": PossHead,
+    "poss-lora": PossLoraHead,
 }
 HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head in METHODS.values()}
 

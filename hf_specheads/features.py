@@ -181,13 +181,14 @@ class FeatureReader:
     def _record(self, target: PreTrainedModel, layer: int) -> Any:
         """Hook that keeps one hidden state of every chunk: what enters a layer, or what the decoder returns."""
         decoder, chunks = target.get_decoder(), self._chunks[layer]
-        if layer in (-1, len(decoder.layers)):
+        entered = layer % (len(decoder.layers) + 1)  # one hidden state more than layers
+        if entered == len(decoder.layers):
             return decoder.register_forward_hook(
                 lambda module, args, output: chunks.append(
                     output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
                 )
             )
-        return decoder.layers[layer].register_forward_pre_hook(
+        return decoder.layers[entered].register_forward_pre_hook(
             lambda module, args, kwargs: chunks.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
         )
 

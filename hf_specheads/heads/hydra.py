@@ -1,0 +1,367 @@
+"""Hydra heads: one MLP per draft position that reads the tokens drafted before it (arXiv 2402.05109).
+
+Head i sees `[s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]`, where s_t stands for the committed text: the target's feature
+(Hydra), or what a decoder layer of the heads' own makes of all features up to t (Hydra++, section 4.2). Unlike
+Medusa's, the heads of a tree therefore answer differently at different nodes. A node's drafted state is that growing
+concatenation.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ..cache import DraftCache
+from ..configuration import DraftHeadConfig
+from ..errors import WrongTargetError
+from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
+from ..modeling import DraftHead
+from ..streams import StreamAttention, visible_rows
+from ..unroll import DraftedPass, TrainingRows, later
+from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
+
+ARCHITECTURES = ("mlp", "prefix-mlp")
+
+
+@strict
+class HydraHeadConfig(DraftHeadConfig):
+    r"""Configuration of Hydra heads.
+
+    Args:
+        num_heads: Heads n, one per draft position.
+        num_blocks: Blocks per head (`hydra_num_layers` in the authors' code).
+        tied_blocks: Whether the blocks after the first of a head are one and the same, as the authors' code makes
+            them (all blocks of ungrounded heads).
+        grounded: Whether heads read the drafted tokens; without, they are Medusa's.
+        head_arch: `"mlp"`: s_t is the target's feature; `"prefix-mlp"` (Hydra++): the output of one Llama layer over
+            all features so far.
+        lm_head: `"own"`: each head has a projection [V, H] with bias; `"target"`: they share the target's `lm_head`.
+        hidden_state_offset: o > 0 reads the target's hidden state o layers below the final one.
+        dropout: Training only: dropped share of what every block and every projection reads (Hydra++: 0.2).
+        intermediate_size, num_attention_heads, num_key_value_heads, head_dim, hidden_act, rms_norm_eps,
+            rope_parameters, max_position_embeddings, attention_bias, attention_out_bias, mlp_bias: The layer of
+            `"prefix-mlp"`; without meaning for `"mlp"`.
+        trained_positions: Heads that were trained, `None` if unknown.
+    """
+
+    model_type = "specheads_hydra"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *DraftHeadConfig.required_fields, "num_heads", "num_blocks", "head_arch", "lm_head",
+    )  # fmt: skip
+
+    method: str = "hydra"
+    num_heads: int = 4
+    num_blocks: int = 1
+    tied_blocks: bool = True
+    grounded: bool = True
+    head_arch: str = "mlp"
+    lm_head: str = "own"
+    hidden_state_offset: int = 0
+    dropout: float = 0.0
+    trained_positions: int | None = None
+    intermediate_size: int = 11008
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.tree_config is None:
+            self.tree_config = default_tree(self.num_heads).to_dict()
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        if self.hidden_size != self.feature_size:
+            raise ValueError(
+                f"the blocks keep the feature's width, so `hidden_size` ({self.hidden_size}) must equal "
+                f"`feature_size` ({self.feature_size})."
+            )
+        for name in ("num_heads", "num_blocks"):
+            if not 1 <= getattr(self, name) <= MAX_HEADS:
+                raise ValueError(f"`{name}` must be between 1 and {MAX_HEADS}, got {getattr(self, name)}.")
+        for name, known in (("lm_head", LM_HEADS), ("head_arch", ARCHITECTURES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` must be one of {list(known)}, got {getattr(self, name)!r}.")
+        if not 0 <= self.hidden_state_offset <= MAX_HEADS:
+            raise ValueError(
+                f"`hidden_state_offset` must be between 0 and {MAX_HEADS}, got {self.hidden_state_offset}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and below 1, got {self.dropout}.")
+        if self.head_arch == "prefix-mlp":
+            self._validate_layer()
+
+    def _validate_layer(self) -> None:
+        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
+
+
+class GroundedBlock(nn.Module):
+    """`y = R c + SiLU(W c)`, [..., c] -> [..., H]: a residual block that narrows, R and W with bias."""
+
+    def __init__(self, inputs: int, width: int):
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+        self.residual = nn.Linear(inputs, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
+
+
+class PrefixLayer(DraftDecoderLayer):
+    """A whole one-layer Llama stack: both norms of the layer, and a final norm (Hydra++).
+
+    Shapes: features [B, R, H] -> [B, Q, H], the outputs of the last Q = `num_queries` rows.
+    """
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__(config, layer_idx=0)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states[:, -num_queries:] + self.self_attn(
+            normed, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        return self.norm(residual + self.mlp(self.post_attention_layernorm(residual)))
+
+
+class HydraHead(DraftHead):
+    """n heads, `logits_i = lm_head_i(blocks_i([s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]))`.
+
+    Freshly made for a target, every head passes s_t through, and own projections are the target's `lm_head`.
+    """
+
+    config_class = HydraHeadConfig
+    config: HydraHeadConfig
+
+    def __init__(self, config: HydraHeadConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        stored = min(config.num_blocks, 1 + config.grounded) if config.tied_blocks else config.num_blocks
+        self.blocks = nn.ModuleList()
+        for head in range(config.num_heads):
+            blocks: list[nn.Module] = [ResidualBlock(width) for _ in range(stored)]
+            if config.grounded:
+                blocks[0] = GroundedBlock(width + (head + 1) * config.embedding_size, width)
+            self.blocks.append(nn.ModuleList(blocks))
+        self.lm_heads = None
+        if config.lm_head == "own":
+            self.lm_heads = nn.ModuleList(nn.Linear(width, config.vocab_size) for _ in range(config.num_heads))
+        self.prefix = None
+        if config.head_arch == "prefix-mlp":
+            self.prefix = PrefixLayer(config)
+            self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResidualBlock):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, GroundedBlock):
+            init.zeros_(module.linear.weight)
+            init.eye_(module.residual.weight)  # the identity on s_t, zero on the embeddings
+            init.zeros_(module.linear.bias)
+            init.zeros_(module.residual.bias)
+        else:
+            super()._init_weights(module)
+
+    @torch.no_grad()
+    def start_from_target(self, target: PreTrainedModel) -> None:
+        """Own projections start as the target's `lm_head`, with its bias if it has one."""
+        if self.lm_heads is None:
+            return
+        weight, bias = output_weight(target), getattr(target.get_output_embeddings(), "bias", None)
+        for lm_head in self.lm_heads:
+            lm_head.weight.copy_(weight)
+            if bias is not None and bias.device.type != "meta":
+                lm_head.bias.copy_(bias[: len(lm_head.bias)])
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        super().check_target(target)
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if self.config.hidden_state_offset > layers:
+            raise WrongTargetError(
+                f"these {self.config.method} heads read the hidden state {self.config.hidden_state_offset} layers "
+                f"below the final one, but the target has {layers} layers; load heads trained for this target."
+            )
+
+    def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        """What the head of a draft position makes of its inputs, before its projection to logits.
+
+        Args:
+            inputs: [..., H + (position + 1) * E], s_t and the embeddings after it; [..., H] for ungrounded heads.
+            position: Draft position, 0-based.
+
+        Returns:
+            [..., H], in the dtype of the blocks.
+        """
+        blocks, hidden = self.blocks[position], inputs.to(self.dtype)
+        for index in range(self.config.num_blocks):
+            hidden = blocks[min(index, len(blocks) - 1)](self._dropped(hidden))
+        return hidden
+
+    def prefix_states(
+        self,
+        features: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        num_queries: int = 1,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        """s_t of the last `num_queries` rows, [B, R, H] -> [B, Q, H]; the features themselves for `"mlp"`.
+
+        Args:
+            features: [B, R, H], target features of the rows to append.
+            position_ids: [B, R], positions of their tokens.
+            attention_mask: Additive float [B, 1, Q, cached + R]; `None` for one query that sees everything.
+            past_key_values: Draft cache to append to, or `None`.
+            num_queries: Q.
+            attention_function: Replacement for the attention implementation, of transformers' signature.
+        """
+        features = features.to(self.dtype)
+        if self.prefix is None:
+            return features[:, -num_queries:]
+        rotary = self.rotary_emb(features, position_ids)
+        return self.prefix(features, rotary, attention_mask, past_key_values, num_queries, attention_function)
+
+    def _dropped(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(values, self.config.dropout, self.training)
+
+    def _position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        hidden = self(inputs, position)
+        return self.draft_logits(hidden) if self.lm_heads is None else self.lm_heads[position](hidden).float()
+
+    # ------------------------------------------------------------------ drafting
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (-1 - self.config.hidden_state_offset,)
+
+    @property
+    def max_draft_positions(self) -> int:
+        return self.config.num_heads
+
+    def new_draft_cache(self) -> DraftCache:
+        """One layer for Hydra++, fed with features of committed tokens only; otherwise only counts rows."""
+        return DraftCache(0 if self.prefix is None else 1)
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in the contract; the root's state is `[s_t ; e(root)]`, [B, 1, H + E]."""
+        batch, rows = features.shape[:2]
+        mask = None
+        if cache.context_mask is not None and self.prefix is not None:
+            seen = cache.context_mask[:, : cache.committed + rows]
+            seen = nn.functional.pad(seen, (0, cache.committed + rows - seen.shape[1]), value=True)
+            mask = additive_mask(seen[:, None, None], self.dtype)
+        positions = torch.arange(cache.committed, cache.committed + rows, device=features.device).expand(batch, -1)
+        state = self.prefix_states(features, positions, mask, cache)
+        cache.commit(rows)
+        if self.config.grounded:
+            state = self._with_tokens(state, token_ids[:, -1:])
+        return state, self._position_logits(state, 0)
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in the contract; a node's state is its parent's with the node's own embedding appended."""
+        if not self.config.grounded:
+            logits = self._position_logits(features[:, :1], position)
+            return features, logits.expand(-1, token_ids.shape[1], -1)
+        state = self._with_tokens(features, token_ids)
+        return state, self._position_logits(state, position)
+
+    def _with_tokens(self, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        embeddings = self.borrowed.embed_tokens(token_ids).to(states.device, states.dtype)
+        return torch.cat([states, embeddings], dim=-1)
+
+    # ------------------------------------------------------------------ training
+    @property
+    def default_passes(self) -> int:
+        return self.config.num_heads
+
+    def passes_problem(self, num_passes: int) -> str | None:
+        if num_passes < self.config.num_heads:
+            count = self.config.num_heads
+            return f"trains {num_passes} of {count} Hydra heads; set num_passes={count}, or make fewer heads."
+        return super().passes_problem(num_passes)
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Pass i is head i at every row, fed with the data's tokens; it says what the target says i rows later.
+
+        Its output before the projection is compared with the target's feature there (the authors' reconstruction
+        loss). Rows whose tokens would come from the next document are among those that nobody reads.
+        """
+        states = self.prefix_states(
+            rows.features,
+            rows.position_ids,
+            num_queries=rows.features.shape[1],
+            attention_function=StreamAttention(visible_rows(rows.documents), 1) if self.prefix is not None else None,
+        )
+        apart = rows.separate_backward and states.requires_grad
+        inputs = read = states.detach().requires_grad_() if apart else states
+        with torch.no_grad():
+            embeddings = rows.embed(rows.next_token_ids).to(states.dtype) if self.config.grounded else None
+        for position in range(num_passes):
+            if embeddings is not None:
+                inputs = torch.cat([inputs, later(embeddings, position)], dim=-1)
+            hidden = self(inputs, position)
+            logits = partial(self._row_logits, rows, position)
+            yield DraftedPass(hidden=hidden, logits=logits, offset=position, features=hidden)
+        if apart and read.grad is not None:
+            states.backward(read.grad)
+
+    def _row_logits(self, rows: TrainingRows, position: int, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self._dropped(hidden)
+        return rows.lm_head(hidden) if self.lm_heads is None else self.lm_heads[position](hidden)
