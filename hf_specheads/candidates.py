@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
@@ -13,6 +13,7 @@ from .drafting import grow_tree
 from .features import asked_hidden_states, select_hidden_states
 from .metrics import GenerationStats
 from .modeling import DraftHead
+from .sampling import DraftSampler
 from .tree import DraftTree
 
 
@@ -28,6 +29,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         target: The target model.
         max_length: Total tokens of the generation, `None` without limit.
         padding_mask: int or bool [B, T], 0 on padding of the prompt; `None` without padding.
+        sampling_processors: Processors and warpers of a call with `do_sample=True`, for trees with sampled children;
+            `None` for greedy decoding.
     """
 
     requires_model_outputs = True
@@ -38,6 +41,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         target: PreTrainedModel,
         max_length: int | None = None,
         padding_mask: torch.Tensor | None = None,
+        sampling_processors: LogitsProcessorList | None = None,
     ):
         self.head = head.bind(target)
         self.model_kwargs_overrides: dict[str, Any] = {
@@ -47,6 +51,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if padding_mask is not None:
             self.cache.context_mask = padding_mask.bool()
         self.max_length = max_length
+        self.sampling_processors = sampling_processors
         config = target.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.stats = head.last_stats = GenerationStats(profile=head.profile)
@@ -92,7 +97,10 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if features is not None:
             features = features[:, -rows:].to(device)
         self.stats.draft_forwards += depth
-        return grow_tree(self.head, self.cache, token_ids, features, depth).to(input_ids.device)
+        sampler = None
+        if self.sampling_processors is not None:
+            sampler = DraftSampler(self.sampling_processors, input_ids)
+        return grow_tree(self.head, self.cache, token_ids, features, depth, sampler).to(input_ids.device)
 
     def get_candidates(
         self,
@@ -105,7 +113,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Chain candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
 
-        The first call returns the prompt alone, so that the target is prefilled and its features exist.
+        The first call returns the prompt alone, so that the target is prefilled and its features exist. Of drawn
+        candidates the log-probabilities fp32 [1, depth, V] of the draft are returned as well: with them the loop
+        applies the rule that is exact for drawn ones (Leviathan et al. 2023, algorithm 1).
         """
         self.stats.target_forwards += 1  # the one that follows this call
         if is_first_iteration or model_outputs is None:
@@ -116,7 +126,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :new_rows]
         tree = self.draft(input_ids, features, input_ids.shape[1] - 1)
         self._proposed = tree.token_ids[0, 1:].tolist()
-        return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), None
+        draft_logits = None if tree.sampled is None else tree.sampled.probs.log()
+        return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), draft_logits
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Records the round that transformers' assisted loop has just verified."""

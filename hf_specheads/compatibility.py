@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from .cache import refuse_tree_cache
 from .errors import UnsupportedGenerationError
 from .modeling import LOOPS, VERIFICATIONS, DraftHead
+from .sampling import TokenSampler
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa"}
@@ -41,6 +42,7 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
         "use_cache=False": config.use_cache is False,
         f"cache_implementation={config.cache_implementation!r}": config.cache_implementation in STATIC_CACHES,
         "output_attentions=True": bool(config.output_attentions),
+        "assistant_ensemble_weight, which is lossy": getattr(config, "assistant_ensemble_weight", None) is not None,
         f"prompt-learning adapters ({_prompt_learning(target)})": _prompt_learning(target) is not None,
     }
     for what, applies in reasons.items():
@@ -57,6 +59,8 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
             raise UnsupportedGenerationError(
                 f"`heads.{name}` must be one of {list(known)}, got {getattr(head, name)!r}."
             )
+    if head.verification == "typical" and config.do_sample:
+        _refuse_typical(head)
     if problem := head.tree_problem(head.tree_config):
         raise UnsupportedGenerationError(f"{problem}.")
     if head.loop == "transformers" and head.tree_config.kind != "chain":
@@ -65,6 +69,36 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
             "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
         )
     head.check_target(target)
+
+
+def _refuse_typical(head: DraftHead) -> None:
+    """What typical acceptance cannot be combined with."""
+    problem = None
+    if head.loop == "transformers":
+        problem = "is not what transformers' own loop does; use `heads.loop = 'own'`"
+    elif head.tree_config.children == "sampled":
+        problem = "draws nothing, and these heads draw their children; use `heads.with_tree(children='top_k')`"
+    elif not 0 <= head.posterior_threshold <= 1:
+        problem = f"takes a `posterior_threshold` from 0 to 1, got {head.posterior_threshold!r}"
+    elif not 0 <= head.posterior_alpha < float("inf"):
+        problem = f"takes a `posterior_alpha` of at least 0, got {head.posterior_alpha!r}"
+    if problem:
+        raise UnsupportedGenerationError(f"typical acceptance {problem}, or `heads.verification = 'lossless'`.")
+
+
+def refuse_processors(head: DraftHead, processors: LogitsProcessorList, config: GenerationConfig) -> None:
+    """Checks the processors of a call against the way its tokens are verified.
+
+    Raises:
+        UnsupportedGenerationError: for typical acceptance with processors that may have a state: it asks them about
+            paths that are never written.
+    """
+    if head.verification == "typical" and config.do_sample and not TokenSampler(processors, True).path_wise:
+        unknown = [type(p).__name__ for p in processors if not TokenSampler(LogitsProcessorList([p]), True).path_wise]
+        raise UnsupportedGenerationError(
+            f"typical acceptance asks the logits processors about text that is never written, and {unknown} may not "
+            "allow that; leave them out or use `heads.verification = 'lossless'`."
+        )
 
 
 def _prompt_learning(target: PreTrainedModel) -> str | None:
@@ -106,6 +140,11 @@ def refuse_prepared_call(
     if (extra := sorted(set(given) - FORWARD_ARGUMENTS)) and head.loop == "own":
         raise UnsupportedGenerationError(
             f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+        )
+    if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerationError(
+            f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
+            "use heads that read the target's features."
         )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)

@@ -30,7 +30,8 @@ class DraftTreeConfig:
         choices: Paths of a static or optimal tree, each a list of child ranks (0 is the draft's favourite); every
             path's beginnings must be listed too.
         children: `"top_k"`: the most probable tokens; `"sampled"`: drawn without replacement from the draft
-            distribution, for `do_sample=True` (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees).
+            distribution (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees). Only with `do_sample=True`;
+            greedy decoding takes the most probable ones all the same.
         draft_temperature: The draft logits are divided by it.
 
     Raises:

@@ -111,5 +111,6 @@ def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwar
     head = kwargs.get("assistant_model")
     if not isinstance(head, DraftHead):
         return original(target, *args, **kwargs)
-    mask = kwargs["model_kwargs"].get("attention_mask")
-    return DraftHeadCandidateGenerator(head, target, kwargs["generation_config"].max_length, mask)
+    mask, config = kwargs["model_kwargs"].get("attention_mask"), kwargs["generation_config"]
+    processors = kwargs["logits_processor"] if config.do_sample else None
+    return DraftHeadCandidateGenerator(head, target, config.max_length, mask, processors)

@@ -9,7 +9,8 @@ import torch
 
 from .cache import DraftCache
 from .modeling import DraftHead
-from .tree import DraftTree, select_nodes
+from .sampling import DraftSampler
+from .tree import DraftTree, SampledChildren, select_nodes
 
 
 def grow_tree(
@@ -18,6 +19,7 @@ def grow_tree(
     token_ids: torch.Tensor,
     features: torch.Tensor | None,
     depth: int,
+    sampler: DraftSampler | None = None,
 ) -> DraftTree:
     """One round of drafting: takes in the newly committed rows, then grows a tree level by level. No host sync.
 
@@ -27,9 +29,12 @@ def grow_tree(
         token_ids: int64 [B, M + 1], tokens of the newly committed rows, then the root.
         features: [B, M, F], target features of the M newly committed rows; `None` for heads that read none.
         depth: Draft positions D of this round, at least 1.
+        sampler: Draws the children of trees that ask for sampled ones; without it (greedy decoding, where a drawn
+            child could only be worse than the most probable one) they are the top-k.
     """
-    grow = grow_dynamic if head.tree_config.kind == "dynamic" else grow_fixed
-    return grow(head, cache, token_ids, features, depth)
+    if head.tree_config.kind == "dynamic":
+        return grow_dynamic(head, cache, token_ids, features, depth)
+    return grow_fixed(head, cache, token_ids, features, depth, sampler)
 
 
 def _top_children(head: DraftHead, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,36 +166,81 @@ def fixed_levels(paths: tuple[tuple[int, ...], ...], depth: int, device: torch.d
     return tuple(levels)
 
 
+@lru_cache(maxsize=64)
+def fixed_children(
+    paths: tuple[tuple[int, ...], ...], depth: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nodes with children [E], level by level, and their children by rank [E, R], -1 for none; as [`fixed_levels`]."""
+    paths = tuple(path for path in paths if len(path) <= depth)
+    inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
+    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    ranks = range(1 + max(path[-1] for path in paths))
+    children = [[node_of.get((*path, rank), -1) for rank in ranks] for path in inner]
+    return torch.tensor([node_of[path] for path in inner], device=device), torch.tensor(children, device=device)
+
+
+def _drawn_children(
+    head: DraftHead, logits: torch.Tensor, width: int, paths: torch.Tensor, sampler: DraftSampler
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As [`_top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
+    logits = logits / head.tree_config.draft_temperature
+    if (vocabulary := head.draft_vocabulary) is not None:
+        whole = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
+        logits = whole.index_copy(-1, vocabulary, logits)
+    probs = sampler.distribution(logits, paths)
+    tokens = sampler.draw(probs, width)
+    return probs.gather(-1, tokens).log(), tokens, probs
+
+
 def grow_fixed(
-    head: DraftHead, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
+    head: DraftHead,
+    cache: DraftCache,
+    token_ids: torch.Tensor,
+    features: torch.Tensor | None,
+    depth: int,
+    sampler: DraftSampler | None = None,
 ) -> DraftTree:
     """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
 
-    The head runs once per level on the nodes that have children. Arguments as in [`grow_tree`].
+    The head runs once per level on the nodes that have children. Ranks count the most probable children, or, where
+    the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
+    Sequoia). Arguments as in [`grow_tree`].
     """
-    levels = fixed_levels(head.tree_config.paths, depth, token_ids.device)
+    config = head.tree_config
+    levels = fixed_levels(config.paths, depth, token_ids.device)
+    sampler = sampler if config.children == "sampled" else None
     batch = token_ids.shape[0]
     states, logits = head.start_draft(cache, token_ids, features)
     parent_scores = logits.new_zeros(batch, 1)
-    parts = []
+    paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
+    parts, drawn_from = [], []
     for position, level in enumerate(levels):
         width = min(level.width, logits.shape[-1])
-        scores, tokens = _top_children(head, logits, width)
+        if sampler is None:
+            scores, tokens = _top_children(head, logits, width)
+        else:
+            scores, tokens, probs = _drawn_children(head, logits, width, paths, sampler)
+            drawn_from.append(probs)
         rank = level.rank.clamp_max(width - 1)
         tokens, scores = tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]
         parts.append((tokens, level.parent_node, torch.full_like(level.parent_node, position + 1), scores))
         if len(level.expanded) == 0:
             break
-        parents = states[:, level.parent[level.expanded]]
+        above = level.parent[level.expanded]
         frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
+        paths = torch.cat([paths[:, above], frontier[..., None]], dim=-1)
         visible = level.visible[None].expand(batch, -1, -1)
-        states, logits = head.extend_draft(cache, position + 1, frontier, parents, visible)
+        states, logits = head.extend_draft(cache, position + 1, frontier, states[:, above], visible)
     tokens, parents, depths, scores = zip(*parts, strict=True)
     root = DraftTree.root_only(token_ids[:, -1])
+    sampled = None
+    if sampler is not None:
+        sampled = SampledChildren(torch.cat(drawn_from, 1), *fixed_children(config.paths, depth, token_ids.device))
     return DraftTree(
         token_ids=torch.cat([root.token_ids, *tokens], dim=1),
         parents=torch.cat([root.parents, torch.cat(parents)[None].expand(batch, -1)], dim=1),
         depths=torch.cat([root.depths, torch.cat(depths)[None].expand(batch, -1)], dim=1),
         scores=torch.cat([root.scores, *scores], dim=1),
         max_depth=len(parts),
+        sampled=sampled,
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
 
 from .cache import compact, stop_recording
 from .candidates import DraftHeadCandidateGenerator
-from .compatibility import refuse_call, refuse_prepared_call
+from .compatibility import refuse_call, refuse_prepared_call, refuse_processors
 from .errors import UnsupportedGenerationError
 from .features import FeatureReader
 from .masks import grouped_attention_under_masks, tree_attention_masks, tree_position_ids
@@ -21,6 +23,15 @@ from .sampling import TokenSampler
 from .stopping import StopRule
 from .tree import DraftTree
 from .verification import Accepted, verify_all_nodes, verify_token_by_token
+from .verification_sampled import verify_sampled_at_once, verify_sampled_token_by_token
+from .verification_typical import verify_typical
+
+logger = logging.get_logger(__name__)
+
+LOSSY = (
+    "these draft heads verify by typical acceptance, so sampled text does not follow the target's distribution; set "
+    "`heads.verification = 'lossless'` for exact sampling."
+)
 
 
 @torch.no_grad()
@@ -35,7 +46,7 @@ def speculative_generate(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Generates with draft heads; the text is the target's own.
+    """Generates with draft heads; the text is the target's own (unless `heads.verification` says otherwise).
 
     Reached through `target.generate(..., assistant_model=heads)` or, without the dispatch that importing this package
     installs, through
@@ -66,6 +77,7 @@ def speculative_generate(
         raise UnsupportedGenerationError(
             "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
         )
+    refuse_processors(draft_head, logits_processor, generation_config)
     loop = RoundLoop(model, draft_head, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
     try:
         with grouped_attention_under_masks(model):
@@ -94,17 +106,20 @@ class RoundLoop:
         self.stop = StopRule(stopping_criteria)
         self.outputs = EmittedOutputs(generation_config)
         padding_mask = model_kwargs.get("attention_mask")
-        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, padding_mask)
+        processors = logits_processor if generation_config.do_sample else None
+        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, padding_mask, processors)
         self.stats = self.candidates.stats
+        self.stats.lossy = head.verification == "typical" and bool(generation_config.do_sample)
+        if self.stats.lossy:
+            logger.warning_once(LOSSY)
         chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
         self.takes_positions = model_kwargs.get("position_ids") is not None
 
     @property
     def token_by_token(self) -> bool:
-        """Whether tokens must be chosen one after the other: sequence-dependent processors, criteria, seeded draws."""
-        seeded = self.config.do_sample and self.head.exact_seed
-        return seeded or self.stop.per_token or not self.sampler.row_wise
+        """Whether tokens must be chosen one after the other: sequence-dependent processors, or such criteria."""
+        return self.stop.per_token or not self.sampler.row_wise
 
     def run(self, input_ids: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Prefill, then rounds until a stopping criterion is met."""
@@ -153,13 +168,20 @@ class RoundLoop:
         return self.target(**inputs, **self.reader.forward_kwargs, return_dict=True)
 
     def choose(self, tree: DraftTree, input_ids: torch.Tensor, logits: torch.Tensor) -> Accepted:
-        """The accepted path and the bonus token."""
-        logits = logits.to(input_ids.device)
-        if self.token_by_token:
-            (accepted,) = verify_token_by_token(tree, input_ids, logits, self.sampler, self.stop, self.outputs.scores)
+        """The accepted path and the bonus token, by the rule for the way the tree's children were chosen."""
+        logits, scores = logits.to(input_ids.device), self.outputs.scores
+        given = (tree, input_ids, logits, self.sampler, self.stop)
+        if self.stats.lossy:
+            (accepted,) = verify_typical(*given, scores, self.head.posterior_threshold, self.head.posterior_alpha)
+        elif tree.sampled is not None:
+            if self.token_by_token:
+                (accepted,) = verify_sampled_token_by_token(*given, scores)
+            else:
+                (accepted,) = verify_sampled_at_once(*given, scores is not None)
+        elif self.token_by_token or (self.config.do_sample and self.head.exact_seed):
+            (accepted,) = verify_token_by_token(*given, scores)
         else:
-            keep_scores = self.outputs.scores is not None
-            (accepted,) = verify_all_nodes(tree, input_ids, logits, self.sampler, self.stop, keep_scores)
+            (accepted,) = verify_all_nodes(*given, scores is not None)
         self.stats.host_syncs += accepted.host_syncs
         return accepted
 
@@ -193,7 +215,8 @@ class RoundLoop:
         offered = accepted.num_accepted if accepted.cut else tree.max_depth
         self.stats.record_round(0, accepted.num_accepted, offered)
         if self.head.trace:
-            self.stats.trees.append(tree.to(torch.device("cpu")))
+            # Not the distributions that children were drawn from: a vocabulary per node and round.
+            self.stats.trees.append(replace(tree, sampled=None).to(torch.device("cpu")))
 
     def close(self) -> None:
         """Removes what was hung on the target."""

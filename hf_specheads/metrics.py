@@ -46,6 +46,8 @@ class GenerationStats:
         target_forwards: Forwards of the target, the prefill included.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
         host_syncs: Times the host waited for the device.
+        lossy: Whether the text may differ from what the target alone would have generated (typical acceptance with
+            `do_sample=True`); otherwise it has exactly the target's distribution.
         seconds: Wall seconds by stage, filled when `heads.profile` is set: `prefill`, `draft`, `target`, `total`, ...
         trees: One draft tree per round, on the CPU, when `heads.trace` is set.
     """
@@ -55,6 +57,7 @@ class GenerationStats:
     target_forwards: int = 0
     draft_forwards: int = 0
     host_syncs: int = 0
+    lossy: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     trees: list[DraftTree] = field(default_factory=list)
     profile: bool = False

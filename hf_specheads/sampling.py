@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LogitsProcessorList
 
@@ -21,6 +23,30 @@ ROW_WISE_PROCESSORS = frozenset(
     }
 )
 
+# Processors without state whose output for a row depends on that row's tokens and logits alone: they may be asked
+# about text that is never written.
+PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "TopHLogitsWarper",
+}
+
+
+def _is_among(processor: Any, names: frozenset[str]) -> bool:
+    """Whether a processor is one of transformers' own, by name: a user's class of the same name is not."""
+    if type(processor).__module__ != "transformers.generation.logits_process" or type(processor).__name__ not in names:
+        return False
+    # One length per batch row would be paired with nodes instead.
+    return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+
 
 class TokenSampler:
     """Chooses the target's token at a node exactly as plain `generate` would.
@@ -37,10 +63,12 @@ class TokenSampler:
     @property
     def row_wise(self) -> bool:
         """Whether every processor looks at one row of logits only, never at the tokens before it."""
-        module = "transformers.generation.logits_process"
-        return all(
-            type(p).__name__ in ROW_WISE_PROCESSORS and type(p).__module__ == module for p in self.logits_processor
-        )
+        return all(_is_among(p, ROW_WISE_PROCESSORS) for p in self.logits_processor)
+
+    @property
+    def path_wise(self) -> bool:
+        """Whether every processor is free of state, and so may be asked about any path of a tree."""
+        return all(_is_among(p, PATH_WISE_PROCESSORS) for p in self.logits_processor)
 
     def at_all_nodes(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens at all nodes of a tree at once, for row-wise processors.
@@ -54,10 +82,19 @@ class TokenSampler:
         """
         if not self.logits_processor and not self.do_sample:
             return logits.argmax(-1), logits
+        scores = self.scores_at_all_nodes(input_ids, logits)
+        return self._choose(scores.flatten(0, 1)).view(logits.shape[:2]), scores
+
+    def scores_at_all_nodes(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores fp32 [B, N, V] at all nodes of a tree at once; arguments as in [`at_all_nodes`]."""
         batch, nodes, vocab = logits.shape
         rows = input_ids.repeat_interleave(nodes, dim=0)
         scores = self.logits_processor(rows, logits.to(torch.float32, copy=True).view(-1, vocab))
-        return self._choose(scores).view(batch, nodes), scores.view(batch, nodes, vocab)
+        return scores.view(batch, nodes, vocab)
+
+    def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors."""
+        return self.logits_processor(input_ids, logits.to(torch.float32, copy=True))
 
     def at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token at one node: one call of the processors, one draw.
@@ -69,10 +106,60 @@ class TokenSampler:
         Returns:
             Token int64 [1] and processed scores fp32 [1, V].
         """
-        scores = self.logits_processor(input_ids, logits.to(torch.float32, copy=True))
+        scores = self.scores_at_node(input_ids, logits)
         return self._choose(scores), scores
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         if not self.do_sample:
             return scores.argmax(-1)
-        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        return self.draw(scores.softmax(-1))
+
+    @staticmethod
+    def draw(probs: torch.Tensor) -> torch.Tensor:
+        """One token per row, int64 [B], from probabilities [B, V]."""
+        return torch.multinomial(probs, num_samples=1)[:, 0]
+
+
+class DraftSampler:
+    """Draws the children of draft nodes, without replacement, from the draft's own distribution.
+
+    That distribution q is the softmax of the draft logits after the call's processors, as far as these may be asked
+    about text that is never written: transformers' own ones without state see every node's own path; users' processors
+    (`prefix_allowed_tokens_fn`, grammars) and those with a state are left out. Verification stays exact whatever q is,
+    as long as it is the distribution that was really drawn from; the nearer q comes to the target's, the more is
+    accepted.
+
+    Args:
+        logits_processor: Processors and warpers of the call, in the order `generate` prepared them.
+        input_ids: int64 [B, T], committed tokens, the root included.
+    """
+
+    def __init__(self, logits_processor: LogitsProcessorList, input_ids: torch.Tensor):
+        self.logits_processor = LogitsProcessorList(p for p in logits_processor if _is_among(p, PATH_WISE_PROCESSORS))
+        self.input_ids = input_ids
+
+    def distribution(self, logits: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
+        """q at K nodes, fp32 [B, K, V]; every row is a distribution.
+
+        Args:
+            logits: [B, K, V], draft logits, already divided by the draft temperature.
+            paths: int64 [B, K, d], tokens from below the root down to each node.
+        """
+        nodes, vocab = logits.shape[1:]
+        committed = self.input_ids.repeat_interleave(nodes, dim=0)
+        ids = torch.cat([committed, paths.flatten(0, 1).to(committed.device)], dim=1)
+        scores = logits.to(committed.device, torch.float32, copy=True).view(-1, vocab)
+        probs = self.logits_processor(ids, scores).softmax(-1)
+        # Draft logits that overflowed, or a processor that left no token: any distribution serves.
+        broken = ~probs.sum(-1, keepdim=True).isfinite()
+        return torch.where(broken, 1 / vocab, probs).view(-1, nodes, vocab).to(logits.device)
+
+    @staticmethod
+    def draw(probs: torch.Tensor, width: int) -> torch.Tensor:
+        """Tokens int64 [B, K, width] drawn without replacement from [B, K, V], in the order drawn.
+
+        An exponential race: the first to arrive are `width` draws without replacement. Tokens of probability 0 come
+        last; verification never accepts them.
+        """
+        arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
+        return (probs / arrivals).topk(width, dim=-1).indices

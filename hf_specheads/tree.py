@@ -9,6 +9,25 @@ import torch
 
 
 @dataclass(frozen=True)
+class SampledChildren:
+    """How the nodes of a tree with sampled children were drawn: what the exact rule for such trees needs.
+
+    Attributes:
+        probs: fp32 [B, E, V], distribution each of the E nodes with children drew them from, without replacement.
+        parents: int64 [E], these nodes, the same in all rows.
+        children: int64 [E, R], their children in the order drawn, -1 where a node has fewer than R.
+    """
+
+    probs: torch.Tensor
+    parents: torch.Tensor
+    children: torch.Tensor
+
+    def to(self, device: torch.device) -> SampledChildren:
+        """The same on another device."""
+        return SampledChildren(self.probs.to(device), self.parents.to(device), self.children.to(device))
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """A draft tree for B rows of N nodes; node 0 is the root, the newest committed token.
 
@@ -18,6 +37,7 @@ class DraftTree:
         depths: int64 [B, N], the root has depth 0.
         scores: fp32 [B, N], sum of draft log-probabilities from the root (root 0).
         max_depth: Upper bound D of `depths`, known without looking at the tensors.
+        sampled: How the children were drawn; `None` where they are the draft's most probable tokens.
     """
 
     token_ids: torch.Tensor
@@ -25,6 +45,7 @@ class DraftTree:
     depths: torch.Tensor
     scores: torch.Tensor
     max_depth: int
+    sampled: SampledChildren | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -75,7 +96,8 @@ class DraftTree:
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""
         tensors = (self.token_ids, self.parents, self.depths, self.scores)
-        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth)
+        sampled = None if self.sampled is None else self.sampled.to(device)
+        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth, sampled)
 
 
 def select_nodes(

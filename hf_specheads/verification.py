@@ -3,11 +3,13 @@
 Drafted children are the head's top-k, a set that does not depend on the target's randomness. Drawing x from the
 target's processed distribution at a node, and moving to the child x if there is one, therefore emits exactly the
 target's distribution (EAGLE-2's rule without its rejection loop; the total mass of the children is accepted).
-Greedy decoding is the same walk with the argmax.
+Greedy decoding is the same walk with the argmax. Children drawn from the draft distribution have a rule of their own
+(`verification_sampled.py`), and so has typical acceptance (`verification_typical.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,17 +65,39 @@ def verify_all_nodes(
     """
     choices, scores = sampler.at_all_nodes(input_ids, logits)
     best = deepest_accepted(tree, choices)
+    bonus = choices.gather(1, best[:, None])[:, 0]
+    return accepted_rows(tree, best, bonus, scores if keep_scores else None, input_ids.shape[1], stop)
+
+
+def accepted_rows(
+    tree: DraftTree,
+    best: torch.Tensor,
+    bonus: torch.Tensor,
+    scores: torch.Tensor | None,
+    length: int,
+    stop: StopRule,
+) -> list[Accepted]:
+    """The accepted path of every row, cut where generation stops. One host sync for all rows.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        best: int64 [B], the last accepted node.
+        bonus: int64 [B], the token after it.
+        scores: [B, N, V], processed scores to keep; `None` to keep none.
+        length: Tokens committed so far.
+        stop: Criteria that need not see every token; others are ignored.
+    """
     path = tree.path_to(best)  # [B, D + 1]
-    depth = tree.depths.gather(1, best[:, None])
-    rows = torch.cat([depth, path, choices.gather(1, path)], dim=1).tolist()  # the round's one host sync
-    length, width = input_ids.shape[1], path.shape[1]
+    depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
+    rows = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
+    width = path.shape[1]
     results = []
     for row, (num_accepted, *values) in enumerate(rows):
-        chosen = values[width : width + num_accepted + 1]
-        kept, stopped = stop.cut(chosen, length)
+        emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
+        kept, stopped = stop.cut(emitted, length)
         nodes = values[:kept]
-        kept_scores = [scores[row, node][None].float() for node in nodes] if keep_scores else []
-        results.append(Accepted(chosen[:kept], nodes, kept_scores, stopped, cut=kept < len(chosen)))
+        kept_scores = [] if scores is None else [scores[row, node][None].float() for node in nodes]
+        results.append(Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted)))
     return results
 
 
@@ -88,9 +112,14 @@ def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
         int64 [B], node index; 0 (the root) when no draft token is accepted.
     """
     agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
-    agrees[:, 0] = True
-    accepted = ~(tree.ancestor_mask & ~agrees[:, None]).any(-1)
-    return torch.where(accepted, tree.depths, -1).argmax(dim=1)
+    return torch.where(accepted_nodes(tree, agrees), tree.depths, -1).argmax(dim=1)
+
+
+def accepted_nodes(tree: DraftTree, taken: torch.Tensor) -> torch.Tensor:
+    """bool [B, N]: nodes that are taken with all their ancestors, where `taken` bool [B, N] speaks of single steps."""
+    taken = taken.clone()
+    taken[:, 0] = True
+    return ~(tree.ancestor_mask & ~taken[:, None]).any(-1)
 
 
 def verify_token_by_token(
@@ -124,20 +153,49 @@ def verify_token_by_token(
         pairs = torch.stack([tree.parents[0, 1:], tree.token_ids[0, 1:]], dim=1).tolist()
         for node, (parent, token) in enumerate(pairs, start=1):
             children.setdefault((parent, token), node)
-    result = Accepted(token_ids=[], nodes=[], host_syncs=1 if children else 0)
+
+    def step(node: int, input_ids: torch.Tensor) -> tuple[int, torch.Tensor, int | None]:
+        chosen, scores = sampler.at_node(input_ids, logits[:, node])
+        token = int(chosen)
+        return token, scores, children.get((node, token))
+
+    result = walk(input_ids, step, stop, earlier_scores)
+    result.host_syncs += 1 if children else 0
+    return [result]
+
+
+def walk(
+    input_ids: torch.Tensor,
+    step: Callable[[int, torch.Tensor], tuple[int, torch.Tensor, int | None]],
+    stop: StopRule,
+    earlier_scores: tuple[torch.Tensor, ...] | None,
+) -> Accepted:
+    """From the root down, one step and one stopping check per emitted token.
+
+    Args:
+        input_ids: int64 [1, T].
+        step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], and the child
+            it leads to, `None` for none. Waits for the device once.
+        stop, earlier_scores: As in [`verify_token_by_token`].
+    """
+    result = Accepted(token_ids=[], nodes=[], host_syncs=0)
     node: int | None = 0
     while node is not None and not result.stopped:
-        token, scores = sampler.at_node(input_ids, logits[:, node])
-        input_ids = torch.cat([input_ids, token[:, None]], dim=1)
         result.nodes.append(node)
-        result.token_ids.append(int(token))
+        token, scores, node = step(node, input_ids)
+        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+        result.token_ids.append(token)
         result.scores.append(scores)
         result.host_syncs += 1
-        if stop.per_token:
-            seen = None if earlier_scores is None else earlier_scores + tuple(result.scores)
-            result.stopped = stop.met(input_ids, seen)
-        else:
-            _, result.stopped = stop.cut(result.token_ids[-1:], input_ids.shape[1] - 1)
-        node = children.get((node, result.token_ids[-1]))
+        result.stopped = stops_after(input_ids, result, stop, earlier_scores)
     result.cut = result.stopped and node is not None
-    return [result]
+    return result
+
+
+def stops_after(
+    input_ids: torch.Tensor, emitted: Accepted, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
+) -> bool:
+    """Whether generation ends after the last token of `emitted`, which `input_ids` [1, T'] ends with."""
+    if stop.per_token:
+        return stop.met(input_ids, None if earlier_scores is None else earlier_scores + tuple(emitted.scores))
+    return stop.cut(emitted.token_ids[-1:], input_ids.shape[1] - 1)[1]
