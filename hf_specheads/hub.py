@@ -139,7 +139,9 @@ def _check_against_config(checkpoint: Checkpoint, config: DraftHeadConfig) -> No
     head_class = HEADS[config.model_type]
     try:
         with torch.device("meta"):
-            expected = {key: tuple(tensor.shape) for key, tensor in head_class(config).state_dict().items()}
+            heads = head_class(config)
+        tied = heads.all_tied_weights_keys  # saved once, under the other name
+        expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items() if key not in tied}
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise HeadConfigError(f"config.json describes heads that cannot be built: {error}") from error
     found = checkpoint.shapes

@@ -102,9 +102,10 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     weights = f"{args.feature_loss_weight} feature + {args.token_loss_weight} token"
     weights += f" + {args.top_k_loss_weight} top-{args.top_k}"
     sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
+    specialists = getattr(config, "num_specialists", 1)
     rows = [
         ("target", f"{recipe.target} ({sizes})"),
-        ("heads", f"{config.method}, {config.num_specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
+        ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
                   f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
         ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
         ("loss", weights),

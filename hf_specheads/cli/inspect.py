@@ -30,15 +30,15 @@ def describe(heads: DraftHead) -> dict[str, Any]:
         "method": config.method,
         "parameters": sum(parameter.numel() for parameter in heads.parameters()),
         "dtype": str(heads.dtype).removeprefix("torch."),
-        "num_specialists": config.num_specialists,
-        "positions_per_specialist": config.positions_per_specialist,
-        "trained_positions": config.trained_positions,
+        "num_specialists": getattr(config, "num_specialists", 1),
+        "positions_per_specialist": getattr(config, "positions_per_specialist", None),
+        "trained_positions": getattr(config, "trained_positions", None),
         "sizes": {
-            name: getattr(config, name)
+            name: getattr(config, name, None)
             for name in ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size",
                          "num_attention_heads", "num_key_value_heads", "head_dim", "fc_bias", "attention_bias")
         },
-        "rope_parameters": config.rope_parameters,
+        "rope_parameters": getattr(config, "rope_parameters", None),
         "tree_config": heads.tree_config.to_dict(),
         "target": {**target, "fingerprint": "stored" if fingerprint else "not stored"},
     }  # fmt: skip

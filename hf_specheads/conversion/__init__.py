@@ -71,7 +71,7 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     if fc is None and (normed or "lm_head.weight" in shapes or "model.embed_tokens.weight" in shapes):
         return (
             "these are the weights of a whole language model, not draft heads; pass such a model as an ordinary "
-            "`assistant_model`."
+            "`assistant_model`, or wrap it, `DraftLanguageModel.from_model(model)`, to draft trees with it."
         )
     if normed:
         return _not_read("EAGLE heads with several consecutive layers")

@@ -1,0 +1,351 @@
+"""An ordinary language model as a draft head: the original speculative decoding (Leviathan et al., arXiv 2211.17192).
+
+Any small model of the target's tokenizer drafts chains and trees. It reads tokens, no features of the target, and has
+embedding, `lm_head` and vocabulary of its own. Its draft cache holds one row per committed token before the root; the
+root and the drafted tokens are appended during a round and dropped at its end.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..cache import DraftCache
+from ..configuration import DraftHeadConfig, DraftTreeConfig
+from ..errors import WrongTargetError
+from ..layers import additive_mask
+from ..modeling import DraftHead
+from ..streams import visible_rows
+from ..unroll import DraftedPass, TrainingRows, row_positions
+
+# Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
+VOCABULARY_PADDING = 1024
+MASKED_ATTENTION = ("eager", "sdpa")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+LLAMA_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")  # fmt: skip
+
+
+@strict
+class DraftLanguageModelConfig(DraftHeadConfig):
+    r"""Configuration of a language model that drafts.
+
+    With `language_model`, that model's config, the other fields follow from it. Without, they describe a Llama with
+    tied embeddings, and what is left out has the proportions of small Llamas.
+
+    Args:
+        language_model: Config of the model, as in its `config.json`, `model_type` included.
+        vocab_size: Vocabulary of the **draft model**; may differ from the target's by padding.
+        hidden_size: Its width, default the target's.
+        num_hidden_layers: Its depth.
+        intermediate_size: Width of the MLP, default 8/3 h.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape, default heads of 64.
+        max_position_embeddings: Its context in tokens.
+        rope_parameters: As in transformers.
+        trained_positions: Draft positions the training unrolled: always 1, `None` if unknown.
+    """
+
+    model_type = "specheads_draft_lm"
+    required_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "language_model")
+
+    method: str = "draft-lm"
+    language_model: dict | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int | None = None
+    rope_parameters: dict | None = None
+    trained_positions: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.language_model is None:
+            self.language_model = _plain_dict(self._llama())
+        known = self.language_model_config()
+        for name in LLAMA_FIELDS:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(known, name, None))
+        super().__post_init__(**kwargs)
+
+    def _llama(self) -> PreTrainedConfig:
+        """A Llama of these fields; the proportions of those left out are usual for small ones."""
+        width = self.hidden_size or self.feature_size
+        heads = self.num_attention_heads or max(width // (self.head_dim or 64), 1)
+        return AutoConfig.for_model(
+            "llama",
+            vocab_size=self.vocab_size,
+            hidden_size=width,
+            num_hidden_layers=self.num_hidden_layers or 2,
+            intermediate_size=self.intermediate_size or -(-width * 8 // 3 // 16) * 16,
+            num_attention_heads=heads,
+            num_key_value_heads=self.num_key_value_heads or heads,
+            head_dim=self.head_dim or width // heads,
+            max_position_embeddings=self.max_position_embeddings or 2048,
+            rope_parameters=self.rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            initializer_range=self.initializer_range,
+            tie_word_embeddings=True,
+        )
+
+    def language_model_config(self) -> PreTrainedConfig:
+        """Config of the wrapped model.
+
+        Raises:
+            ValueError: for a `model_type` transformers has no language model for.
+        """
+        fields = dict(self.language_model or {})
+        try:
+            config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
+        except (KeyError, ValueError, AttributeError) as error:
+            raise ValueError(f"`language_model` is no config of a model transformers knows: {error}") from error
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(
+                f"`language_model` has model_type={config.model_type!r}, for which transformers has no causal "
+                "language model."
+            )
+        return config
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        fields = super().fields_for_target(target, method)
+        config = target.config.get_text_config(decoder=True)
+        special = {name: getattr(config, name, None) for name in SPECIAL_TOKENS}
+        return {**fields, **special, "hidden_size": None}
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        known = self.language_model_config()
+        for name in LLAMA_FIELDS:
+            theirs = getattr(known, name, None)
+            if theirs is not None and name != "rope_parameters" and getattr(self, name) != theirs:
+                raise ValueError(
+                    f"`{name}` ({getattr(self, name)}) contradicts the one in `language_model` ({theirs}); leave "
+                    "it out."
+                )
+
+
+def _plain_dict(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config as JSON can hold it, without what belongs to a file rather than to the model."""
+    left_out = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "quantization_config")
+    return {name: value for name, value in config.to_diff_dict().items() if name not in left_out} | {
+        "model_type": config.model_type
+    }
+
+
+def refuse_language_model(model: PreTrainedModel) -> str | None:
+    """Why a model cannot draft trees, or `None` if it can. An allow-list: a model that ignored a mask would draft
+    nonsense without an error."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model.get_output_embeddings() is None:
+        return "it is no causal language model of text alone; load one with AutoModelForCausalLM"
+    if getattr(model, "_is_stateful", False):
+        return "its state cannot be rolled back"
+    parameters = inspect.signature(model.forward).parameters
+    if missing := [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in parameters]:
+        return f"its forward takes no {missing[0]}"
+    other = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
+    if other or getattr(config, "attention_chunk_size", None):
+        return f"not all of its layers attend to everything (cache layers {sorted(other)})"
+    if config._attn_implementation not in MASKED_ATTENTION:
+        return f"its attention implementation {config._attn_implementation!r} takes no 4D mask; load it with 'sdpa'"
+    return None
+
+
+class DraftLanguageModel(DraftHead):
+    """A causal language model as a draft head; make one with [`from_model`] or `AutoDraftHead.from_target`.
+
+    Attributes:
+        language_model: The wrapped model.
+    """
+
+    config_class = DraftLanguageModelConfig
+    config: DraftLanguageModelConfig
+    _no_split_modules: ClassVar[list[str]] = []
+
+    def __init__(self, config: DraftLanguageModelConfig):
+        super().__init__(config)
+        known = config.language_model_config()
+        if config._attn_implementation in MASKED_ATTENTION:
+            known._attn_implementation = config._attn_implementation
+        self.language_model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)](known)
+        if reason := refuse_language_model(self.language_model):
+            raise ValueError(f"{type(self.language_model).__name__} cannot draft trees: {reason}.")
+        self.post_init()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        target: PreTrainedModel | None = None,
+        tree_config: DraftTreeConfig | dict[str, Any] | None = None,
+    ) -> "DraftLanguageModel":
+        """Wraps a loaded language model, which it shares (no copy).
+
+        Args:
+            model: A causal language model with full attention in all layers and the target's tokenizer. The
+                vocabulary's size is checked, that the tokens are the same is not: a wrong tokenizer costs speed only.
+            target: The target; its identity is then kept in the config, and other targets are refused.
+            tree_config: Default tree, or some of its fields.
+
+        Raises:
+            ValueError: for a model that cannot draft trees.
+            WrongTargetError: if the vocabularies differ.
+        """
+        if reason := refuse_language_model(model):
+            raise ValueError(f"{type(model).__name__} cannot draft trees: {reason}.")
+        tree = tree_config.to_dict() if isinstance(tree_config, DraftTreeConfig) else tree_config or {}
+        config = DraftLanguageModelConfig(
+            language_model=_plain_dict(model.config),
+            vocab_size=model.config.vocab_size,
+            feature_size=model.config.hidden_size,
+            embedding_size=model.config.hidden_size,
+            tree_config=DraftTreeConfig().replace(**tree).to_dict(),
+            **{name: getattr(model.config, name, None) for name in SPECIAL_TOKENS},
+        )
+        with torch.device("meta"):
+            heads = cls(config)
+        heads.language_model = model
+        if target is not None:
+            heads.check_target(target)
+            heads.remember_target(target)
+        return heads.train(model.training)
+
+    # ------------------------------------------------------------------ the target
+    def check_sizes(self, target: PreTrainedModel) -> None:
+        """Refuses a target of another vocabulary; of its other sizes a draft model needs none."""
+        ours, theirs = self.config.vocab_size, target.config.get_text_config(decoder=True).vocab_size
+        if abs(ours - theirs) > VOCABULARY_PADDING:
+            name = target.config.name_or_path or type(target).__name__
+            raise WrongTargetError(
+                f"this draft model has a vocabulary of {ours} tokens and {name!r} one of {theirs}, which is more than "
+                "padding; use a draft model with the target's tokenizer."
+            )
+
+    @property
+    def shared_vocabulary(self) -> int:
+        """Tokens both models know: draft logits past them are dropped, tokens past them read as the last one."""
+        theirs = self._bound_to[0].config.get_text_config(decoder=True).vocab_size if self._bound_to else None
+        return min(self.config.vocab_size, theirs or self.config.vocab_size)
+
+    @property
+    def draft_vocabulary(self) -> torch.Tensor | None:
+        """The first tokens of a target whose vocabulary is larger by padding, else `None`."""
+        if not self._bound_to:
+            return None
+        theirs = self._bound_to[0].config.get_text_config(decoder=True).vocab_size
+        return None if theirs <= self.config.vocab_size else torch.arange(self.config.vocab_size, device=self.device)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    # ------------------------------------------------------------------ drafting
+    def new_draft_cache(self) -> DraftCache:
+        return DraftCache(self.config.num_hidden_layers)
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cache.drop_drafted()
+        before, rows = cache.committed, token_ids.shape[1] - 1
+        cache.commit(rows)
+        real = self._real_rows(cache, token_ids)  # [B, committed + root]
+        positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)[:, before:]
+        index = torch.arange(rows + 1, device=token_ids.device)
+        seen = torch.cat([real.new_ones(rows + 1, before), index[:, None] >= index], dim=1)
+        # Without a mask, the model's own causal attention may take a faster kernel over a whole prompt.
+        plain = before == 0 and cache.context_mask is None
+        mask = None if plain else additive_mask((seen & real[:, None])[:, None], self.dtype)
+        return self._forward(cache, token_ids, positions, mask, last_only=True)
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        real = self._real_rows(cache, token_ids)
+        context = real[:, None].expand(-1, token_ids.shape[1], -1)
+        mask = additive_mask(torch.cat([context, visible], dim=-1)[:, None], self.dtype)
+        root = real.sum(dim=1, keepdim=True) - 1
+        return self._forward(cache, token_ids, (root + position).expand_as(token_ids), mask)
+
+    @staticmethod
+    def _real_rows(cache: DraftCache, like: torch.Tensor) -> torch.Tensor:
+        """bool [B, committed + 1]: committed rows that are no padding, and the root."""
+        real = torch.ones(like.shape[0], cache.committed + 1, dtype=torch.bool, device=like.device)
+        if cache.context_mask is not None:
+            real[:, :-1] = cache.context_mask.to(like.device)
+        return real
+
+    def _forward(
+        self,
+        cache: DraftCache,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States, of which a language model hands none on ([B, Q, 0]), and draft logits [B, Q, V]."""
+        logits = self._logits(
+            token_ids,
+            attention_mask=mask,
+            position_ids=self._within_context(positions),
+            past_key_values=cache,
+            use_cache=True,
+            **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
+        )
+        logits = logits[:, -1:] if last_only else logits
+        return logits.new_zeros(*logits.shape[:2], 0), logits.float()
+
+    def _logits(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        token_ids = token_ids.clamp_max(self.config.vocab_size - 1)
+        return self.language_model(token_ids, **inputs, return_dict=True).logits[..., : self.shared_vocabulary]
+
+    @property
+    def _keeps_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.language_model.forward).parameters
+
+    def _within_context(self, positions: torch.Tensor) -> torch.Tensor:
+        """Past its own context a model drafts badly, and one with learned positions not at all: they stay there."""
+        limit = self.config.max_position_embeddings
+        return positions if limit is None else positions.clamp_max(limit - 1)
+
+    # ------------------------------------------------------------------ training
+    def passes_problem(self, num_passes: int) -> str | None:
+        if num_passes == 1:
+            return None
+        return "but a language model predicts every draft position as it does the next token; set num_passes to 1."
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """One pass: what the model says after the tokens up to t + 1 of the row's document."""
+        token_ids = torch.cat([rows.token_ids, rows.next_token_ids[:, -1:]], dim=1)  # [B, T + 1]
+        documents = torch.cat([rows.documents, rows.documents[:, -1:]], dim=1)
+        # The last token before padding has no row of its own, it is the next token of the row before.
+        padding = documents[:, 1:-1] == -1
+        documents[:, 1:-1] = torch.where(padding, rows.documents[:, :-1], documents[:, 1:-1])
+        logits = self._logits(
+            token_ids,
+            attention_mask=additive_mask(visible_rows(documents)[:, None], self.dtype),
+            position_ids=self._within_context(row_positions(documents)),
+            use_cache=False,
+        )
+        yield DraftedPass(hidden=logits[:, 1:], logits=lambda rows: rows)
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        fields = super().fields_of_source(source)
+        return {name: fields[name] for name in (*LLAMA_FIELDS, "language_model") if name in fields}

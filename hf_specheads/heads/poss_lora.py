@@ -1,0 +1,207 @@
+"""POSS heads whose specialists are LoRA adapters of one decoder layer (POSS: arXiv 2506.03566; LoRA: 2106.09685).
+
+Specialist 0 is the base layer alone; every later specialist adds a low-rank adapter of its own to the layer's seven
+projections. An adapter for specialist 0 would only repeat what the base, which is trained as well, can say itself.
+`fc` and the norm are shared by all. Everything else (drafting, draft caches, training) is that of POSS.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.cache_utils import Cache
+
+from ..errors import WarmStartError
+from ..layers import DraftDecoderLayer
+from ..modeling import DraftHead
+from .eagle import EagleHeadConfig
+from .poss import PossHead, PossHeadConfig
+
+ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapter_of(specialist: int) -> str:
+    """Name of a specialist's adapter, part of its tensors' names in a checkpoint."""
+    return f"specialist_{specialist}"
+
+
+@strict
+class PossLoraHeadConfig(PossHeadConfig):
+    r"""Configuration of POSS heads with LoRA specialists: one decoder layer, and L - 1 adapters of it.
+
+    Args:
+        specialist_rank: Rank r of every adapter.
+        specialist_alpha: An adapter adds `specialist_alpha / specialist_rank * B A x` to a projection of x; default
+            twice the rank.
+    """
+
+    model_type = "specheads_poss_lora"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *PossHeadConfig.required_fields, "specialist_rank", "specialist_alpha",
+    )  # fmt: skip
+
+    method: str = "poss-lora"
+    specialist_rank: int = 16
+    specialist_alpha: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.specialist_alpha is None:
+            self.specialist_alpha = 2 * self.specialist_rank
+        super().__post_init__(**kwargs)
+
+    def validate_specialists(self) -> None:
+        super().validate_specialists()
+        for name in ("specialist_rank", "specialist_alpha"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.specialist_rank > self.hidden_size:
+            raise ValueError(
+                f"`specialist_rank` ({self.specialist_rank}) must not exceed `hidden_size` ({self.hidden_size}); "
+                "full specialists (method 'poss') are smaller than such adapters."
+            )
+
+
+class LoraDecoderLayer(DraftDecoderLayer):
+    """A decoder layer that becomes one specialist or another from call to call.
+
+    The choice is part of the call, so that gradient checkpointing recomputes a pass as the specialist that ran it.
+    It sets which adapter peft's layers add and leaves `requires_grad` alone: peft's own `set_adapter` would freeze
+    the other adapters, and with them drop their gradients of passes already run.
+    """
+
+    def __init__(self, config: PossLoraHeadConfig):
+        super().__init__(config, layer_idx=0)
+        for specialist in range(1, config.num_specialists):
+            adapter = LoraConfig(
+                r=config.specialist_rank,
+                lora_alpha=config.specialist_alpha,
+                target_modules=list(ADAPTED_MODULES),
+            )
+            inject_adapter_in_model(adapter, self, adapter_name=adapter_of(specialist))
+            del self.peft_config  # or peft warns of several adapters, which is what is wanted
+        self.requires_grad_(True)  # peft freezes the base
+        self._adapted = tuple(module for module in self.modules() if isinstance(module, LoraLayer))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+        specialist: int = 0,
+    ) -> torch.Tensor:
+        self.become(specialist)
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+
+    def become(self, specialist: int) -> None:
+        """Adds this specialist's adapter from now on, and writes to its draft cache."""
+        self.self_attn.layer_idx = specialist
+        for module in self._adapted:
+            module._active_adapter = [adapter_of(specialist)] if specialist else []
+
+
+class PossLoraHead(PossHead):
+    """One decoder layer and L - 1 adapters; specialist i is the layer with adapter i, specialist 0 the layer alone."""
+
+    config_class = PossLoraHeadConfig
+    config: PossLoraHeadConfig
+    _no_split_modules: ClassVar[list[str]] = ["LoraDecoderLayer"]
+
+    def __init__(self, config: PossLoraHeadConfig):
+        super().__init__(config)
+        # `post_init` has drawn every projection alike; an adapter must add nothing before it is trained.
+        for module in self.layers[0].modules():
+            if isinstance(module, LoraLayer):
+                for name in module.lora_A:
+                    module.reset_lora_parameters(name, init_lora_weights=True)
+
+    def build_layers(self, config: EagleHeadConfig) -> nn.ModuleList:
+        return nn.ModuleList([LoraDecoderLayer(config)])
+
+    def forward(
+        self,
+        fused: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        specialist: int = 0,
+        num_queries: int | None = None,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        """As [`EagleHead.forward`], with the layer acting as `specialist`."""
+        rotary = self.rotary_emb(fused, position_ids)
+        queries = fused.shape[1] if num_queries is None else num_queries
+        layer = self.layers[0]
+        return layer(fused, rotary, attention_mask, past_key_values, queries, attention_function, specialist)
+
+    # ------------------------------------------------------------------ from and to other heads
+    @torch.no_grad()
+    def specialist_state(self, specialist: int) -> dict[str, torch.Tensor]:
+        """Weights of one specialist with its adapter merged in, by the names of a [`DraftDecoderLayer`]."""
+        adapter, state = adapter_of(specialist), {}
+        for name, parameter in self.layers[0].named_parameters():
+            if ".lora_" in name:
+                continue
+            parent, _, leaf = name.rpartition(".base_layer.")
+            if not parent:
+                state[name] = parameter.detach().clone()
+                continue
+            module = self.layers[0].get_submodule(parent)
+            added = leaf == "weight" and adapter in module.lora_A
+            state[f"{parent}.{leaf}"] = parameter + module.get_delta_weight(adapter) if added else parameter.clone()
+        return state
+
+    def to_poss(self) -> PossHead:
+        """POSS heads with full specialists that draft the same: every adapter merged into a layer of its own."""
+        left_out = ("specialist_rank", "specialist_alpha", "model_type", "architectures")
+        fields = {name: value for name, value in self.config.to_dict().items() if name not in left_out}
+        heads = PossHead(PossHeadConfig.from_dict({**fields, "method": PossHeadConfig.method}))
+        heads.to(device=self.device, dtype=self.dtype).start_from(self)
+        heads.tree_config = self.tree_config
+        return heads.train(self.training)
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        fields = super().fields_of_source(source)
+        if isinstance(source, PossLoraHead):
+            adapters = ("specialist_rank", "specialist_alpha")
+            return fields | {name: getattr(source.config, name) for name in adapters}
+        if source.config.num_specialists > 1:
+            raise WarmStartError(
+                f"the {source.config.num_specialists} full specialists of these {source.config.method} heads do not "
+                "fit into one layer with adapters; start from EAGLE or HASS heads."
+            )
+        return fields
+
+    @torch.no_grad()
+    def start_from(self, source: DraftHead) -> None:
+        """Copies `fc` and the layer of EAGLE or HASS heads, like which every specialist then drafts; of heads of this
+        family the adapters as well, the last of them for specialists they lack."""
+        own = self.layers[0].state_dict()
+        names = {name.replace(".base_layer.", "."): name for name in own if ".lora_" not in name}
+        weights = {names.get(name, name): value for name, value in source.specialist_state(0).items()}
+        weights |= {name: value for name, value in own.items() if ".lora_" in name}
+        last = source.config.num_specialists - 1
+        for specialist in range(1, self.config.num_specialists if last else 0):
+            theirs = f".{adapter_of(min(specialist, last))}."
+            for name, value in source.layers[0].state_dict().items():
+                if theirs in name:
+                    weights[name.replace(theirs, f".{adapter_of(specialist)}.")] = value
+        try:
+            self.fc.load_state_dict(source.fc.state_dict())
+            self.layers[0].load_state_dict(weights)
+        except RuntimeError as error:
+            raise WarmStartError(
+                f"the heads to start from do not fit the new ones; leave sizes, biases and `specialist_rank` out, "
+                f"they are taken from `from_heads`, or drop `from_heads`. {error}"
+            ) from error
