@@ -10,7 +10,7 @@ from .losses import LOSSES
 
 BACKWARDS = ("per_pass", "summed")
 PASS_REDUCTIONS = ("sum", "mean")
-NOISE_SCALINGS = ("none", "eagle")
+NOISE_SCALINGS = ("none", "eagle", "neftune")
 
 
 @dataclass
@@ -24,13 +24,22 @@ class DraftHeadTrainingArguments(TrainingArguments):
         feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0).
         token_loss_weight: Weight of the cross-entropy against the target's distribution (EAGLE: 0.1).
         top_k_loss_weight: Weight of the top-K cross-entropy (HASS: 1.0; EAGLE and PosS train with 0.0).
+        next_token_loss_weight: Weight of the cross-entropy against the token that follows in the data (Medusa: 1.0,
+            and 0.0 for the others).
+        total_variation_loss_weight: Weight of 1 - a, for a the probability that a sampled draft token is accepted.
+        acceptance_loss_weight: Weight of -log a.
+        lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
+        lk_decay: How fast it does so: KL counts `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
         top_k: K of the top-K loss (HASS: 10).
         feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
             EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
         feature_noise_scaling: `"none"` as in EAGLE's paper; `"eagle"` as in the authors' code, which multiplies the
-            noise by 512 / length of the document in tokens.
+            noise by 512 / length of the document in tokens; `"neftune"` divides it by sqrt(length * width).
+        embedding_noise: alpha of the NEFTune noise U(-1, 1) * alpha / sqrt(length * width) added to the embeddings of
+            the tokens that heads read (Hydra, arXiv 2402.05109; for Hydra without a prefix layer, give `feature_noise`
+            the same value, scaled `"neftune"`). The default 0.0 adds none, as in Hydra's published recipe.
         backward: `"per_pass"` runs one backward per pass and frees its graph, as HASS and PosS do; `"summed"` runs one
             backward through the sum of all passes. The streams are detached, so the gradients are equal; `per_pass`
             needs the memory of one pass, `summed` of all.
@@ -54,10 +63,16 @@ class DraftHeadTrainingArguments(TrainingArguments):
     feature_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the feature loss."})
     token_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the token loss."})
     top_k_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the top-K loss."})
+    next_token_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the next-token loss."})
+    total_variation_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the total variation."})
+    acceptance_loss_weight: float = field(default=0.0, metadata={"help": "Weight of -log of the acceptance."})
+    lk_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the LK loss."})
+    lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
     pass_decay: float = field(default=1.0, metadata={"help": "Factor of the losses from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
     feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
+    embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
     backward: str = field(default="per_pass", metadata={"help": f"One of {BACKWARDS}."})
     pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
@@ -74,7 +89,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.num_passes is not None:
             _at_least("num_passes", self.num_passes, 1)
-        for name in (*(f"{loss}_loss_weight" for loss in LOSSES), "feature_noise", "pass_decay"):
+        for name in (*(f"{loss}_loss_weight" for loss in LOSSES), "feature_noise", "embedding_noise", "pass_decay"):
             _at_least(name, getattr(self, name), 0)
         if not any(self.loss_weights.values()):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)

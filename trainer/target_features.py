@@ -6,6 +6,7 @@ Nothing is written to disk, and the target is never part of the optimizer or of 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ def feature_noise(
         features: [B, T, H].
         batch: As the collators make it.
         half_width: a.
-        scaling: `"none"`, or `"eagle"`: times 512 / length of the document in tokens, as the authors' code does.
+        scaling: `"none"`; `"eagle"`: times 512 / length of the document in tokens, as the authors' code does; or
+            `"neftune"`: divided by sqrt(length * F).
         generator: Source of randomness, on the features' device.
 
     Returns:
@@ -123,7 +125,35 @@ def feature_noise(
     noise = torch.rand(features.shape, device=features.device, generator=generator).mul_(2).sub_(1).mul_(half_width)
     if scaling == "eagle":
         noise *= (512.0 / document_lengths(batch))[..., None]
+    elif scaling == "neftune":
+        noise /= (document_lengths(batch) * features.shape[-1]).sqrt()[..., None]
     return noise
+
+
+def noisy_embedding(
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    alpha: float,
+    generator: torch.Generator,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The target's embedding with fresh noise U(-1, 1) * alpha / sqrt(length * E) at every call (NEFTune, arXiv
+    2310.05914; Hydra, arXiv 2402.05109), for rows made by [`unroll_inputs`].
+
+    Args:
+        embed_tokens: Ids [B, T - 1] -> [B, T - 1, E].
+        batch: As the collators make it, of T tokens.
+        alpha: Above 0.
+        generator: Source of randomness, on the batch's device.
+    """
+    lengths = document_lengths(batch)[:, :-1, None]
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        embeddings = embed_tokens(ids)
+        noise = torch.rand(embeddings.shape, device=lengths.device, generator=generator).mul_(2).sub_(1).mul_(alpha)
+        noise /= (lengths * embeddings.shape[-1]).sqrt()
+        return embeddings + noise.to(embeddings.device, embeddings.dtype)
+
+    return embed
 
 
 def document_lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:

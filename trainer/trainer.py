@@ -20,7 +20,7 @@ from .checkpoints import AtomicCheckpoints
 from .config import DraftHeadTrainingArguments
 from .data import cut_prompts, default_collator, prepare_dataset
 from .evaluation import LossMeter, generation_metrics
-from .target_features import FrozenTarget, feature_noise, unroll_inputs
+from .target_features import FrozenTarget, feature_noise, noisy_embedding, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
 
@@ -124,10 +124,11 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         return Unroll(
             self.model,
             **unroll_inputs(batch, features, final_features, noise),
-            embed_tokens=self.frozen_target.embed_tokens,
+            embed_tokens=self._embedding(batch) if training else self.frozen_target.embed_tokens,
             lm_head=self.frozen_target.lm_head,
             num_passes=self.num_passes,
             top_k=self.args.top_k,
+            lk_decay=self.args.lk_decay,
             losses=tuple(self.loss_names),
             upstream_masking=self.args.upstream_masking and self.num_passes > 1,
             num_items=num_items,
@@ -212,14 +213,22 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
             parameter.grad.copy_(grad.view_as(parameter))
 
     def _noise(self, features: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Noise seeded by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
         if self.args.feature_noise == 0:
             return None
-        key = np.random.SeedSequence(
-            [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
-        )
-        generator = torch.Generator(features.device).manual_seed(int(key.generate_state(1)[0]))
+        generator = self._noise_generator(features.device)
         return feature_noise(features, batch, self.args.feature_noise, self.args.feature_noise_scaling, generator)
+
+    def _embedding(self, batch: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        embed_tokens, alpha = self.frozen_target.embed_tokens, self.args.embedding_noise
+        if alpha == 0:
+            return embed_tokens
+        return noisy_embedding(embed_tokens, batch, alpha, self._noise_generator(batch["input_ids"].device, 1))
+
+    def _noise_generator(self, device: torch.device, *kind: int) -> torch.Generator:
+        """Seeded by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
+        step = [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
+        key = np.random.SeedSequence([*step, *kind])
+        return torch.Generator(device).manual_seed(int(key.generate_state(1)[0]))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
         """Supervised rows of one optimizer step, over all its batches and processes."""

@@ -1,7 +1,7 @@
 """Hydra heads: one MLP per draft position that reads the tokens drafted before it (arXiv 2402.05109).
 
 Head i sees `[s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]`, where s_t stands for the committed text: the target's feature
-(Hydra), or what a decoder layer of the heads' own makes of all features up to t (Hydra++, section 4.2). Unlike
+(Hydra), or what a decoder layer of the heads' own makes of all features up to t (Hydra++). Unlike
 Medusa's, the heads of a tree therefore answer differently at different nodes. A node's drafted state is that growing
 concatenation.
 """
