@@ -13,8 +13,9 @@ rates. Runs whose folder is complete are skipped, so the script can be called ag
 
 import argparse
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -66,6 +67,21 @@ def poss(positions: int) -> Run:
     return Run("poss", DEPTH, "eagle-base", options, FINAL_SHARE)
 
 
+# Heads that draft no features learn from the target's distribution alone.
+TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
+WHOLE = 1.0 + FINAL_SHARE
+# Heads share the target's `lm_head`: with projections of their own they would be larger than the target.
+SHARED = {"lm_head": "target"}
+SMALL_LM = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+            "num_key_value_heads": 2}  # fmt: skip
+
+
+def parallel(method: str, positions: int, **options: Any) -> Run:
+    """Medusa and Hydra: one MLP per draft position, all trained at once."""
+    heads = {"num_heads": positions, **SHARED, **options}
+    return Run(method, positions, None, heads, WHOLE, TEACHER, {"depth": positions})
+
+
 RUNS = {
     "eagle-base": Run("eagle", 1, None, HEAD_WIDTH),
     "control-base": Run("eagle", 1, None, CONTROL_WIDTH),
@@ -75,6 +91,12 @@ RUNS = {
     "poss2": poss(2),
     "poss1": poss(1),
     "control": Run("hass", DEPTH, "control-base", {}, FINAL_SHARE),
+    "poss3-lora": replace(poss(3), method="poss-lora"),
+    # Three blocks per head: together the parameters of POSS-3.
+    "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
+    "hydra": parallel("hydra", 4),
+    "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
+    "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
 }
 
 
