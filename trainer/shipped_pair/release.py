@@ -11,14 +11,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hf_specheads import DraftTreeConfig
 from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, write_card
 
-SHIPPED = ("eagle", "hass", "poss1", "poss2", "poss3", "control")
+SHIPPED = ("eagle1", "eagle", "hass", "poss1", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra",
+           "hydra-plus", "eagle3", "poss3-eagle3", "draft-lm")  # fmt: skip
+# EAGLE-1 is EAGLE's weights with EAGLE-1's tree.
+COPIES = {"eagle1": "eagle"}
 LIMITS = (
     "A small model trained for under an hour on one kind of text: it shows how draft heads work and what they cost. "
     "What it writes looks like Python and means little.",
 )
-CONTROL = "A control: one layer with as many parameters as POSS-3's two, trained like HASS."
+NOTES = {
+    "control": "A control: one layer with as many parameters as POSS-3's two, trained like HASS.",
+    "eagle1": "The weights of `eagle` with EAGLE-1's static tree.",
+}
 LICENSE = "apache-2.0"
 TRAINING_TEXT = "Trained on the Python standard library's source (Python Software Foundation License)."
 
@@ -44,31 +51,31 @@ def set_tree(folder: Path, tree: dict[str, Any]) -> None:
     """Writes the measured default tree into the saved config."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["tree_config"] = {**config["tree_config"], **tree}
+    config["tree_config"] = DraftTreeConfig().replace(**tree).to_dict()
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
-    """What `benchmarks/speedup.py` measured of one head, one entry per prompt set; empty before it ran."""
-    path = results / "speedup.json"
+    """What `benchmarks/methods.py` measured of one head, one entry per decoding mode; empty before it ran."""
+    path = results / "methods.json"
     if not path.exists():
         return []
     measured = json.loads(path.read_text(encoding="utf-8"))
     entries = []
-    for task, sides in measured["prompt_sets"].items():
+    for mode, sides in measured["modes"].items():
         side, plain = sides.get(name), sides.get("plain generate")
         if side is None:
             continue
         entries.append(
             {
-                "task": task,
+                "task": mode,
                 "acceptance_length": side["acceptance_length"],
                 "pos_acc": side["pos_acc"],
                 "speed_up": side["speed_up"],
                 "tokens_per_second": side["tokens_per_second"],
                 "plain_tokens_per_second": plain["tokens_per_second"],
                 "identical": side["identical"],
-                "tree_config": measured["trees"][name],
+                "tree_config": measured["heads"][name]["tree"],
                 "hardware": f"{measured['provenance']['processor']}, {measured['dtype']}",
             }
         )
@@ -78,19 +85,20 @@ def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
 def release(args: argparse.Namespace) -> None:
     """Lays out all folders and renders their cards."""
     target = args.output_dir / "target"
+    trees = json.loads(args.trees.read_text(encoding="utf-8")) if args.trees else {}
     if args.target is not None:
         copy_model(args.target, target)
     write_card(target, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=[*LIMITS])
     for name in SHIPPED:
         folder = args.output_dir / name
         if args.heads is not None:
-            copy_model(args.heads / name, folder)
+            copy_model(args.heads / COPIES.get(name, name), folder)
             trim_facts(folder)
-        if args.tree:
-            set_tree(folder, args.tree)
+        if tree := trees.get(name):
+            set_tree(folder, tree)
         if entries := evaluations(name, args.results):
             (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        limits = [*LIMITS, CONTROL] if name == "control" else [*LIMITS]
+        limits = [*LIMITS, *([NOTES[name]] if name in NOTES else [])]
         write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=limits)
 
 
@@ -100,7 +108,7 @@ def main() -> None:
     parser.add_argument("--heads", type=Path, help="folder of all trained heads; default: leave the released ones")
     parser.add_argument("--output_dir", type=Path, default=Path("model_cards"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--tree", type=json.loads, help='measured default tree, e.g. {"depth": 5, "top_k": 3}')
+    parser.add_argument("--trees", type=Path, help="JSON file with the default tree of every head, by its name")
     release(parser.parse_args())
 
 
