@@ -89,7 +89,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.num_passes is not None:
             _at_least("num_passes", self.num_passes, 1)
-        for name in (*(f"{loss}_loss_weight" for loss in LOSSES), "feature_noise", "embedding_noise", "pass_decay"):
+        scales = ("feature_noise", "embedding_noise", "pass_decay", "lk_decay")
+        for name in (*(f"{loss}_loss_weight" for loss in LOSSES), *scales):
             _at_least(name, getattr(self, name), 0)
         if not any(self.loss_weights.values()):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)

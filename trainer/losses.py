@@ -6,7 +6,23 @@ feature that follows it, and through the target's `lm_head` the distribution of 
     row          (x_1, f_0)   (x_2, f_1)   (x_3, f_2)
     feature of   f_1          f_2          f_3
     token        x_2          x_3          x_4
-"""
+
+With p the target's distribution, q the drafted one, f the target's feature, g the drafted one, y the token that
+follows in the data, and a = sum_x min(p(x), q(x)), the probability that a token drawn from q is accepted:
+
+| loss              | formula                                  | when | source |
+|-------------------|------------------------------------------|------|--------|
+| `feature`         | SmoothL1(g - f), mean over H             | heads that feed drafted features back (EAGLE, HASS, POSS) | EAGLE, arXiv 2401.15077, 3.2 |
+| `token`           | -sum_x p(x) log q(x)                     | the default for greedy and sampled use; KL(p, q) up to a constant; Hydra's "teacher loss" | EAGLE 3.2; Hydra, arXiv 2402.05109 |
+| `top_k`           | the same over the K largest p, unnormalised | draws the heads' capacity to the tokens that trees offer | HASS, arXiv 2408.15766, 3.1 |
+| `next_token`      | -log q(y)                                | text the target itself wrote, or no target distribution wanted (Medusa-1) | Medusa, arXiv 2401.10774, 2.2.1 |
+| `total_variation` | 1/2 sum_x abs(p(x) - q(x)) = 1 - a       | sampled use, heads that are trained already: small gradients where p and q hardly overlap | Leviathan et al., arXiv 2211.17192, 3.2 |
+| `acceptance`      | -log a                                   | sampled use, from scratch: the gradient of `total_variation` over a | LK losses, arXiv 2602.23881 |
+| `lk`              | w KL(p, q) + (1 - w)(1 - a), w = exp(-`lk_decay` a) held constant | sampled use, from scratch: KL while the overlap is small, 1 - a later | LK losses, arXiv 2602.23881 |
+
+With a draft vocabulary, `token`, `top_k` and KL compare with p renormalised over it (EAGLE-3); a is what is really
+accepted, so there p keeps the mass it has.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -16,6 +32,8 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+
+IGNORED = -100  # label of a row whose next token is not known
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class TargetDistribution:
         labels: int64 [S], where the token that follows in the data is, -100 if it is not known or not drafted.
         weight: fp32 [S], 0 where the target's favourite token is outside the draft vocabulary (EAGLE-3's code), else
             1; `None` without a draft vocabulary.
+        mass: fp32 [S], what the target gives to the whole draft vocabulary; `None` without one.
     """
 
     probs: torch.Tensor
@@ -36,6 +55,7 @@ class TargetDistribution:
     top_k_ids: torch.Tensor
     labels: torch.Tensor
     weight: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
 
     @classmethod
     def from_logits(
@@ -54,22 +74,28 @@ class TargetDistribution:
             vocabulary: int64 [Vd], the heads' draft vocabulary, ascending.
         """
         if labels is None:
-            labels = logits.new_full(logits.shape[:1], -100, dtype=torch.long)
-        weight = None
+            labels = logits.new_full(logits.shape[:1], IGNORED, dtype=torch.long)
+        weight = mass = None
         if vocabulary is not None:
             weight = torch.isin(logits.argmax(dim=-1), vocabulary).float()
+            whole = logits.float().logsumexp(dim=-1)
             logits = logits[:, vocabulary]
+            mass = (logits.float().logsumexp(dim=-1) - whole).exp().clamp_max(1)
             place = torch.searchsorted(vocabulary, labels).clamp_max(len(vocabulary) - 1)
-            labels = torch.where(vocabulary[place] == labels, place, -100)
+            labels = torch.where(vocabulary[place] == labels, place, IGNORED)
         probs = torch.softmax(logits.float(), dim=-1)  # [S, V]
         top_k_probs, top_k_ids = probs.topk(min(top_k, probs.shape[-1]), dim=-1)  # [S, K] each
-        return cls(probs, top_k_probs, top_k_ids, labels, weight)
+        return cls(probs, top_k_probs, top_k_ids, labels, weight, mass)
 
     def select(self, rows: torch.Tensor) -> TargetDistribution:
         """The same at some of the rows, int64 [S']."""
-        weight = None if self.weight is None else self.weight[rows]
-        tensors = (self.probs, self.top_k_probs, self.top_k_ids, self.labels)
-        return TargetDistribution(*(tensor[rows] for tensor in tensors), weight)
+        tensors = (self.probs, self.top_k_probs, self.top_k_ids, self.labels, self.weight, self.mass)
+        return TargetDistribution(*(None if tensor is None else tensor[rows] for tensor in tensors))
+
+    @cached_property
+    def entropy(self) -> torch.Tensor:
+        """Entropy of `probs`, fp32 [S]: what separates the token loss from KL."""
+        return torch.special.entr(self.probs).sum(dim=-1)
 
 
 class DraftedRows:
@@ -79,6 +105,7 @@ class DraftedRows:
         logits: Draft logits [S, V] of any float dtype.
         target: The target's distribution at the same rows.
         features: Drafted and target features, [S, H] each; `None` for heads that draft none.
+        lk_decay: How fast the LK loss turns from KL to 1 - a.
     """
 
     def __init__(
@@ -86,8 +113,10 @@ class DraftedRows:
         logits: torch.Tensor,
         target: TargetDistribution,
         features: tuple[torch.Tensor, torch.Tensor] | None = None,
+        lk_decay: float = 3.0,
     ):
         self.logits, self.target, self.features = logits.float(), target, features
+        self.lk_decay = lk_decay
 
     @property
     def weight(self) -> torch.Tensor | float:
@@ -98,6 +127,11 @@ class DraftedRows:
     def cross_entropies(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token and top-k loss, computed together; see [`token_and_top_k_loss`]."""
         return token_and_top_k_loss(self.logits, self.target)
+
+    @cached_property
+    def overlap_losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """1 - a and -log a, computed together; see [`overlap_losses`]."""
+        return overlap_losses(self.logits, self.target)
 
 
 def feature_loss(drafted: torch.Tensor, target_features: torch.Tensor) -> torch.Tensor:
@@ -155,6 +189,81 @@ def token_and_top_k_loss(logits: torch.Tensor, target: TargetDistribution) -> tu
     return _CrossEntropies.apply(logits.float(), target.probs, target.top_k_probs, target.top_k_ids)
 
 
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """-log q of the token that follows in the data (Medusa, section 2.2.1), 0 where it is not known.
+
+    Args:
+        logits: Draft logits [S, V].
+        labels: int64 [S], -100 where not known.
+
+    Returns:
+        fp32 [S].
+    """
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+
+
+class _Overlap(torch.autograd.Function):
+    """1 - a and -log a of [`overlap_losses`], with log q and a mask kept and the gradient written once.
+
+    With m(x) = 1 where q < p and 0 elsewhere, A = sum m q, the gradient of a to the logits is  m q - q A.  All in
+    logarithms, so that a far below the smallest float still has its gradient (that of the cross-entropy, for a
+    target that is sure).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, probs, mass):
+        with torch.autocast(logits.device.type, enabled=False):
+            log_draft = torch.log_softmax(logits, dim=-1)  # [S, V]
+            log_target = probs.log()
+            outside = 0.0
+            if mass is not None:
+                log_target += mass.clamp_min(torch.finfo(mass.dtype).tiny).log()[:, None]
+                outside = 1 - mass
+            below = log_draft < log_target
+            log_overlap = torch.minimum(log_draft, log_target).logsumexp(dim=-1)
+            # Only where every token that could be accepted is forbidden to the draft; infinity would make NaN.
+            log_overlap = log_overlap.clamp_min(torch.finfo(log_overlap.dtype).min)
+            # The same as 1 - a, but exact where a is nearly 1.
+            distance = outside + log_target.exp_().sub_(log_draft.exp()).clamp_min_(0).sum(dim=-1)
+        ctx.save_for_backward(log_draft, below, log_overlap)
+        return distance, -log_overlap
+
+    @staticmethod
+    def backward(ctx, distance_grad, log_grad):
+        log_draft, below, log_overlap = ctx.saved_tensors
+        # Row by row m (g q + h q / a), of which both the gradient's terms are made.
+        kept = (log_draft - log_overlap[:, None]).exp_().mul_(log_grad[:, None])
+        draft = log_draft.exp()
+        kept.addcmul_(draft, distance_grad[:, None]).masked_fill_(~below, 0)
+        return draft.mul_(kept.sum(dim=-1, keepdim=True)).sub_(kept), None, None
+
+
+def overlap_losses(logits: torch.Tensor, target: TargetDistribution) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 - a and -log a, fp32 [S] each, for a = sum_x min(p(x), q(x)).
+
+    a is the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.2), and
+    1 - a the total variation 1/2 sum |p - q|. -log a: arXiv 2602.23881.
+
+    Args:
+        logits: Draft logits [S, V].
+        target: The target's distribution at the same rows; a draft vocabulary's `mass` scales it back to what the
+            target gives its tokens.
+    """
+    return _Overlap.apply(logits.float(), target.probs, target.mass)
+
+
+def lk_loss(rows: DraftedRows) -> torch.Tensor:
+    """w KL(p, q) + (1 - w)(1 - a) with w = exp(-`lk_decay` a), through which no gradient flows; fp32 [S].
+
+    The hybrid of "LK Losses" (arXiv 2602.23881): heads that overlap little learn from KL, whose gradient does not
+    vanish, later ones from the acceptance itself.
+    """
+    distance, _ = rows.overlap_losses
+    weight = torch.exp(rows.lk_decay * (distance.detach() - 1))
+    divergence = rows.cross_entropies[0] - rows.target.entropy
+    return weight * divergence + (1 - weight) * distance
+
+
 def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = None) -> torch.Tensor:
     """Sum of the supervised rows' losses over the number of supervised rows; 0 when there are none.
 
@@ -180,4 +289,26 @@ LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
     "feature": lambda rows: feature_loss(*rows.features),
     "token": lambda rows: rows.cross_entropies[0],
     "top_k": lambda rows: rows.cross_entropies[1],
+    "next_token": lambda rows: next_token_loss(rows.logits, rows.target.labels),
+    "total_variation": lambda rows: rows.overlap_losses[0],
+    "acceptance": lambda rows: rows.overlap_losses[1],
+    "lk": lk_loss,
 }
+
+
+def mean_loss(name: str, rows: DraftedRows, num_items: torch.Tensor | float | None = None) -> torch.Tensor:
+    """Mean over the supervised rows of one of [`LOSSES`]; scalar.
+
+    The loss on labels is the mean over the rows that have one; the others leave out what the target distribution's
+    `weight` leaves out, but count it. With `num_items` every loss is a sum over that.
+
+    Args:
+        name: Which.
+        rows: Drafts of one pass.
+        num_items: As in [`masked_mean`].
+    """
+    values = LOSSES[name](rows)
+    if name == "next_token":
+        known = torch.count_nonzero(rows.target.labels != IGNORED)
+        return masked_mean(values, known if num_items is None else num_items)
+    return masked_mean(values * rows.weight, num_items)

@@ -17,7 +17,7 @@ from hf_specheads.features import as_embedding, as_lm_head
 from hf_specheads.modeling import DraftHead
 from hf_specheads.unroll import DraftedPass, TrainingRows, later, row_positions
 
-from .losses import LOSSES, DraftedRows, TargetDistribution, masked_mean
+from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss
 
 DEFAULT_LOSSES = ("feature", "token", "top_k")
 DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
@@ -51,9 +51,20 @@ class PassLosses:
         return self.values["top_k"]
 
     def weighted(self, **weights: float) -> torch.Tensor:
-        """Sum of the losses times their weights, by name; EAGLE's and HASS's weights when none are given."""
+        """Sum of the losses times their weights, by name; EAGLE's and HASS's weights when none are given.
+
+        Raises:
+            ValueError: if no loss that the heads have is weighted.
+        """
         weights = weights or DEFAULT_WEIGHTS
-        return torch.stack([weights.get(name, 0.0) * value for name, value in self.values.items()]).sum()
+        # A loss of weight 0 stays out of the graph: it is only logged, and 0 times infinity would be NaN.
+        terms = [weights[name] * value for name, value in self.values.items() if weights.get(name)]
+        if not terms:
+            raise ValueError(
+                f"none of the losses these heads have, {list(self.values)}, has a weight above 0 in {weights}; set "
+                "one, e.g. `token_loss_weight`."
+            )
+        return torch.stack(terms).sum()
 
 
 class Unroll:
@@ -72,6 +83,7 @@ class Unroll:
         lm_head: The target's `lm_head`, a weight [V, H] or a module.
         num_passes: Draft positions.
         top_k: K of the top-k loss.
+        lk_decay: Of the LK loss, see [`losses.lk_loss`].
         losses: Names of the losses to compute; the feature loss is left out for heads that draft no features.
         upstream_masking: For parity with the authors' training code only: see [`unroll_losses`].
         token_ids: int64 [B, T], the token of each row, for heads that ask for it.
@@ -99,6 +111,7 @@ class Unroll:
         lm_head: torch.Tensor | nn.Module,
         num_passes: int,
         top_k: int = 10,
+        lk_decay: float = 3.0,
         losses: Sequence[str] = DEFAULT_LOSSES,
         upstream_masking: bool = False,
         token_ids: torch.Tensor | None = None,
@@ -108,7 +121,7 @@ class Unroll:
         separate_backward: bool = False,
     ):
         _check_shapes(features, next_token_ids, target_features, loss_mask, attention_mask, document_ids, position_ids)
-        self.losses, self.num_items = losses, num_items
+        self.losses, self.num_items, self.lk_decay = losses, num_items, lk_decay
         documents = _documents(next_token_ids, None if upstream_masking else attention_mask, document_ids)
         self.documents = documents.flatten()
         self.row_length = documents.shape[1]
@@ -126,8 +139,8 @@ class Unroll:
         with torch.no_grad():
             self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [S]
             self.target_features = target_features.flatten(0, 1)[self.supervised]  # [S, H]
-            labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), -100)
-            labels[:, -1] = -100  # what follows the last row is not in the batch
+            labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
+            labels[:, -1] = IGNORED  # what follows the last row is not in the batch
             self.target = TargetDistribution.from_logits(
                 rows.lm_head(self.target_features),
                 top_k,
@@ -163,9 +176,9 @@ class Unroll:
         if drafted.features is not None:
             theirs = self.target_features if kept is None else self.target_features[kept]
             features = (drafted.features.flatten(0, 1)[rows], theirs)
-        found = DraftedRows(drafted.logits(drafted.hidden.flatten(0, 1)[rows]), target, features)
+        found = DraftedRows(drafted.logits(drafted.hidden.flatten(0, 1)[rows]), target, features, self.lk_decay)
         names = [name for name in self.losses if features is not None or name != "feature"]
-        return {name: masked_mean(LOSSES[name](found) * found.weight, self.num_items) for name in names}
+        return {name: mean_loss(name, found, self.num_items) for name in names}
 
 
 def unroll_losses(
