@@ -19,7 +19,7 @@ from transformers import initialization as init
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig, DraftTreeConfig
 from ..features import target_sizes
-from ..modeling import DraftHead
+from ..modeling import DraftHead, Published
 from ..tree import MEDUSA_CHOICES
 from ..unroll import DraftedPass, TrainingRows
 
@@ -75,6 +75,12 @@ def default_tree(num_heads: int) -> DraftTreeConfig:
     return DraftTreeConfig(kind="static", choices=tuple(path for path in MEDUSA_CHOICES if len(path) <= num_heads))
 
 
+MEDUSA_PAPER = (
+    "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, "
+    "[arXiv:2401.10774](https://arxiv.org/abs/2401.10774)"
+)
+
+
 class ResidualBlock(nn.Linear):
     """`y = x + SiLU(W x + b)`, [..., H] -> [..., H] (Medusa, section 2.1.1)."""
 
@@ -93,6 +99,7 @@ class MedusaHead(DraftHead):
 
     config_class = MedusaHeadConfig
     config: MedusaHeadConfig
+    published: ClassVar[dict[str, Published]] = {"medusa": Published("Medusa", (MEDUSA_PAPER,))}
 
     def __init__(self, config: MedusaHeadConfig):
         super().__init__(config)
