@@ -10,15 +10,16 @@ import re
 from typing import Any
 
 from ..errors import UnknownFormatError
-from . import eagle, medusa
+from . import eagle, hydra, medusa
 
 OURS = "specheads"
 EAGLE = "eagle"
+HYDRA = "hydra"
 MEDUSA = "medusa"
 POSS = "poss"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
-LAYOUTS = {MEDUSA: medusa, POSS: eagle, EAGLE: eagle}
+LAYOUTS = {HYDRA: hydra, MEDUSA: medusa, POSS: eagle, EAGLE: eagle}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -36,8 +37,8 @@ def detect_from_config(config: dict[str, Any]) -> str | None:
         raise UnknownFormatError(_not_read(f"a `speculators` model of type {kind!r}"))
     if "mask_token_id" in config or "dflash_config" in config:
         raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
-    if config.get("hydra_head_arch") or "hydra_num_heads" in config:
-        raise UnknownFormatError(_not_read("Hydra heads"))
+    if (kind := config.get("hydra_head_arch")) in ("cross-attn", "eagle-attn"):
+        raise UnknownFormatError(_not_read(f"Hydra heads of the unpublished kind {kind!r}"))
     return None
 
 
@@ -59,7 +60,6 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     keys = list(shapes)
     for what, found in (
         ("P-EAGLE heads", "mask_hidden" in shapes),
-        ("Hydra heads", any(key.startswith(("hydra_mlp.", "prefix_embeding_layer.")) for key in keys)),
         ("EAGLE-3 heads", _is_eagle3(shapes, config)),
         ("heads in the older `speculators` layout", "fusion_fc.weight" in shapes),
         ("HASS heads with additional norms", "embed_layernorm.weight" in keys or "hidden_layernorm.weight" in keys),
@@ -92,8 +92,8 @@ def _is_eagle3(shapes: Shapes, config: dict[str, Any]) -> bool:
 def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, HASS, "
-        "PosS and Medusa."
+        "PosS, Medusa and Hydra."
     )
 
 
-__all__ = ["EAGLE", "LAYOUTS", "MEDUSA", "OURS", "POSS", "detect_from_config", "detect_from_keys"]
+__all__ = ["EAGLE", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "detect_from_config", "detect_from_keys"]

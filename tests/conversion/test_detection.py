@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkpoints import LLAMA_CONFIG, eagle_tensors
 
-from hf_specheads.conversion import EAGLE, MEDUSA, OURS, POSS, detect_from_config, detect_from_keys
+from hf_specheads.conversion import EAGLE, HYDRA, MEDUSA, OURS, POSS, detect_from_config, detect_from_keys
 from hf_specheads.errors import UnknownFormatError
 
 
@@ -38,6 +38,20 @@ def test_medusa(keys: list[str], config: dict) -> None:
     assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == MEDUSA
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["hydra_mlp.0.0.linear.weight", "hydra_lm_head.0.weight", "input_embed_fn.weight"],
+        ["hydra_mlp.0.1.linear.weight", "prefix_embeding_layer.layers.0.input_layernorm.weight"],
+    ],
+    ids=["Hydra", "Hydra++"],
+)
+@pytest.mark.parametrize("config", [{}, {"hydra_num_heads": 4, "hydra_head_arch": "mlp"}])
+def test_hydra(keys: list[str], config: dict) -> None:
+    assert detect_from_config(config) is None
+    assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == HYDRA
+
+
 def test_own_layout() -> None:
     assert detect_from_config({"model_type": "specheads_poss"}) == OURS
 
@@ -47,7 +61,7 @@ def test_own_layout() -> None:
     [
         ({"speculators_model_type": "eagle3"}, "speculators"),
         ({"mask_token_id": 5}, "P-EAGLE"),
-        ({"hydra_num_heads": 4, "hydra_head_arch": "mlp"}, "Hydra"),
+        ({"hydra_num_heads": 4, "hydra_head_arch": "eagle-attn"}, "Hydra .*eagle-attn"),
     ],
 )
 def test_config_names_what_is_not_read(config: dict, words: str) -> None:
@@ -65,7 +79,6 @@ def language_model_keys() -> list[str]:
         (["midlayer.hidden_norm.weight", "fc.weight", "norm.weight"], {}, "EAGLE-3"),
         (["layers.0.hidden_norm.weight", "fc.weight", "d2t"], {}, "EAGLE-3"),
         (["fc.weight", "layers.0.mlp.up_proj.weight"], {"draft_vocab_size": 40}, "EAGLE-3"),
-        (["hydra_mlp.0.0.linear.weight"], {}, "Hydra"),
         (["fusion_fc.weight", "transformer.mlp.up_proj.weight"], {}, "speculators"),
         (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
         (["fc.weight", "embed_layernorm.weight", "layers.0.mlp.up_proj.weight"], {}, "additional norms"),
