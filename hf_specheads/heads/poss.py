@@ -12,6 +12,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..modeling import Published
 from .eagle import EAGLE_PAPERS, HASS_PAPER, EagleHead, EagleHeadConfig
+from .specialists import SpecialistHeadConfig
 
 
 @strict
@@ -32,9 +33,7 @@ class PossHeadConfig(EagleHeadConfig):
 
     def validate_specialists(self) -> None:
         """POSS: any number of specialists and positions, both at least 1."""
-        for name in ("num_specialists", "positions_per_specialist"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        SpecialistHeadConfig.validate_specialists(self)
 
 
 POSS_PAPERS = (

@@ -1,0 +1,268 @@
+"""What EAGLE, HASS, POSS and EAGLE-3 heads share: decoder layers over fused rows, one layer per position specialist.
+
+A *row* fuses what is known of one token: the embedding of the token after it and a feature, the target's or a drafted
+one. A layer reads the rows of committed tokens and of the tree so far; its output is the drafted state that the next
+draft position's rows are fused with. (EAGLE, arXiv 2401.15077, section 3.2; POSS, arXiv 2506.03566.)
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..cache import DraftCache
+from ..configuration import DraftHeadConfig
+from ..errors import WarmStartError
+from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
+from ..modeling import DraftHead
+
+# What heads of a warm start hand on, besides their weights.
+LAYER_FIELDS = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+    "rope_parameters", "max_position_embeddings", "attention_bias", "attention_out_bias", "mlp_bias",
+)  # fmt: skip
+
+
+@strict
+class SpecialistHeadConfig(DraftHeadConfig):
+    r"""Configuration of heads made of Llama decoder layers.
+
+    Args:
+        intermediate_size: Width of the SwiGLU MLP.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
+        hidden_act: Activation of the MLP.
+        rms_norm_eps: Epsilon of the norms.
+        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
+        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
+        attention_out_bias: Bias of the output projection.
+        mlp_bias: Bias of the MLP projections.
+        num_specialists: Decoder layers L.
+        positions_per_specialist: Draft positions per specialist (`position_per_layer` in PosS's code).
+        trained_positions: Draft positions the training unrolled, `None` if unknown.
+    """
+
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *DraftHeadConfig.required_fields, "intermediate_size", "num_attention_heads",
+    )  # fmt: skip
+
+    intermediate_size: int = 11008
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    num_specialists: int = 1
+    positions_per_specialist: int = 1
+    trained_positions: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}."
+            )
+        self.validate_specialists()
+
+    def validate_specialists(self) -> None:
+        """Any number of specialists and positions, both at least 1."""
+        for name in ("num_specialists", "positions_per_specialist"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
+
+class SpecialistHead(DraftHead):
+    """Decoder layers over fused rows: drafting with one draft cache per layer, and warm starts.
+
+    Families say how a row is fused ([`fuse`], [`fuse_drafted`]), what layers are made of ([`build_layers`]), and how
+    they are trained.
+    """
+
+    config_class = SpecialistHeadConfig
+    config: SpecialistHeadConfig
+
+    def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
+        """The decoder layers, one per specialist."""
+        return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
+
+    def specialist_state(self, specialist: int) -> dict[str, torch.Tensor]:
+        """Weights of one specialist, by the names of its decoder layer."""
+        return self.layers[specialist].state_dict()
+
+    def specialist_of(self, position: int) -> int:
+        """Specialist in charge of draft position `position` (0-based); the last one continues past its positions."""
+        return min(position // self.config.positions_per_specialist, self.config.num_specialists - 1)
+
+    def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Embeddings of tokens [B, R] on a device, the target's unless the heads have their own: [B, R, E]."""
+        return self.borrowed.embed_tokens(token_ids).to(device)
+
+    def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Rows of target features: [B, R, E] and [B, R, F] -> [B, R, *]."""
+        raise NotImplementedError
+
+    def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """Rows of drafted states: [B, R, E] and [B, R, h] -> [B, R, *], as wide as those of [`fuse`]."""
+        return self.fuse(embeddings, drafted)
+
+    def forward(
+        self,
+        fused: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        specialist: int = 0,
+        num_queries: int | None = None,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        """One specialist over rows to append: the only forward, for prefill, drafting and training.
+
+        Args:
+            fused: [B, R, *], rows from [`fuse`].
+            position_ids: [B, R], rope positions of the rows.
+            attention_mask: Additive float [B, 1, Q, cached + R] over cached and new rows; `None` only for one query
+                that sees everything, or for Q = R rows of plain causal attention on an empty cache.
+            past_key_values: Cache to append to, or `None`.
+            specialist: Index of the decoder layer.
+            num_queries: Q, how many of the last rows to compute outputs for; default all, 0 only fills the cache.
+            attention_function: Replacement for the attention implementation, of transformers' signature.
+
+        Returns:
+            Drafted states of the last Q rows, [B, Q, h].
+        """
+        rotary = self.rotary_emb(fused, position_ids)
+        queries = fused.shape[1] if num_queries is None else num_queries
+        layer = self.layers[specialist]
+        return layer(fused, rotary, attention_mask, past_key_values, queries, attention_function)
+
+    # ------------------------------------------------------------------ drafting
+    def new_draft_cache(self) -> DraftCache:
+        return DraftCache(self.config.num_specialists)
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cache.drop_drafted()
+        fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
+        rows = fused.shape[1]
+        positions = self._positions(fused, cache.committed)
+        mask = self._context_mask(cache, rows, fused)
+        drafted = self(fused, positions, mask, cache, specialist=0, num_queries=1)
+        # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
+        for specialist in range(1, self.specialist_of(self.tree_config.depth - 1) + 1):
+            self(fused, positions, None, cache, specialist, num_queries=0)
+        cache.commit(rows)
+        return drafted, self.draft_logits(drafted)
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nodes = token_ids.shape[1]
+        fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
+        cache.drafted_inputs.append(fused)
+        specialist = self.specialist_of(position)
+        # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
+        first = cache.levels_in(specialist)
+        rows = torch.cat(cache.drafted_inputs[first:], dim=1)
+        levels = [torch.full_like(level[0, :, 0], cache.committed + first + i, dtype=torch.long)
+                  for i, level in enumerate(cache.drafted_inputs[first:])]  # fmt: skip
+        positions = torch.cat(levels)[None].expand(fused.shape[0], -1)
+        mask = self._tree_mask(cache, visible, fused)
+        drafted = self(rows, positions, mask, cache, specialist, num_queries=nodes)
+        return drafted, self.draft_logits(drafted)
+
+    # ------------------------------------------------------------------ training
+    @property
+    def default_passes(self) -> int:
+        config = self.config
+        passes = config.trained_positions or config.num_specialists * config.positions_per_specialist
+        return max(passes, 1)
+
+    def passes_problem(self, num_passes: int) -> str | None:
+        config, reached = self.config, self.specialist_of(num_passes - 1) + 1
+        if reached >= config.num_specialists:
+            return None
+        needed = (config.num_specialists - 1) * config.positions_per_specialist + 1
+        return (
+            f"trains {reached} of {config.num_specialists} specialists with {config.positions_per_specialist} "
+            f"position(s) each; set num_passes to at least {needed}."
+        )
+
+    @torch.no_grad()
+    def start_from(self, source: DraftHead) -> None:
+        """Copies the shared weights and the layers of `source`; specialists it lacks start as its last layer."""
+        last = source.config.num_specialists - 1
+        weights = {name: value for name, value in source.state_dict().items() if not name.startswith("layers.")}
+        for index in range(self.config.num_specialists):
+            layer = source.specialist_state(min(index, last))
+            weights |= {f"layers.{index}.{name}": value for name, value in layer.items()}
+        try:
+            self.load_state_dict(weights)
+        except RuntimeError as error:
+            raise WarmStartError(
+                f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "
+                f"`from_heads`, or drop `from_heads`. {error}"
+            ) from error
+
+    @staticmethod
+    def _positions(rows: torch.Tensor, first: int) -> torch.Tensor:
+        return torch.arange(first, first + rows.shape[1], device=rows.device)[None].expand(rows.shape[0], -1)
+
+    @staticmethod
+    def _context_mask(cache: DraftCache, rows: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Mask of the last committed row, which sees every row but padding: `None` if there is no padding."""
+        if cache.context_mask is None:
+            return None
+        seen = cache.context_mask.new_ones(like.shape[0], cache.committed + rows)
+        known = min(seen.shape[1], cache.context_mask.shape[1])
+        seen[:, :known] = cache.context_mask[:, :known]
+        return additive_mask(seen[:, None, None], like.dtype)
+
+    @staticmethod
+    def _tree_mask(cache: DraftCache, visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """[B, 1, K, committed + drafted rows]: all committed rows but padding, and the node's own ancestors."""
+        batch, nodes, _ = visible.shape
+        context = visible.new_ones(batch, nodes, cache.committed)
+        if cache.context_mask is not None:
+            context = context & cache.context_mask[:, None]
+        return additive_mask(torch.cat([context, visible], dim=-1)[:, None], like.dtype)
