@@ -280,7 +280,8 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         loss = 0.0
         for name, value in components.items():
             kind, _, position = name.rpartition("_loss_")
-            loss += self.args.loss_weights[kind] * self.args.pass_decay ** (int(position) - 1) * value
+            if weight := self.args.loss_weights[kind]:
+                loss += weight * self.args.pass_decay ** (int(position) - 1) * value
         metrics = {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
