@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -101,6 +103,27 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
         )
         residual = hidden_states[:, -num_queries:] + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def validate_layer(config: DraftHeadConfig) -> None:
+    """Checks a config's fields of a decoder layer.
+
+    Raises:
+        ValueError: for an impossible value.
+    """
+    config._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"`num_attention_heads` ({config.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+            f"({config.num_key_value_heads})."
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"`head_dim` must be even for rotary positions, got {config.head_dim}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"`hidden_act` must be an activation transformers knows, got {config.hidden_act!r}.")
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}.")
 
 
 def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:

@@ -17,20 +17,23 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
-from ..modeling import DraftHead
+from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target, validate_layer
+from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, visible_rows
 from ..unroll import DraftedPass, TrainingRows, later
 from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
 
 ARCHITECTURES = ("mlp", "prefix-mlp")
+HYDRA_PAPER = (
+    "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding, "
+    "[arXiv:2402.05109](https://arxiv.org/abs/2402.05109)"
+)
 
 
 @strict
@@ -115,19 +118,7 @@ class HydraHeadConfig(DraftHeadConfig):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`dropout` must be at least 0 and below 1, got {self.dropout}.")
         if self.head_arch == "prefix-mlp":
-            self._validate_layer()
-
-    def _validate_layer(self) -> None:
-        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
-                f"({self.num_key_value_heads})."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
+            validate_layer(self)
 
 
 class GroundedBlock(nn.Module):
@@ -177,6 +168,7 @@ class HydraHead(DraftHead):
 
     config_class = HydraHeadConfig
     config: HydraHeadConfig
+    published: ClassVar[dict[str, Published]] = {"hydra": Published("Hydra", (HYDRA_PAPER,))}
 
     def __init__(self, config: HydraHeadConfig):
         super().__init__(config)
@@ -273,7 +265,8 @@ class HydraHead(DraftHead):
     def _dropped(self, values: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(values, self.config.dropout, self.training)
 
-    def _position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+    def position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
+        """Draft logits of a draft position in fp32, [..., V], from inputs as in [`forward`]."""
         hidden = self(inputs, position)
         return self.draft_logits(hidden) if self.lm_heads is None else self.lm_heads[position](hidden).float()
 
@@ -305,7 +298,7 @@ class HydraHead(DraftHead):
         cache.commit(rows)
         if self.config.grounded:
             state = self._with_tokens(state, token_ids[:, -1:])
-        return state, self._position_logits(state, 0)
+        return state, self.position_logits(state, 0)
 
     def extend_draft(
         self,
@@ -317,10 +310,10 @@ class HydraHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; a node's state is its parent's with the node's own embedding appended."""
         if not self.config.grounded:
-            logits = self._position_logits(features[:, :1], position)
+            logits = self.position_logits(features[:, :1], position)
             return features, logits.expand(-1, token_ids.shape[1], -1)
         state = self._with_tokens(features, token_ids)
-        return state, self._position_logits(state, position)
+        return state, self.position_logits(state, position)
 
     def _with_tokens(self, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         embeddings = self.borrowed.embed_tokens(token_ids).to(states.device, states.dtype)

@@ -14,14 +14,12 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target
+from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target, validate_layer
 from ..modeling import DraftHead
 
 # What heads of a warm start hand on, besides their weights.
@@ -82,21 +80,7 @@ class SpecialistHeadConfig(DraftHeadConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        self._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
-                f"({self.num_key_value_heads})."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}.")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be an activation transformers knows, got {self.hidden_act!r}.")
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(
-                f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}."
-            )
+        validate_layer(self)
         self.validate_specialists()
 
     def validate_specialists(self) -> None:
