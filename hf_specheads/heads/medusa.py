@@ -53,7 +53,7 @@ class MedusaHeadConfig(DraftHeadConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.tree_config is None:
-            self.tree_config = default_tree(self.num_heads).to_dict()
+            self.tree_config = default_tree(max(self.num_heads, 1)).to_dict()
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
