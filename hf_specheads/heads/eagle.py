@@ -14,11 +14,15 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..cache import DraftCache
 from ..errors import WarmStartError
 from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, document_starts, next_stream, visible_rows
 from ..unroll import DraftedPass, TrainingRows
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
+
+# What a row at position j is made of, next to the feature f_j or alone: the token after it, or its own.
+INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 
 
 @strict
@@ -27,14 +31,22 @@ class EagleHeadConfig(SpecialistHeadConfig):
 
     Args:
         fc_bias: Whether `fc` has a bias (published files differ; the keys decide on import).
+        inputs: What the row at position j is made of, the ablation of EAGLE's section 4.3.2:
+            `"feature+shifted_token"`: f_j and the token x_{j+1}, which the feature does not know yet (EAGLE itself);
+            `"feature+token"`: f_j and its own token x_j; `"token"`: x_{j+1} alone, a small language model;
+            `"feature"`: f_j alone. (The paper leaves `fc` out where there is one input; here it always is there, as
+            wide as its inputs.)
     """
 
     model_type = "specheads_eagle"
 
     fc_bias: bool = True
+    inputs: str = INPUTS[0]
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        if self.inputs not in INPUTS:
+            raise ValueError(f"`inputs` must be one of {list(INPUTS)}, got {self.inputs!r}.")
         if self.hidden_size != self.feature_size:
             raise ValueError(
                 f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
@@ -64,7 +76,8 @@ HASS_PAPER = (
 class EagleHead(SpecialistHead):
     """One-layer draft head: `g = layer(fc([e(x_{j+1}) ; f_j]))`, logits = target `lm_head(g)`, g is fed back.
 
-    No norm before attention, no final norm; embedding and `lm_head` are the target's.
+    No norm before attention, no final norm; embedding and `lm_head` are the target's. With `config.inputs` other than
+    EAGLE's own, a row is made of what that says.
     """
 
     config_class = EagleHeadConfig
@@ -76,23 +89,67 @@ class EagleHead(SpecialistHead):
 
     def __init__(self, config: EagleHeadConfig):
         super().__init__(config)
-        self.fc = nn.Linear(config.embedding_size + config.feature_size, config.hidden_size, bias=config.fc_bias)
+        width = config.embedding_size * ("token" in config.inputs) + config.feature_size * ("feature" in config.inputs)
+        self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """`fc([embedding ; feature])`: [B, R, E] and [B, R, H] -> [B, R, h]."""
+        """`fc([embedding ; feature])`, or of one of them: [B, R, E] and [B, R, H] -> [B, R, h]."""
         dtype = self.fc.weight.dtype
+        if self.config.inputs == "token":
+            return self.fc(embeddings.to(dtype))
+        if self.config.inputs == "feature":
+            return self.fc(features.to(dtype))
         return self.fc(torch.cat([embeddings.to(dtype), features.to(dtype)], dim=-1))
+
+    # ------------------------------------------------------------------ drafting
+    @property
+    def reads_own_token(self) -> bool:
+        """Whether a row is made of its own token. A node's row is then that of its parent's token and feature, so a
+        state is [embedding of the node's token ; drafted feature], wide enough to make the rows of its children."""
+        return self.config.inputs == "feature+token"
+
+    def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        if not self.reads_own_token:
+            return self.fuse(embeddings, drafted)
+        return self.fc(drafted.to(self.fc.weight.dtype))
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in the contract. Where rows are made of their own tokens and the prompt was given as embeddings, the
+        first row's token is taken for token 0: it costs drafts, not exactness."""
+        if not self.reads_own_token:
+            return super().start_draft(cache, token_ids, features)
+        drafted, logits = super().start_draft(cache, token_ids.roll(1, dims=1), features)
+        return self._with_token(token_ids[:, -1:], drafted), logits
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        drafted, logits = super().extend_draft(cache, position, token_ids, features, visible)
+        return (self._with_token(token_ids, drafted) if self.reads_own_token else drafted), logits
+
+    def _with_token(self, token_ids: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.embed(token_ids, drafted.device).to(drafted.dtype), drafted], dim=-1)
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Every pass reads the target's features and, nearer than its draft position, those that passes before it
         drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position."""
         starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
+        token_ids = rows.token_ids if self.reads_own_token else rows.next_token_ids
+        if token_ids is None:
+            raise ValueError(f"heads with inputs={self.config.inputs!r} need the rows' own `token_ids`; pass them.")
         with torch.no_grad():
-            embeddings = rows.embed(rows.next_token_ids)
+            embeddings = rows.embed(token_ids)
         stream = rows.features
         fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
         read: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
@@ -120,4 +177,12 @@ class EagleHead(SpecialistHead):
                 f"`from_heads` must be loaded EAGLE, HASS or POSS heads, got {type(source).__name__}; "
                 "pass load_heads(...)."
             )
-        return {name: getattr(source.config, name) for name in ("fc_bias", *LAYER_FIELDS)}
+        return {name: getattr(source.config, name) for name in ("fc_bias", "inputs", *LAYER_FIELDS)}
+
+    def start_from(self, source: DraftHead) -> None:
+        if source.config.inputs != self.config.inputs:
+            raise WarmStartError(
+                f"`from_heads` read inputs={source.config.inputs!r} and the new heads {self.config.inputs!r}; leave "
+                "`inputs` out, or drop `from_heads`."
+            )
+        super().start_from(source)
