@@ -14,13 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import (
+    VOCAB,
+    chi_square,
+    critical_value,
+    five_token_target,
+    largest_error,
+    sample,
+    target_distribution,
+)
 from stubs import random_heads
-from targets import shared_target
 
 from hf_specheads import generation
 
-VOCAB, LENGTH = 5, 3
-PROMPT = torch.tensor([[3, 4, 3, 1, 2, 4]])
+LENGTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -31,60 +38,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def five_token_target():
-    return shared_target("llama", vocab_size=VOCAB, num_hidden_layers=1, seed=2)
-
-
 def heads_for(target, exact_seed: bool, **tree: Any):
     heads = random_heads(target, **({"depth": 3, "top_k": 2, "total_tokens": 6} | tree))
     heads.exact_seed = exact_seed
     return heads
-
-
-def sample(target, heads=None, new_tokens: int = LENGTH, **options: Any) -> torch.Tensor:
-    """New tokens of one sampled generation; no warper unless asked for."""
-    options = {"top_k": 0, "do_sample": True, "max_new_tokens": new_tokens} | options
-    mask = torch.ones_like(PROMPT)
-    return target.generate(PROMPT, attention_mask=mask, assistant_model=heads, **options)[0, PROMPT.shape[1] :]
-
-
-# ---------------------------------------------------------------------- the target's distribution, naively
-
-
-def processed(logits: torch.Tensor, ids: list[int], setting: dict[str, Any]) -> torch.Tensor:
-    """Probabilities [V] after penalty, temperature, top-k and top-p, in this order, written out by hand."""
-    logits = logits.clone()
-    for token in set(ids):
-        penalty = setting.get("repetition_penalty", 1.0)
-        logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
-    logits = logits / setting.get("temperature", 1.0)
-    order = logits.argsort(descending=True)
-    logits[order[setting.get("top_k") or VOCAB :]] = -torch.inf
-    probabilities, before = logits.softmax(-1), 0.0
-    for token in order.tolist():  # keep the smallest set of best tokens whose mass reaches top_p
-        if before >= setting.get("top_p", 1.0) - 1e-9:
-            logits[token] = -torch.inf
-        before += probabilities[token].item()
-    return logits.softmax(-1)
-
-
-@torch.no_grad()
-def target_distribution(target, setting: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `length` tokens, from forwards without cache."""
-    outputs = list(itertools.product(range(VOCAB), repeat=length))
-    ids = torch.cat([PROMPT.expand(len(outputs), -1), torch.tensor(outputs)], dim=1)
-    logits = target(ids).logits[:, PROMPT.shape[1] - 1 : -1]
-    known: dict[tuple[int, ...], torch.Tensor] = {}
-    result = {}
-    for row, output in enumerate(outputs):
-        probability = 1.0
-        for step, token in enumerate(output):
-            if output[:step] not in known:
-                context = PROMPT[0].tolist() + list(output[:step])
-                known[output[:step]] = processed(logits[row, step], context, setting)
-            probability *= known[output[:step]][token].item()
-        result[output] = probability
-    return result
 
 
 # ---------------------------------------------------------------------- the algorithm's distribution, by enumeration
@@ -137,10 +94,6 @@ def algorithm_distribution(script: Script, target, heads, setting: dict[str, Any
     return {wanted: script.run(wanted, lambda: sample(target, heads, **setting)) for wanted in outputs}
 
 
-def largest_error(a: dict, b: dict) -> float:
-    return max(abs(a[output] - b[output]) for output in b)
-
-
 @pytest.mark.parametrize(
     ("setting", "exact_seed"),
     [("all", True), ("all", False), ("plain", False), ("top-p", False), ("top-k", True), ("repetition", True)],
@@ -186,20 +139,6 @@ def test_planted_bug_is_found_by_enumeration(exact_seed, monkeypatch):
 
 
 # ---------------------------------------------------------------------- the real random numbers
-
-
-def chi_square(counts: Counter, expected: dict[Any, float], samples: int) -> tuple[float, int]:
-    """Statistic and degrees of freedom; cells expected fewer than 5 times are pooled."""
-    large = [cell for cell, probability in expected.items() if samples * probability >= 5]
-    cells = [(counts[cell], samples * expected[cell]) for cell in large]
-    cells.append((samples - sum(c for c, _ in cells), samples - sum(e for _, e in cells)))
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells if mean > 1e-9)
-    return statistic, len(large)
-
-
-def critical_value(freedom: int, z: float = 4.0) -> float:
-    """Wilson and Hilferty's approximation; z = 4 is passed by chance once in 30000 runs (the seed is fixed)."""
-    return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 def sampled_statistic(exact_seed: bool, setting: dict[str, Any], **tree: Any) -> tuple[float, float]:
