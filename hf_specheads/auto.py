@@ -12,17 +12,28 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .features import BorrowedModules
-from .heads import DraftLanguageModel, EagleHead, HydraHead, MedusaHead, PossHead, PossLoraHead
+from .heads import (
+    DraftLanguageModel,
+    Eagle3Head,
+    EagleHead,
+    HydraHead,
+    MedusaHead,
+    PossEagle3Head,
+    PossHead,
+    PossLoraHead,
+)
 from .modeling import DraftHead
 
 # The one place that lists the methods; a new family adds its row.
 METHODS: dict[str, type[DraftHead]] = {
     "draft-lm": DraftLanguageModel,
     "eagle": EagleHead,
+    "eagle3": Eagle3Head,
     "hass": EagleHead,
     "hydra": HydraHead,
     "medusa": MedusaHead,
     "poss": PossHead,
+    "poss-eagle3": PossEagle3Head,
     "poss-lora": PossLoraHead,
 }
 HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head in METHODS.values()}
@@ -100,7 +111,8 @@ class AutoDraftHead:
             dtype: Type of the weights, default the target's.
             device: Where they live, default the device of the target's `lm_head`.
             **config: Fields of the heads' config, e.g. `num_specialists=2, positions_per_specialist=3`;
-                `tree_config` may be a [`DraftTreeConfig`] or a dict with some of its fields.
+                `tree_config` may be a [`DraftTreeConfig`] or a dict with some of its fields. EAGLE-3 heads also take
+                `draft_token_ids`, the tokens of their draft vocabulary.
 
         Raises:
             ValueError: for an unknown method or option, or a target that is no language model.
@@ -111,6 +123,7 @@ class AutoDraftHead:
             raise ValueError(f"`method` must be one of {sorted(METHODS)}, got {method!r}.")
         head_class = METHODS[method]
         config_class = head_class.config_class
+        config, kept_in_weights = head_class.split_options(config)
         _refuse_unknown_options(config_class, config)
         fields = config_class.fields_for_target(target, method)
         if from_heads is not None:
@@ -122,9 +135,9 @@ class AutoDraftHead:
         heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))
         heads.remember_target(target)
         if from_heads is None:
-            heads.start_from_target(target)
+            heads.start_from_target(target, **kept_in_weights)
         else:
-            heads.start_from(from_heads)
+            heads.start_from(from_heads, **kept_in_weights)
         return heads.to(device=device or BorrowedModules.of(target).device, dtype=dtype or target.dtype)
 
 

@@ -99,11 +99,11 @@ def _load_folder(
         layout = detect_from_keys(checkpoint.shapes, raw_config)
         converted = LAYOUTS[layout].convert(raw_config, checkpoint.tensors, name, positions)
         config, tensors, notes = converted.config, converted.tensors, converted.assumptions
-    check_dtypes(tensors, checkpoint.files[0])
+    head_class = HEADS[config.model_type]
+    check_dtypes(tensors, checkpoint.files[0], head_class.integer_tensors)
     _log_found(name, layout, config, notes)
     if dtype in (None, "auto"):
         dtype = next(tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
-    head_class = HEADS[config.model_type]
     return head_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map)
 
 

@@ -55,6 +55,8 @@ class DraftHead(PreTrainedModel):
     config: DraftHeadConfig
     # The methods a class serves, for model cards.
     published: ClassVar[dict[str, Published]] = {}
+    # Saved tensors that are no floating-point weights, with their types.
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -244,6 +246,12 @@ class DraftHead(PreTrainedModel):
         kept = ("tree_config", "target", "method", "train_max_length", "architectures", "dtype")
         return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
+
+    @classmethod
+    def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Options of `AutoDraftHead.from_target` apart: fields of the config, and what is kept in the weights instead,
+        which [`start_from_target`] and [`start_from`] are given by name."""
+        return options, {}
 
     def start_from_target(self, target: PreTrainedModel) -> None:
         """Weights that fresh heads take over from their target; none unless the family says so."""

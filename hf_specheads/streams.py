@@ -74,18 +74,20 @@ class StreamAttention:
         num_streams: F.
         phantom_columns: Reproduce the attention of HASS's and PosS's training code, which multiplies scores by a 0/1
             mask: each of the T - 1 - t future rows then adds exp(0) to the softmax's denominator.
+        own_rows: A row sees its own row of every later stream, and of stream 0 all that is visible: streams whose row
+            t belongs to the round with root t (EAGLE-3's training-time test).
     """
 
-    def __init__(self, visible: torch.Tensor, num_streams: int, phantom_columns: bool = False):
+    def __init__(self, visible: torch.Tensor, num_streams: int, phantom_columns: bool = False, own_rows: bool = False):
         batch, rows, _ = visible.shape
         self.num_streams = num_streams
         index = torch.arange(rows, device=visible.device)
-        triangle = visible & (index[:, None] - index >= num_streams - 1)
-        # Column of stream s: the row at lag F - 1 - s.
-        band = [
-            nn.functional.pad(visible.diagonal(-lag, dim1=1, dim2=2), (lag, 0))
-            for lag in range(min(num_streams - 2, rows - 1), -1, -1)
-        ]
+        last = num_streams - 1
+        triangle = visible if own_rows else visible & (index[:, None] - index >= last)
+        # The later streams that have a visible row, each with its lag.
+        self.band = [(stream, 0 if own_rows else last - stream) for stream in range(1, num_streams)]
+        self.band = [(stream, lag) for stream, lag in self.band if lag < rows]
+        band = [nn.functional.pad(visible.diagonal(-lag, dim1=1, dim2=2), (lag, 0)) for _, lag in self.band]
         self.band_width = len(band)
         blocks = [triangle] + [column[..., None] for column in band]
         self.mask = additive(torch.cat(blocks, dim=-1)[:, None])  # [B, 1, T, T + F - 1]
@@ -101,8 +103,8 @@ class StreamAttention:
         batch, heads, rows, width = states.shape
         streams = states.view(batch, heads, self.num_streams, rows // self.num_streams, width)
         columns = []
-        for lag in range(self.band_width - 1, -1, -1):
-            stream = streams[:, :, self.num_streams - 1 - lag]
+        for number, lag in self.band:
+            stream = streams[:, :, number]
             columns.append(nn.functional.pad(stream[:, :, : stream.shape[2] - lag], (0, 0, lag, 0)))
         return torch.stack(columns, dim=2).repeat_interleave(groups, dim=1)
 

@@ -7,6 +7,7 @@ from .config import DraftHeadTrainingArguments
 from .data import PackedCollator, PaddedCollator, prepare_dataset
 from .trainer import DraftHeadTrainer
 from .unroll import PassLosses, Unroll, unroll_losses
+from .vocabulary import frequent_tokens
 
 __all__ = [
     "DraftHeadTrainer",
@@ -15,6 +16,7 @@ __all__ = [
     "PaddedCollator",
     "PassLosses",
     "Unroll",
+    "frequent_tokens",
     "prepare_dataset",
     "unroll_losses",
 ]

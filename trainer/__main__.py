@@ -24,9 +24,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_specheads import AutoDraftHead, load_heads
 
 from .config import DraftHeadTrainingArguments
+from .data import prepare_dataset
 from .facts import training_facts, write_facts
 from .recipe import Recipe, RecipeError, read_recipe, shipped_recipes
 from .trainer import DraftHeadTrainer
+from .vocabulary import frequent_tokens
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -80,9 +82,16 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
         base = load_heads(
             recipe.from_heads, dtype=heads_dtype, positions_per_specialist=recipe.from_positions_per_specialist
         )
-    heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **recipe.heads)
     with args.main_process_first(desc="loading data"):
         train, held_out = load_datasets(recipe)
+        options = dict(recipe.heads)
+        size = options.get("draft_vocab_size")
+        if size is not None and base is None and "draft_token_ids" not in options:
+            train = prepare_dataset(train, tokenizer, args.max_length)
+            vocab_size = target.config.get_text_config(decoder=True).vocab_size
+            options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
+            options["draft_vocab_size"] = len(options["draft_token_ids"])
+    heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
     return DraftHeadTrainer(
         model=heads,
         target=target,

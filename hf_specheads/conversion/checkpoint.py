@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,14 +155,24 @@ def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
             )
 
 
-def check_dtypes(tensors: dict[str, torch.Tensor], where: Path) -> None:
+def check_dtypes(
+    tensors: dict[str, torch.Tensor], where: Path, integer_tensors: Mapping[str, torch.dtype] | None = None
+) -> None:
     """Refuses weights of a type other than fp16, bf16, fp32, fp64.
+
+    Args:
+        tensors: Key to tensor.
+        where: Their file.
+        integer_tensors: Tensors that are no weights, and their types.
 
     Raises:
         CheckpointValueError: naming the tensor and its type.
     """
     for key, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_DTYPES:
+        if (wanted := (integer_tensors or {}).get(key)) is not None:
+            if tensor.dtype != wanted:
+                raise CheckpointValueError(f"{key} in {where} is of type {tensor.dtype}, expected {wanted}.")
+        elif tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointValueError(
                 f"{key} in {where} is of type {tensor.dtype}; weights of draft heads are fp16, bf16 or fp32. "
                 "Quantised heads are not supported."

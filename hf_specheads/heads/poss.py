@@ -36,12 +36,11 @@ class PossHeadConfig(EagleHeadConfig):
         SpecialistHeadConfig.validate_specialists(self)
 
 
-POSS_PAPERS = (
+POSS_PAPER = (
     "POSS: Position Specialist Generates Better Draft for Speculative Decoding, "
-    "[arXiv:2506.03566](https://arxiv.org/abs/2506.03566)",
-    HASS_PAPER,
-    *EAGLE_PAPERS,
+    "[arXiv:2506.03566](https://arxiv.org/abs/2506.03566)"
 )
+POSS_PAPERS = (POSS_PAPER, HASS_PAPER, *EAGLE_PAPERS)
 
 
 class PossHead(EagleHead):

@@ -108,6 +108,14 @@ class SpecialistHead(DraftHead):
         """Weights of one specialist, by the names of its decoder layer."""
         return self.layers[specialist].state_dict()
 
+    def layers_from(self, source: "SpecialistHead") -> dict[str, torch.Tensor]:
+        """Weights for our layers in a warm start, by our names."""
+        last, weights = source.config.num_specialists - 1, {}
+        for index in range(self.config.num_specialists):
+            layer = source.specialist_state(min(index, last))
+            weights |= {f"layers.{index}.{name}": value for name, value in layer.items()}
+        return weights
+
     def specialist_of(self, position: int) -> int:
         """Specialist in charge of draft position `position` (0-based); the last one continues past its positions."""
         return min(position // self.config.positions_per_specialist, self.config.num_specialists - 1)
@@ -123,6 +131,10 @@ class SpecialistHead(DraftHead):
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         """Rows of drafted states: [B, R, E] and [B, R, h] -> [B, R, *], as wide as those of [`fuse`]."""
         return self.fuse(embeddings, drafted)
+
+    def drafted_state(self, outputs: torch.Tensor) -> torch.Tensor:
+        """What is fed back of a layer's outputs, [B, Q, h]."""
+        return outputs
 
     def forward(
         self,
@@ -152,7 +164,7 @@ class SpecialistHead(DraftHead):
         rotary = self.rotary_emb(fused, position_ids)
         queries = fused.shape[1] if num_queries is None else num_queries
         layer = self.layers[specialist]
-        return layer(fused, rotary, attention_mask, past_key_values, queries, attention_function)
+        return self.drafted_state(layer(fused, rotary, attention_mask, past_key_values, queries, attention_function))
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:
@@ -215,13 +227,9 @@ class SpecialistHead(DraftHead):
     @torch.no_grad()
     def start_from(self, source: DraftHead) -> None:
         """Copies the shared weights and the layers of `source`; specialists it lacks start as its last layer."""
-        last = source.config.num_specialists - 1
         weights = {name: value for name, value in source.state_dict().items() if not name.startswith("layers.")}
-        for index in range(self.config.num_specialists):
-            layer = source.specialist_state(min(index, last))
-            weights |= {f"layers.{index}.{name}": value for name, value in layer.items()}
         try:
-            self.load_state_dict(weights)
+            self.load_state_dict(weights | self.layers_from(source))
         except RuntimeError as error:
             raise WarmStartError(
                 f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "

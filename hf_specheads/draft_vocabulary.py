@@ -1,0 +1,58 @@
+"""Draft vocabularies: the part of the target's vocabulary that a head of its own `lm_head` drafts over (EAGLE-3).
+
+Stored as the authors store it, in two tensors next to the weights: `d2t` int64 [Vd] holds **offsets**, draft id i
+stands for token `i + d2t[i]`; `t2d` bool [V] says which tokens can be drafted. Token ids ascend with draft ids, so
+that `logits[..., t2d]` are the target's logits in the order of the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
+    """Why token ids are no draft vocabulary of a target with `vocab_size` tokens, `None` if they are one.
+
+    Args:
+        token_ids: int64 [Vd], in the order of the draft logits.
+        vocab_size: V.
+    """
+    if token_ids.dim() != 1 or not 1 <= len(token_ids) <= vocab_size:
+        return f"a draft vocabulary holds 1 to {vocab_size} token ids, got a tensor of shape {list(token_ids.shape)}"
+    if bool(((token_ids < 0) | (token_ids >= vocab_size)).any()):
+        outside = int(token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0])
+        return f"the draft vocabulary has the token id {outside}, and the target's ids are 0 to {vocab_size - 1}"
+    if bool((token_ids[1:] <= token_ids[:-1]).any()):
+        return "the token ids of a draft vocabulary must ascend, each once"
+    return None
+
+
+def mapping_problem(d2t: torch.Tensor, t2d: torch.Tensor) -> str | None:
+    """Why `d2t` [Vd] and `t2d` [V] contradict each other or are no draft vocabulary, `None` if they fit."""
+    token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
+    if problem := draft_ids_problem(token_ids, len(t2d)):
+        return problem
+    drafted = t2d.nonzero()[:, 0]
+    if len(drafted) != len(d2t):
+        return f"`t2d` marks {len(drafted)} tokens, and `d2t` has {len(d2t)}"
+    if bool((drafted != token_ids).any()):
+        return "`t2d` marks other tokens than those `d2t` leads to"
+    return None
+
+
+def mapping_of(token_ids: torch.Tensor | Sequence[int], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`d2t` int64 [Vd] and `t2d` bool [V] of a draft vocabulary, given in any order.
+
+    Raises:
+        ValueError: for ids that repeat or that the target does not have.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long).cpu()
+    if ids.dim() == 1:
+        ids = ids.sort().values
+    if problem := draft_ids_problem(ids, vocab_size):
+        raise ValueError(f"{problem}; choose others, e.g. `hf_specheads.trainer.frequent_tokens(...)`.")
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return ids - torch.arange(len(ids)), t2d

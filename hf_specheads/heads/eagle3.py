@@ -1,0 +1,380 @@
+"""EAGLE-3 heads: one decoder layer over three levels of the target, with a vocabulary of its own (arXiv 2503.01840).
+
+    u   = fc([r_low ; r_mid ; r_high])            target features; a drafted state g takes the place of u as it is
+    a   = u + attention([norm(e(x_{j+1})) ; norm(u)])
+    g   = a + mlp(norm(a))
+    logits over the draft vocabulary = lm_head(norm(g))
+
+A level is what *enters* a layer of the target, without any norm. The state that is fed back is g before its norm.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ..draft_vocabulary import mapping_of, mapping_problem
+from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
+from ..layers import DraftAttention, DraftDecoderLayer
+from ..modeling import DraftHead, Published
+from ..streams import StreamAttention, visible_rows
+from ..unroll import DraftedPass, TrainingRows, later
+from .medusa import output_weight
+from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
+
+# What heads of a warm start hand on, besides their weights and layer.
+EAGLE3_FIELDS = (
+    "hidden_size", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
+    "norm_before_fc", "fc_norm",
+)  # fmt: skip
+TEST_TIME_PASSES = 7
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...] | None:
+    """Low, middle and high level of a target: 2, N // 2, N - 3; `None` where they are not three ascending ones."""
+    levels = (2, num_layers // 2, num_layers - 3)
+    return levels if levels[0] < levels[1] < levels[2] else None
+
+
+@strict
+class Eagle3HeadConfig(SpecialistHeadConfig):
+    r"""Configuration of EAGLE-3 heads.
+
+    Args:
+        feature_layers: Hidden states of the target that make up a feature, indices as in transformers' `hidden_states`
+            (i is what enters layer i, -1 is after the final norm). Default for a target of N layers, at least 7:
+            2, N // 2, N - 3.
+        draft_vocab_size: Vd, tokens that can be drafted; default all of V.
+        own_embedding: The heads have a token embedding [V, h] of their own; default only where h differs from the
+            target's embedding.
+        norm_before_residual: The residual around attention starts from the normed feature.
+        norm_output: The state that is fed back is the normed one (EAGLE-3.1).
+        norm_before_fc: A norm over the concatenated levels, before `fc`.
+        fc_norm: A norm for each level, before `fc`.
+    """
+
+    model_type = "specheads_eagle3"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *SpecialistHeadConfig.required_fields, "feature_layers", "draft_vocab_size",
+    )  # fmt: skip
+
+    method: str = "eagle3"
+    feature_layers: list[int] | tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.own_embedding is None:
+            self.own_embedding = self.hidden_size != self.embedding_size
+        if self.feature_layers is not None:
+            self.feature_layers = tuple(self.feature_layers)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        levels = default_feature_layers(target.config.get_text_config(decoder=True).num_hidden_layers)
+        return {**super().fields_for_target(target, method), "feature_layers": levels}
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        levels = self.feature_layers
+        if levels is None:
+            raise ValueError(
+                "EAGLE-3 heads must know which hidden states of the target they read; the usual 2, N // 2 and N - 3 "
+                "need a target of at least 7 layers, so name others, e.g. feature_layers=(0, 1, 2)."
+            )
+        if not levels or len(set(levels)) != len(levels) or min(levels) < -1:
+            raise ValueError(
+                f"`feature_layers` must be different indices of hidden states, from 0, or -1 for the last; got "
+                f"{list(levels)}."
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` must be between 1 and `vocab_size` ({self.vocab_size}), got "
+                f"{self.draft_vocab_size}."
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("`norm_before_fc` and `fc_norm` are two ways to norm the levels; set one of them.")
+
+    def validate_specialists(self) -> None:
+        """EAGLE-3: one layer serves every draft position."""
+        if self.num_specialists != 1:
+            raise ValueError(
+                f"EAGLE-3 heads have one layer, got num_specialists={self.num_specialists}; use method 'poss-eagle3'."
+            )
+
+    @property
+    def row_embedding_size(self) -> int:
+        """Width of the token embedding in a row."""
+        return self.hidden_size if self.own_embedding else self.embedding_size
+
+
+EAGLE3_PAPER = (
+    "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test, "
+    "[arXiv:2503.01840](https://arxiv.org/abs/2503.01840)"
+)
+
+
+class Eagle3DecoderLayer(DraftDecoderLayer):
+    """A Llama decoder layer whose attention reads `[norm(embedding) ; norm(feature)]`; the residual is the feature.
+
+    Shapes: rows [B, R, E + h], embedding first, -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
+    """
+
+    def __init__(self, config: Eagle3HeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.widths = (config.row_embedding_size, config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = _WideAttention(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.row_embedding_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        embeddings, features = hidden_states.split(self.widths, dim=-1)
+        normed = self.hidden_norm(features)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        if num_queries == 0:
+            self.self_attn.cache_rows(inputs, position_embeddings, past_key_values)
+            return features[:, :0]
+        attended = self.self_attn(
+            inputs, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        residual = (normed if self.norm_before_residual else features)[:, -num_queries:] + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class _WideAttention(DraftAttention):
+    """Attention whose queries, keys and values are projected from embedding and feature side by side."""
+
+    def __init__(self, config: Eagle3HeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = config.row_embedding_size + config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self, name)
+            setattr(self, name, nn.Linear(width, narrow.out_features, bias=narrow.bias is not None))
+
+
+class Eagle3Head(SpecialistHead):
+    """One-layer draft head over several levels of the target, with its own final norm, `lm_head` and draft vocabulary.
+
+    The embedding is the target's unless the config says otherwise. Freshly made for a target of the same width, its
+    `lm_head` starts as the target's rows of the draft vocabulary.
+    """
+
+    config_class = Eagle3HeadConfig
+    config: Eagle3HeadConfig
+    published: ClassVar[dict[str, Published]] = {"eagle3": Published("EAGLE-3", (EAGLE3_PAPER,))}
+    _no_split_modules = ["Eagle3DecoderLayer"]
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {"d2t": torch.long, "t2d": torch.bool}
+    passes_are_detached = False
+
+    def __init__(self, config: Eagle3HeadConfig):
+        super().__init__(config)
+        width, inputs = config.hidden_size, len(config.feature_layers) * config.feature_size
+        self.fc = nn.Linear(inputs, width, bias=False)
+        self.layers = self.build_layers(config)
+        self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.input_norm = LlamaRMSNorm(inputs, eps=config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = None
+        if config.fc_norm:
+            norms = [LlamaRMSNorm(config.feature_size, eps=config.rms_norm_eps) for _ in config.feature_layers]
+            self.fc_norm = nn.ModuleList(norms)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        if config.draft_vocab_size < config.vocab_size:
+            # The first tokens until others are chosen.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.post_init()
+
+    def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
+        return nn.ModuleList(Eagle3DecoderLayer(config, index) for index in range(config.num_specialists))
+
+    # ------------------------------------------------------------------ the draft vocabulary
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_layers)
+
+    @property
+    def draft_vocabulary(self) -> torch.Tensor | None:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, token_ids: Any) -> None:
+        """Chooses the tokens of the draft vocabulary; rows of `lm_head` stay where they are.
+
+        Args:
+            token_ids: Vd token ids of the target, in any order.
+
+        Raises:
+            ValueError: for ids that repeat, that the target does not have, or that are not `draft_vocab_size` many.
+        """
+        d2t, t2d = mapping_of(token_ids, self.config.vocab_size)
+        if len(d2t) != self.config.draft_vocab_size:
+            raise ValueError(
+                f"these heads draft over {self.config.draft_vocab_size} tokens, got {len(d2t)} token ids; make heads "
+                "with `draft_vocab_size` that many."
+            )
+        if self.draft_vocabulary is not None:
+            self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As for all heads; `d2t` and `t2d` must fit each other.
+
+        Raises:
+            CheckpointKeysError: naming the missing and the unknown tensors.
+            CheckpointValueError: for a draft vocabulary that is none.
+        """
+        heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if heads.draft_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
+            raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
+        return (heads, info) if output_loading_info else heads
+
+    def check_sizes(self, target: PreTrainedModel) -> None:
+        super().check_sizes(target)
+        config = target.config.get_text_config(decoder=True)
+        if max(self.feature_layers) > config.num_hidden_layers:
+            raise WrongTargetError(
+                f"these {self.config.method} heads read the hidden states {list(self.feature_layers)}, and the target "
+                f"has {config.num_hidden_layers} layers; load heads trained for this target."
+            )
+        if config.hidden_size != self.config.feature_size:
+            raise WrongTargetError(
+                f"these {self.config.method} heads read hidden states of width {self.config.feature_size}, and the "
+                f"target's have {config.hidden_size}; EAGLE heads read what its `lm_head` reads instead."
+            )
+
+    # ------------------------------------------------------------------ rows, states, logits
+    def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return super().embed(token_ids, device) if self.embed_tokens is None else self.embed_tokens(token_ids)
+
+    def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """`[embedding ; fc(levels)]`: [B, R, E] and [B, R, F] -> [B, R, E + h]."""
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            levels = features.split(self.config.feature_size, dim=-1)
+            features = torch.cat([norm(level) for norm, level in zip(self.fc_norm, levels, strict=True)], dim=-1)
+        return self.fuse_drafted(embeddings, self.fc(features))
+
+    def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """`[embedding ; state]`: [B, R, E] and [B, R, h] -> [B, R, E + h]."""
+        return torch.cat([embeddings.to(drafted.dtype), drafted], dim=-1)
+
+    def drafted_state(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Draft logits of drafted states in fp32, [..., h] -> [..., Vd]."""
+        return self.lm_head(features if self.config.norm_output else self.norm(features)).float()
+
+    # ------------------------------------------------------------------ training
+    @property
+    def default_passes(self) -> int:
+        return self.config.trained_positions or TEST_TIME_PASSES
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Training-time test (EAGLE-3, section 3.2): row t is the root of all passes. Pass i reads token t + 1 + i and
+        the state of pass i - 1 at row t, with its gradient, at rope position t + i; it attends to the target's rows
+        up to t and to row t of the passes before it, which is what drafting does."""
+        visible = visible_rows(rows.documents)
+        if self.embed_tokens is None:
+            with torch.no_grad():
+                embeddings = rows.embed(rows.next_token_ids)
+        else:
+            embeddings = self.embed_tokens(rows.next_token_ids)
+        read = [self.fuse(embeddings, rows.features)]
+        positions = [rows.position_ids]
+        for position in range(num_passes):
+            states = self(
+                torch.cat(read, dim=1),
+                torch.cat(positions, dim=1),
+                specialist=self.specialist_of(position),
+                num_queries=visible.shape[1],
+                attention_function=StreamAttention(visible, position + 1, own_rows=True),
+            )
+            yield DraftedPass(hidden=states, logits=self.draft_logits, offset=position)
+            read.append(self.fuse_drafted(later(embeddings, position + 1), states))
+            positions.append(rows.position_ids + position + 1)
+
+    # ------------------------------------------------------------------ from targets and other heads
+    @classmethod
+    def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`draft_token_ids` are kept as `d2t` and `t2d`; how many there are is a field."""
+        fields, kept = dict(options), {}
+        if (token_ids := fields.pop("draft_token_ids", None)) is not None:
+            kept["draft_token_ids"] = token_ids
+            fields.setdefault("draft_vocab_size", len(token_ids))
+        return fields, kept
+
+    @torch.no_grad()
+    def start_from_target(self, target: PreTrainedModel, draft_token_ids: Any = None) -> None:
+        """The draft vocabulary, and rows of the target's embedding and `lm_head` where widths agree.
+
+        Args:
+            target: The target.
+            draft_token_ids: Tokens of the draft vocabulary.
+
+        Raises:
+            ValueError: if there are none although the heads draft over less than all of V.
+        """
+        if draft_token_ids is not None:
+            self.set_draft_vocabulary(draft_token_ids)
+        elif self.draft_vocabulary is not None:
+            raise ValueError(
+                f"draft_vocab_size={self.config.draft_vocab_size} says how many of the target's "
+                f"{self.config.vocab_size} tokens are drafted, but not which; pass `draft_token_ids`, e.g. "
+                "`hf_specheads.trainer.frequent_tokens(...)`."
+            )
+        if self.config.hidden_size == self.config.feature_size:
+            weight, chosen = output_weight(target), self.draft_vocabulary
+            self.lm_head.weight.copy_(weight if chosen is None else weight[chosen.to(weight.device)])
+        if self.embed_tokens is not None and self.config.hidden_size == self.config.embedding_size:
+            embedding, device = target.get_input_embeddings(), target.device
+            self.embed_tokens.weight.copy_(embedding(torch.arange(self.config.vocab_size, device=device)))
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        if not isinstance(source, Eagle3Head):
+            raise WarmStartError(
+                f"`from_heads` must be loaded EAGLE-3 heads, or POSS heads built on them, got "
+                f"{type(source).__name__}; pass load_heads(...)."
+            )
+        return {name: getattr(source.config, name) for name in (*EAGLE3_FIELDS, *LAYER_FIELDS)}
+
+    def start_from(self, source: DraftHead, draft_token_ids: Any = None) -> None:
+        """Copies the shared weights, the draft vocabulary and the layers of `source`."""
+        super().start_from(source)
+        if draft_token_ids is not None and self.draft_vocabulary is not None:
+            d2t, _ = mapping_of(draft_token_ids, self.config.vocab_size)
+            if not torch.equal(d2t, self.d2t.cpu()):
+                raise WarmStartError(
+                    "`draft_token_ids` are other tokens than those the heads to start from draft; leave them out, "
+                    "they are taken from `from_heads`."
+                )
