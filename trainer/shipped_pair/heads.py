@@ -13,6 +13,7 @@ rates. Runs whose folder is complete are skipped, so the script can be called ag
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
-from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
+from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments, frequent_tokens
 
 from ..facts import FACTS, training_facts, write_facts
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
@@ -31,6 +32,7 @@ from .optimizer import MatrixMomentum
 
 DEPTH = 6
 BATCH = 2
+VOCABULARY_BLOCKS = 2048  # training blocks that a draft vocabulary is chosen from
 EAGLE_STEP_FLOPS = 31_547_709_440  # of one EAGLE step on the shipped target, see `step_flops`
 FINAL_SHARE = 0.4  # compute of the second stage, as a share of the first
 HEAD_WIDTH = {"intermediate_size": 512}
@@ -69,6 +71,7 @@ def poss(positions: int) -> Run:
 
 # Heads that draft no features learn from the target's distribution alone.
 TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
+TEST_TIME = {**TEACHER, "pass_decay": 0.8}
 WHOLE = 1.0 + FINAL_SHARE
 # Heads share the target's `lm_head`: with projections of their own they would be larger than the target.
 SHARED = {"lm_head": "target"}
@@ -80,6 +83,11 @@ def parallel(method: str, positions: int, **options: Any) -> Run:
     """Medusa and Hydra: one MLP per draft position, all trained at once."""
     heads = {"num_heads": positions, **SHARED, **options}
     return Run(method, positions, None, heads, WHOLE, TEACHER, {"depth": positions})
+
+
+def ablation(inputs: str) -> Run:
+    """EAGLE heads that read something else than the feature and the next token."""
+    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs})
 
 
 RUNS = {
@@ -97,6 +105,13 @@ RUNS = {
     "hydra": parallel("hydra", 4),
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
+    "eagle3-base": Run("eagle3", DEPTH, None, {**HEAD_WIDTH, "draft_vocab_size": 2048}, 1.0, TEST_TIME),
+    "eagle3": Run("eagle3", DEPTH, "eagle3-base", {}, FINAL_SHARE, TEST_TIME),
+    "poss3-eagle3": Run("poss-eagle3", DEPTH, "eagle3-base", poss(3).options, FINAL_SHARE, TEST_TIME),
+    # EAGLE's input ablation, next to `eagle-base`.
+    "eagle-unshifted": ablation("feature+token"),
+    "eagle-token": ablation("token"),
+    "eagle-feature": ablation("feature"),
 }
 
 
@@ -139,11 +154,16 @@ def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: 
     )
 
 
-def new_heads(run: Run, target: PreTrainedModel, args: argparse.Namespace) -> DraftHead:
-    """Heads to train: random, or warm-started."""
+def new_heads(
+    run: Run, target: PreTrainedModel, args: argparse.Namespace, train: Sequence[dict[str, torch.Tensor]] = ()
+) -> DraftHead:
+    """Heads to train: random, or warm-started; a draft vocabulary is chosen from the training blocks."""
     base = None if run.starts_from is None else load_heads(args.output_dir / run.starts_from, dtype=torch.float32)
     tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
-    heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **run.options)
+    options = {**run.options}
+    if size := options.get("draft_vocab_size"):
+        options["draft_token_ids"] = frequent_tokens(train, size, target.config.vocab_size)
+    heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **options)
     heads.config.target["name"] = args.target_name
     return heads
 
@@ -159,9 +179,9 @@ def train_run(
     """Trains one run and saves heads (bf16) and facts into its folder."""
     set_seed(args.seed)
     folder = args.output_dir / name
-    heads = new_heads(run, target, args)
-    slower = 1.0 if run.starts_from is None else 0.5  # a warm start is fine-tuned, not trained anew
     train, held_out, prompts = data
+    heads = new_heads(run, target, args, [train[index] for index in range(VOCABULARY_BLOCKS)])
+    slower = 1.0 if run.starts_from is None else 0.5  # a warm start is fine-tuned, not trained anew
     cached = CachedBlocks(train, args.features, heads.feature_layers or (-1,))
 
     def trainer_of(steps: int) -> DraftHeadTrainer:
