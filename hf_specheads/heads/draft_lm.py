@@ -20,12 +20,15 @@ from ..cache import DraftCache
 from ..configuration import DraftHeadConfig, DraftTreeConfig
 from ..errors import WrongTargetError
 from ..layers import additive_mask
-from ..modeling import DraftHead
+from ..modeling import DraftHead, Published
 from ..streams import visible_rows
 from ..unroll import DraftedPass, TrainingRows, row_positions
 
 # Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
-VOCABULARY_PADDING = 1024
+VOCABULARY_PADDING = 0.01
+DRAFT_LM_PAPERS = (
+    "Fast Inference from Transformers via Speculative Decoding, [arXiv:2211.17192](https://arxiv.org/abs/2211.17192)",
+)
 MASKED_ATTENTION = ("eager", "sdpa")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 LLAMA_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
@@ -152,6 +155,8 @@ def refuse_language_model(model: PreTrainedModel) -> str | None:
     if getattr(model, "_is_stateful", False):
         return "its state cannot be rolled back"
     parameters = inspect.signature(model.forward).parameters
+    if getattr(config, "alibi", False):
+        return "positions enter it as attention biases (alibi)"
     if missing := [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in parameters]:
         return f"its forward takes no {missing[0]}"
     other = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
@@ -171,6 +176,7 @@ class DraftLanguageModel(DraftHead):
 
     config_class = DraftLanguageModelConfig
     config: DraftLanguageModelConfig
+    published: ClassVar[dict[str, Published]] = {"draft-lm": Published("Language model", DRAFT_LM_PAPERS)}
     _no_split_modules: ClassVar[list[str]] = []
 
     def __init__(self, config: DraftLanguageModelConfig):
@@ -225,7 +231,7 @@ class DraftLanguageModel(DraftHead):
     def check_sizes(self, target: PreTrainedModel) -> None:
         """Refuses a target of another vocabulary; of its other sizes a draft model needs none."""
         ours, theirs = self.config.vocab_size, target.config.get_text_config(decoder=True).vocab_size
-        if abs(ours - theirs) > VOCABULARY_PADDING:
+        if abs(ours - theirs) > VOCABULARY_PADDING * max(ours, theirs):
             name = target.config.name_or_path or type(target).__name__
             raise WrongTargetError(
                 f"this draft model has a vocabulary of {ours} tokens and {name!r} one of {theirs}, which is more than "
@@ -331,7 +337,13 @@ class DraftLanguageModel(DraftHead):
         return "but a language model predicts every draft position as it does the next token; set num_passes to 1."
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """One pass: what the model says after the tokens up to t + 1 of the row's document."""
+        """One pass: what the model says after the tokens up to t + 1 of the row's document.
+
+        Raises:
+            ValueError: if the rows do not say their tokens.
+        """
+        if rows.token_ids is None:
+            raise ValueError("a draft language model reads the token of every row; pass `token_ids`.")
         token_ids = torch.cat([rows.token_ids, rows.next_token_ids[:, -1:]], dim=1)  # [B, T + 1]
         documents = torch.cat([rows.documents, rows.documents[:, -1:]], dim=1)
         # The last token before padding has no row of its own, it is the next token of the row before.
@@ -349,3 +361,8 @@ class DraftLanguageModel(DraftHead):
     def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
         fields = super().fields_of_source(source)
         return {name: fields[name] for name in (*LLAMA_FIELDS, "language_model") if name in fields}
+
+    # ------------------------------------------------------------------ saving
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+        """As in [`DraftHead`]; tensors keep our names, not those of the wrapped family's original files."""
+        return super().save_pretrained(save_directory, **{"save_original_format": False, **kwargs})

@@ -19,11 +19,13 @@ from transformers.cache_utils import Cache
 
 from ..errors import WarmStartError
 from ..layers import DraftDecoderLayer
-from ..modeling import DraftHead
-from .eagle import EagleHeadConfig
-from .poss import PossHead, PossHeadConfig
+from ..modeling import DraftHead, Published
+from .poss import POSS_PAPERS, PossHead, PossHeadConfig
+from .specialists import SpecialistHead, SpecialistHeadConfig
 
 ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_SPECIALISTS = 32  # adapters are built one by one
+LORA_PAPER = "LoRA: Low-Rank Adaptation of Large Language Models, [arXiv:2106.09685](https://arxiv.org/abs/2106.09685)"
 
 
 def adapter_of(specialist: int) -> str:
@@ -60,6 +62,8 @@ class PossLoraHeadConfig(PossHeadConfig):
         for name in ("specialist_rank", "specialist_alpha"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_specialists > MAX_SPECIALISTS:
+            raise ValueError(f"`num_specialists` must be at most {MAX_SPECIALISTS}, got {self.num_specialists}.")
         if self.specialist_rank > self.hidden_size:
             raise ValueError(
                 f"`specialist_rank` ({self.specialist_rank}) must not exceed `hidden_size` ({self.hidden_size}); "
@@ -115,7 +119,10 @@ class PossLoraHead(PossHead):
 
     config_class = PossLoraHeadConfig
     config: PossLoraHeadConfig
-    _no_split_modules: ClassVar[list[str]] = ["LoraDecoderLayer"]
+    published: ClassVar[dict[str, Published]] = {
+        "poss-lora": Published("POSS with LoRA specialists", (LORA_PAPER, *POSS_PAPERS))
+    }
+    _no_split_modules = ["LoraDecoderLayer"]
 
     def __init__(self, config: PossLoraHeadConfig):
         super().__init__(config)
@@ -125,7 +132,7 @@ class PossLoraHead(PossHead):
                 for name in module.lora_A:
                     module.reset_lora_parameters(name, init_lora_weights=True)
 
-    def build_layers(self, config: EagleHeadConfig) -> nn.ModuleList:
+    def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         return nn.ModuleList([LoraDecoderLayer(config)])
 
     def forward(
@@ -138,11 +145,12 @@ class PossLoraHead(PossHead):
         num_queries: int | None = None,
         attention_function: Callable | None = None,
     ) -> torch.Tensor:
-        """As [`EagleHead.forward`], with the layer acting as `specialist`."""
+        """As [`SpecialistHead.forward`], with the layer acting as `specialist`."""
         rotary = self.rotary_emb(fused, position_ids)
         queries = fused.shape[1] if num_queries is None else num_queries
         layer = self.layers[0]
-        return layer(fused, rotary, attention_mask, past_key_values, queries, attention_function, specialist)
+        outputs = layer(fused, rotary, attention_mask, past_key_values, queries, attention_function, specialist)
+        return self.drafted_state(outputs)
 
     # ------------------------------------------------------------------ from and to other heads
     @torch.no_grad()
@@ -183,10 +191,9 @@ class PossLoraHead(PossHead):
             )
         return fields
 
-    @torch.no_grad()
-    def start_from(self, source: DraftHead) -> None:
-        """Copies `fc` and the layer of EAGLE or HASS heads, like which every specialist then drafts; of heads of this
-        family the adapters as well, the last of them for specialists they lack."""
+    def layers_from(self, source: SpecialistHead) -> dict[str, torch.Tensor]:
+        """The layer of EAGLE or HASS heads, like which every specialist then drafts; of heads of this family the
+        adapters as well, the last of them for specialists they lack."""
         own = self.layers[0].state_dict()
         names = {name.replace(".base_layer.", "."): name for name in own if ".lora_" not in name}
         weights = {names.get(name, name): value for name, value in source.specialist_state(0).items()}
@@ -197,11 +204,4 @@ class PossLoraHead(PossHead):
             for name, value in source.layers[0].state_dict().items():
                 if theirs in name:
                     weights[name.replace(theirs, f".{adapter_of(specialist)}.")] = value
-        try:
-            self.fc.load_state_dict(source.fc.state_dict())
-            self.layers[0].load_state_dict(weights)
-        except RuntimeError as error:
-            raise WarmStartError(
-                f"the heads to start from do not fit the new ones; leave sizes, biases and `specialist_rank` out, "
-                f"they are taken from `from_heads`, or drop `from_heads`. {error}"
-            ) from error
+        return {f"layers.0.{name}": value for name, value in weights.items()}
