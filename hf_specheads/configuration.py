@@ -148,6 +148,8 @@ class DraftHeadConfig(PreTrainedConfig):
         tree_config: Fields of [`DraftTreeConfig`], the default tree of these heads.
         target: Identity of the target the heads were made for: `name`, `revision`, `model_type`, `num_hidden_layers`
             and `fingerprint` (see [`features.target_fingerprint`]); `None` in files that do not say.
+        target_adapter: Of heads trained together with a LoRA adapter of their target, which lies in `target_adapter/`
+            beside them: its `fingerprint`, `None` while it is being trained. `None` for a target as it is.
         method: Published method the heads follow, for cards and messages.
         train_max_length: Longest training sequence in tokens, `None` if unknown.
     """
@@ -163,6 +165,7 @@ class DraftHeadConfig(PreTrainedConfig):
     embedding_size: int = 4096
     tree_config: dict | None = None
     target: dict | None = None
+    target_adapter: dict | None = None
     method: str = "eagle"
     train_max_length: int | None = None
     pad_token_id: int | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
+from .adapters import check_adapter, find_adapter, load_adapter, save_adapter_beside
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
@@ -83,19 +85,20 @@ class DraftHead(PreTrainedModel):
         """Refuses a target the heads were not made for, before any forward.
 
         Raises:
-            WrongTargetError: if sizes, vocabulary or fingerprint differ; names both sides.
+            WrongTargetError: if sizes, vocabulary or fingerprint differ, or the target lacks the adapter trained with
+                the heads; names both sides.
         """
         name = target.config.name_or_path or type(target).__name__
         self.check_sizes(target)
         identity = self.config.target or {}
-        if not identity.get("fingerprint"):
-            return
-        if not fingerprints_match(identity["fingerprint"], target_fingerprint(target)):
+        known = identity.get("fingerprint")
+        if known and not fingerprints_match(known, target_fingerprint(target)):
             raise WrongTargetError(
                 f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, and "
                 f"the weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
                 "trained for this target, or set `heads.config.target = None` to use them all the same."
             )
+        check_adapter(self, target)
 
     def check_sizes(self, target: PreTrainedModel) -> None:
         """The part of [`check_target`] that looks at sizes."""
@@ -126,6 +129,21 @@ class DraftHead(PreTrainedModel):
         config = target.config.get_text_config(decoder=True)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.config, name, getattr(config, name, None))
+
+    def load_target_adapter(self, target: PreTrainedModel, source: str | None = None, **hub: Any) -> None:
+        """Puts the adapter that lies beside these heads on their target, in place, once; the text of `generate` is
+        then the adapted target's, with and without heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
+
+        Args:
+            target: The target as published.
+            source: Folder or Hub id of the heads, default where they were loaded from.
+            **hub: `revision`, `token`, `local_files_only` of a Hub id.
+
+        Raises:
+            HeadLoadError: if there is no adapter beside the heads.
+            ValueError: if the target has adapters already.
+        """
+        load_adapter(target, find_adapter(self, source, **hub))
 
     @property
     def borrowed(self) -> BorrowedModules:
@@ -297,6 +315,9 @@ class DraftHead(PreTrainedModel):
         return (heads, info) if output_loading_info else heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
-        """As in transformers; the tree in force is saved as the default tree. Target weights are never saved."""
+        """As in transformers; the tree in force is saved as the default tree. Target weights are never saved, but an
+        adapter is that the target was trained with together with these heads."""
         self.config.tree_config = self.tree_config.to_dict()
+        if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
+            save_adapter_beside(self, Path(save_directory), self._bound_to[0] if self._bound_to else None)
         return super().save_pretrained(save_directory, **kwargs)

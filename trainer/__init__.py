@@ -5,6 +5,7 @@ Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --co
 
 from .config import DraftHeadTrainingArguments
 from .data import PackedCollator, PaddedCollator, prepare_dataset
+from .joint import JointTrainer, JointTrainingArguments
 from .trainer import DraftHeadTrainer
 from .unroll import PassLosses, Unroll, unroll_losses
 from .vocabulary import frequent_tokens
@@ -12,6 +13,8 @@ from .vocabulary import frequent_tokens
 __all__ = [
     "DraftHeadTrainer",
     "DraftHeadTrainingArguments",
+    "JointTrainer",
+    "JointTrainingArguments",
     "PackedCollator",
     "PaddedCollator",
     "PassLosses",

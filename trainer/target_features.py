@@ -32,7 +32,6 @@ class FrozenTarget:
         # Only the features are wanted, so `lm_head` runs on a single row.
         self._fewer_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
-    @torch.no_grad()
     def features(
         self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +51,13 @@ class FrozenTarget:
         """
         if "final_features" in batch:
             return batch["features"], batch["final_features"]
+        with torch.no_grad():
+            return self.compute_features(batch, layers)
+
+    def compute_features(
+        self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`features`], but always by a forward, and with a graph if gradients are enabled."""
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
         if "document_ids" in batch:
             if not self._takes_position_ids:

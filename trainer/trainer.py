@@ -199,11 +199,15 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
             self._train_losses.add(position, losses)
         return loss.detach()
 
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the next optimizer step changes."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def _sum_gradients(self) -> None:
         """All-reduce of all gradients as one flat tensor; a parameter unused on this process counts as zero."""
         if self.args.world_size <= 1:
             return
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = self.trained_parameters()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
