@@ -19,11 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
-from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments, frequent_tokens
+from hf_specheads.trainer import (
+    DraftHeadTrainer,
+    DraftHeadTrainingArguments,
+    JointTrainer,
+    JointTrainingArguments,
+    frequent_tokens,
+)
 
 from ..facts import FACTS, training_facts, write_facts
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
@@ -52,6 +59,7 @@ class Run:
         share: Compute of the run, as a share of `--eagle_steps`.
         training: Training arguments that differ from the common ones.
         tree: Fields of the tree used in evaluation that differ from the common one.
+        joint: Train an adapter of the target too (Medusa-2); its forward is then part of every step.
     """
 
     method: str
@@ -61,6 +69,7 @@ class Run:
     share: float = 1.0
     training: dict = field(default_factory=dict)
     tree: dict = field(default_factory=dict)
+    joint: bool = False
 
 
 def poss(positions: int) -> Run:
@@ -72,6 +81,7 @@ def poss(positions: int) -> Run:
 # Heads that draft no features learn from the target's distribution alone.
 TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
 TEST_TIME = {**TEACHER, "pass_decay": 0.8}
+ADAPTER = {"target_lora_rank": 4, "target_lora_alpha": 8.0, "learning_rate": 1.5e-3}
 WHOLE = 1.0 + FINAL_SHARE
 # Heads share the target's `lm_head`: with projections of their own they would be larger than the target.
 SHARED = {"lm_head": "target"}
@@ -102,6 +112,7 @@ RUNS = {
     "poss3-lora": replace(poss(3), method="poss-lora"),
     # Three blocks per head: together the parameters of POSS-3.
     "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
+    "medusa2": Run("medusa", DEPTH, "medusa", {}, FINAL_SHARE, {**TEACHER, **ADAPTER}, joint=True),
     "hydra": parallel("hydra", 4),
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
@@ -115,9 +126,8 @@ RUNS = {
 }
 
 
-def step_flops(trainer: DraftHeadTrainer, blocks: CachedBlocks) -> int:
-    """Floating-point operations of one training step: the target's forward, which the cache saves, and the forward and
-    backward of the heads, counted."""
+def step_flops(trainer: DraftHeadTrainer, blocks: CachedBlocks | Subset) -> int:
+    """Floating-point operations of one training step, counted; plus the target's forward where the cache saves it."""
     target = trainer.frozen_target.model
     body = sum(p.numel() for p in target.get_decoder().layers.parameters())
     batch = stack_blocks([blocks[index] for index in range(BATCH)])
@@ -125,12 +135,14 @@ def step_flops(trainer: DraftHeadTrainer, blocks: CachedBlocks) -> int:
         trainer.training_step(trainer.model, batch)
     trainer.model.zero_grad()
     trainer.reset_losses()
-    return 2 * body * BATCH * BLOCK + counter.get_total_flops()
+    saved = 2 * body * BATCH * BLOCK if "final_features" in batch else 0
+    return saved + counter.get_total_flops()
 
 
 def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: int) -> DraftHeadTrainingArguments:
     """Arguments all runs share but for passes, steps and what their method asks for."""
-    return DraftHeadTrainingArguments(
+    arguments = JointTrainingArguments if run.joint else DraftHeadTrainingArguments
+    return arguments(
         output_dir=str(folder / "run"),
         max_steps=steps,
         num_passes=run.passes,
@@ -184,20 +196,24 @@ def train_run(
     slower = 1.0 if run.starts_from is None else 0.5  # a warm start is fine-tuned, not trained anew
     cached = CachedBlocks(train, args.features, heads.feature_layers or (-1,))
 
+    # Joint training changes the features, so it computes them; its optimiser is AdamW, which knows the adapter.
+    blocks = Subset(train, cached.indices) if run.joint else cached
+    optimizer = None if run.joint else MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate)
+
     def trainer_of(steps: int) -> DraftHeadTrainer:
-        return DraftHeadTrainer(
+        return (JointTrainer if run.joint else DraftHeadTrainer)(
             model=heads,
             target=target,
             args=training_arguments(run, args, folder, steps),
-            train_dataset=cached,
+            train_dataset=blocks,
             eval_dataset=held_out,
             processing_class=tokenizer,
             data_collator=stack_blocks,
             eval_prompts=prompts,
-            optimizers=(MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate), None),
+            optimizers=(optimizer, None),
         )
 
-    per_step = step_flops(trainer_of(1), cached)
+    per_step = step_flops(trainer_of(1), blocks)
     steps = 4 * round(run.share * args.eagle_steps * args.eagle_step_flops / per_step / 4)
     trainer = trainer_of(steps)
     started = time.time()
@@ -207,7 +223,9 @@ def train_run(
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
-        "optimizer": {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
+        "optimizer": "adamw"
+        if run.joint
+        else {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
         "tokens": steps * BATCH * BLOCK,
         "training_flops": per_step * steps,
         "corpus_fingerprint": args.corpus_fingerprint,
