@@ -198,7 +198,8 @@ def train_run(
 
     # Joint training changes the features, so it computes them; its optimiser is AdamW, which knows the adapter.
     blocks = Subset(train, cached.indices) if run.joint else cached
-    optimizer = None if run.joint else MatrixMomentum(heads, slower * args.matrix_lr, slower * args.learning_rate)
+    rates = {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate}
+    optimizer = None if run.joint else MatrixMomentum(heads, **rates)
 
     def trainer_of(steps: int) -> DraftHeadTrainer:
         return (JointTrainer if run.joint else DraftHeadTrainer)(
