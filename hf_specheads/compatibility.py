@@ -69,6 +69,7 @@ def refuse_call(target: PreTrainedModel, head: DraftHead, mode: GenerationMode, 
             "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
         )
     head.check_target(target)
+    head.bind(target)  # some heads know only by their target what they read
 
 
 def _refuse_typical(head: DraftHead) -> None:

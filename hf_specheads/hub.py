@@ -51,7 +51,7 @@ def load_heads(
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
     The layout is recognised by `config.json` and the tensors' names: this package's own, or the authors' of EAGLE-1/2,
-    HASS and PosS. What had to be assumed is logged in one line.
+    HASS, PosS, EAGLE-3, Medusa and Hydra. What had to be assumed is logged in one line.
 
     Args:
         repo_or_path: Hub id or folder.

@@ -126,6 +126,53 @@ def validate_layer(config: DraftHeadConfig) -> None:
         raise ValueError(f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}.")
 
 
+class WideAttention(DraftAttention):
+    """Attention whose queries, keys and values are projected from embedding and feature side by side."""
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = config.row_embedding_size + config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self, name)
+            setattr(self, name, nn.Linear(width, narrow.out_features, bias=narrow.bias is not None))
+
+
+class Eagle3DecoderLayer(DraftDecoderLayer):
+    """A Llama decoder layer whose attention reads `[norm(embedding) ; norm(feature)]`; the residual is the feature.
+
+    Shapes: rows [B, R, E + h], embedding first, -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.widths = (config.row_embedding_size, config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = WideAttention(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.row_embedding_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        embeddings, features = hidden_states.split(self.widths, dim=-1)
+        normed = self.hidden_norm(features)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        if num_queries == 0:
+            self.self_attn.cache_rows(inputs, position_embeddings, past_key_values)
+            return features[:, :0]
+        attended = self.self_attn(
+            inputs, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        residual = (normed if self.norm_before_residual else features)[:, -num_queries:] + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
 def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
     """One decoder layer of the target's own proportions, where its config tells them.
 

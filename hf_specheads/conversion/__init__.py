@@ -10,16 +10,17 @@ import re
 from typing import Any
 
 from ..errors import UnknownFormatError
-from . import eagle, hydra, medusa
+from . import eagle, eagle3, hydra, medusa
 
 OURS = "specheads"
 EAGLE = "eagle"
+EAGLE3 = "eagle3"
 HYDRA = "hydra"
 MEDUSA = "medusa"
 POSS = "poss"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
-LAYOUTS = {HYDRA: hydra, MEDUSA: medusa, POSS: eagle, EAGLE: eagle}
+LAYOUTS = {HYDRA: hydra, MEDUSA: medusa, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -60,7 +61,6 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     keys = list(shapes)
     for what, found in (
         ("P-EAGLE heads", "mask_hidden" in shapes),
-        ("EAGLE-3 heads", _is_eagle3(shapes, config)),
         ("heads in the older `speculators` layout", "fusion_fc.weight" in shapes),
         ("HASS heads with additional norms", "embed_layernorm.weight" in keys or "hidden_layernorm.weight" in keys),
     ):
@@ -83,17 +83,11 @@ def _refused_by_keys(shapes: Shapes, config: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_eagle3(shapes: Shapes, config: dict[str, Any]) -> bool:
-    if any(key.startswith("midlayer.") or key.endswith(".hidden_norm.weight") for key in shapes):
-        return True
-    return "d2t" in shapes or "draft_vocab_size" in config
-
-
 def _not_read(what: str) -> str:
     return (
-        f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, HASS, "
-        "PosS, Medusa and Hydra."
+        f"these are {what}, a layout that is not read yet; readable are this package's own layout, EAGLE-1/2, "
+        "EAGLE-3, HASS, PosS, Medusa and Hydra."
     )
 
 
-__all__ = ["EAGLE", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "detect_from_config", "detect_from_keys"]
+__all__ = ["EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "detect_from_config", "detect_from_keys"]

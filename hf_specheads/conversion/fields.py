@@ -11,6 +11,12 @@ from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError
 
 SUPPORTED_ROPES = ("linear", "dynamic")
+# What scaled ropes need besides the base.
+ROPE_FIELDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 DEFAULT_ROPE_BASE = 10000.0
 
 
@@ -44,7 +50,7 @@ def number(raw_config: dict[str, Any], name: str, notes: list[str], default: flo
     return value
 
 
-def rope(raw_config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...] = SUPPORTED_ROPES) -> dict[str, Any]:
     """The **draft** config's rope base, else 10000, never the target's; scaling as the authors' code knows it."""
     parameters = raw_config.get("rope_parameters") or {}
     scaling = raw_config.get("rope_scaling") or parameters
@@ -55,6 +61,8 @@ def rope(raw_config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return {"rope_type": "default", "rope_theta": base}
-    if kind not in SUPPORTED_ROPES:
-        raise HeadConfigError(f"config.json asks for rope scaling {kind!r}; these heads know {list(SUPPORTED_ROPES)}.")
-    return {"rope_type": kind, "rope_theta": base, "factor": float(number(scaling, "factor", notes))}
+    if kind not in supported:
+        raise HeadConfigError(f"config.json asks for rope scaling {kind!r}; these heads know {list(supported)}.")
+    values = {name: number(scaling, name, notes) for name in ROPE_FIELDS[kind]}
+    values = {name: int(value) if name.startswith("original") else float(value) for name, value in values.items()}
+    return {"rope_type": kind, "rope_theta": base, **values}

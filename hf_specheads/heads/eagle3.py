@@ -10,19 +10,18 @@ A level is what *enters* a layer of the target, without any norm. The state that
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..draft_vocabulary import mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
-from ..layers import DraftAttention, DraftDecoderLayer
+from ..layers import Eagle3DecoderLayer
 from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, visible_rows
 from ..unroll import DraftedPass, TrainingRows, later
@@ -37,6 +36,10 @@ EAGLE3_FIELDS = (
 TEST_TIME_PASSES = 7
 
 
+def _levels_of(target: PreTrainedModel) -> tuple[int, ...] | None:
+    return default_feature_layers(target.config.get_text_config(decoder=True).num_hidden_layers)
+
+
 def default_feature_layers(num_layers: int) -> tuple[int, ...] | None:
     """Low, middle and high level of a target: 2, N // 2, N - 3; `None` where they are not three ascending ones."""
     levels = (2, num_layers // 2, num_layers - 3)
@@ -49,8 +52,8 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
 
     Args:
         feature_layers: Hidden states of the target that make up a feature, indices as in transformers' `hidden_states`
-            (i is what enters layer i, -1 is after the final norm). Default for a target of N layers, at least 7:
-            2, N // 2, N - 3.
+            (i is what enters layer i, -1 is after the final norm). `None`: 2, N // 2 and N - 3 of whatever target the
+            heads are used with, which must have N >= 7 layers; the authors' files do not say more.
         draft_vocab_size: Vd, tokens that can be drafted; default all of V.
         own_embedding: The heads have a token embedding [V, h] of their own; default only where h differs from the
             target's embedding.
@@ -62,7 +65,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
 
     model_type = "specheads_eagle3"
     required_fields: ClassVar[tuple[str, ...]] = (
-        *SpecialistHeadConfig.required_fields, "feature_layers", "draft_vocab_size",
+        *SpecialistHeadConfig.required_fields, "draft_vocab_size",
     )  # fmt: skip
 
     method: str = "eagle3"
@@ -85,18 +88,12 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
 
     @classmethod
     def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
-        levels = default_feature_layers(target.config.get_text_config(decoder=True).num_hidden_layers)
-        return {**super().fields_for_target(target, method), "feature_layers": levels}
+        return {**super().fields_for_target(target, method), "feature_layers": _levels_of(target)}
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
         levels = self.feature_layers
-        if levels is None:
-            raise ValueError(
-                "EAGLE-3 heads must know which hidden states of the target they read; the usual 2, N // 2 and N - 3 "
-                "need a target of at least 7 layers, so name others, e.g. feature_layers=(0, 1, 2)."
-            )
-        if not levels or len(set(levels)) != len(levels) or min(levels) < -1:
+        if levels is not None and (not levels or len(set(levels)) != len(levels) or min(levels) < -1):
             raise ValueError(
                 f"`feature_layers` must be different indices of hidden states, from 0, or -1 for the last; got "
                 f"{list(levels)}."
@@ -117,6 +114,11 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
             )
 
     @property
+    def num_levels(self) -> int:
+        """Hidden states that make up a feature."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
+
+    @property
     def row_embedding_size(self) -> int:
         """Width of the token embedding in a row."""
         return self.hidden_size if self.own_embedding else self.embedding_size
@@ -126,53 +128,6 @@ EAGLE3_PAPER = (
     "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test, "
     "[arXiv:2503.01840](https://arxiv.org/abs/2503.01840)"
 )
-
-
-class Eagle3DecoderLayer(DraftDecoderLayer):
-    """A Llama decoder layer whose attention reads `[norm(embedding) ; norm(feature)]`; the residual is the feature.
-
-    Shapes: rows [B, R, E + h], embedding first, -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
-    """
-
-    def __init__(self, config: Eagle3HeadConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.widths = (config.row_embedding_size, config.hidden_size)
-        self.norm_before_residual = config.norm_before_residual
-        self.self_attn = _WideAttention(config, layer_idx)
-        self.input_layernorm = LlamaRMSNorm(config.row_embedding_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        num_queries: int,
-        attention_function: Callable | None = None,
-    ) -> torch.Tensor:
-        embeddings, features = hidden_states.split(self.widths, dim=-1)
-        normed = self.hidden_norm(features)
-        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        if num_queries == 0:
-            self.self_attn.cache_rows(inputs, position_embeddings, past_key_values)
-            return features[:, :0]
-        attended = self.self_attn(
-            inputs, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
-        )
-        residual = (normed if self.norm_before_residual else features)[:, -num_queries:] + attended
-        return residual + self.mlp(self.post_attention_layernorm(residual))
-
-
-class _WideAttention(DraftAttention):
-    """Attention whose queries, keys and values are projected from embedding and feature side by side."""
-
-    def __init__(self, config: Eagle3HeadConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        width = config.row_embedding_size + config.hidden_size
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self, name)
-            setattr(self, name, nn.Linear(width, narrow.out_features, bias=narrow.bias is not None))
 
 
 class Eagle3Head(SpecialistHead):
@@ -191,7 +146,7 @@ class Eagle3Head(SpecialistHead):
 
     def __init__(self, config: Eagle3HeadConfig):
         super().__init__(config)
-        width, inputs = config.hidden_size, len(config.feature_layers) * config.feature_size
+        width, inputs = config.hidden_size, config.num_levels * config.feature_size
         self.fc = nn.Linear(inputs, width, bias=False)
         self.layers = self.build_layers(config)
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
@@ -200,7 +155,7 @@ class Eagle3Head(SpecialistHead):
         self.input_norm = LlamaRMSNorm(inputs, eps=config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = None
         if config.fc_norm:
-            norms = [LlamaRMSNorm(config.feature_size, eps=config.rms_norm_eps) for _ in config.feature_layers]
+            norms = (LlamaRMSNorm(config.feature_size, eps=config.rms_norm_eps) for _ in range(config.num_levels))
             self.fc_norm = nn.ModuleList(norms)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.draft_vocab_size < config.vocab_size:
@@ -215,7 +170,19 @@ class Eagle3Head(SpecialistHead):
     # ------------------------------------------------------------------ the draft vocabulary
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_layers)
+        """As in the config; the usual levels of the target the heads are bound to where it leaves them open.
+
+        Raises:
+            RuntimeError: if they are not bound to one yet.
+        """
+        if self.config.feature_layers is not None:
+            return self.config.feature_layers
+        if not self._bound_to:
+            raise RuntimeError(
+                "these draft heads read the usual levels of their target, which depend on its depth; call "
+                "`heads.bind(target)` first."
+            )
+        return _levels_of(self._bound_to[0])
 
     @property
     def draft_vocabulary(self) -> torch.Tensor | None:
@@ -258,10 +225,13 @@ class Eagle3Head(SpecialistHead):
     def check_sizes(self, target: PreTrainedModel) -> None:
         super().check_sizes(target)
         config = target.config.get_text_config(decoder=True)
-        if max(self.feature_layers) > config.num_hidden_layers:
+        levels = self.config.feature_layers or _levels_of(target)
+        if levels is None or max(levels) > config.num_hidden_layers:
+            wanted = "2, N // 2 and N - 3 (ascending)" if levels is None else f"{list(levels)}"
             raise WrongTargetError(
-                f"these {self.config.method} heads read the hidden states {list(self.feature_layers)}, and the target "
-                f"has {config.num_hidden_layers} layers; load heads trained for this target."
+                f"these {self.config.method} heads read the hidden states {wanted} of their target, and this one has "
+                f"{config.num_hidden_layers} layers; load heads trained for this target, or, if these were, set "
+                "`heads.config.feature_layers`."
             )
         if config.hidden_size != self.config.feature_size:
             raise WrongTargetError(
@@ -342,8 +312,15 @@ class Eagle3Head(SpecialistHead):
             draft_token_ids: Tokens of the draft vocabulary.
 
         Raises:
-            ValueError: if there are none although the heads draft over less than all of V.
+            ValueError: if there are none although the heads draft over less than all of V, or nobody says which hidden
+                states of a shallow target to read.
         """
+        if self.config.feature_layers is None:
+            raise ValueError(
+                "the usual levels 2, N // 2 and N - 3 need a target of at least 7 layers, and this one has "
+                f"{target.config.get_text_config(decoder=True).num_hidden_layers}; name others, e.g. "
+                "feature_layers=(0, 1, -1)."
+            )
         if draft_token_ids is not None:
             self.set_draft_vocabulary(draft_token_ids)
         elif self.draft_vocabulary is not None:
@@ -366,7 +343,8 @@ class Eagle3Head(SpecialistHead):
                 f"`from_heads` must be loaded EAGLE-3 heads, or POSS heads built on them, got "
                 f"{type(source).__name__}; pass load_heads(...)."
             )
-        return {name: getattr(source.config, name) for name in (*EAGLE3_FIELDS, *LAYER_FIELDS)}
+        names = (*EAGLE3_FIELDS, *LAYER_FIELDS)
+        return {name: value for name in names if (value := getattr(source.config, name)) is not None}
 
     def start_from(self, source: DraftHead, draft_token_ids: Any = None) -> None:
         """Copies the shared weights, the draft vocabulary and the layers of `source`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkpoints import LLAMA_CONFIG, eagle_tensors
 
-from hf_specheads.conversion import EAGLE, HYDRA, MEDUSA, OURS, POSS, detect_from_config, detect_from_keys
+from hf_specheads.conversion import EAGLE, EAGLE3, HYDRA, MEDUSA, OURS, POSS, detect_from_config, detect_from_keys
 from hf_specheads.errors import UnknownFormatError
 
 
@@ -52,6 +52,20 @@ def test_hydra(keys: list[str], config: dict) -> None:
     assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == HYDRA
 
 
+@pytest.mark.parametrize(
+    ("keys", "config"),
+    [
+        (["midlayer.hidden_norm.weight", "fc.weight", "norm.weight"], {}),
+        (["layers.0.hidden_norm.weight", "fc.weight", "d2t"], {}),
+        (["fc.weight", "layers.0.mlp.up_proj.weight"], {"draft_vocab_size": 40}),
+    ],
+    ids=["SafeAILab", "ModelOpt", "one feature in EAGLE-3's layout"],
+)
+def test_eagle3(keys: list[str], config: dict) -> None:
+    assert detect_from_config(config) is None
+    assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == EAGLE3
+
+
 def test_own_layout() -> None:
     assert detect_from_config({"model_type": "specheads_poss"}) == OURS
 
@@ -76,11 +90,9 @@ def language_model_keys() -> list[str]:
 @pytest.mark.parametrize(
     ("keys", "config", "words"),
     [
-        (["midlayer.hidden_norm.weight", "fc.weight", "norm.weight"], {}, "EAGLE-3"),
-        (["layers.0.hidden_norm.weight", "fc.weight", "d2t"], {}, "EAGLE-3"),
-        (["fc.weight", "layers.0.mlp.up_proj.weight"], {"draft_vocab_size": 40}, "EAGLE-3"),
         (["fusion_fc.weight", "transformer.mlp.up_proj.weight"], {}, "speculators"),
         (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
+        (["mask_hidden", "fc.weight", "layers.0.hidden_norm.weight", "d2t"], {"draft_vocab_size": 40}, "P-EAGLE"),
         (["fc.weight", "embed_layernorm.weight", "layers.0.mlp.up_proj.weight"], {}, "additional norms"),
         (["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.input_layernorm.weight"], {}, "consecutive layers"),
         (language_model_keys(), {}, "whole language model"),
