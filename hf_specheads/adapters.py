@@ -63,6 +63,13 @@ def _fingerprint(layers: list[Any], name: str) -> list[float]:
     return entries
 
 
+def adapter_identity(target: nn.Module) -> dict[str, Any] | None:
+    """What heads remember of our adapter on a target; `None` without one."""
+    if ADAPTER_NAME not in (getattr(target, "peft_config", None) or {}):
+        return None
+    return {"fingerprint": _fingerprint(_lora_layers(target), ADAPTER_NAME)}
+
+
 def check_adapter(heads: DraftHead, target: PreTrainedModel) -> None:
     """Refuses a target without the adapter that heads were trained with.
 
@@ -202,10 +209,16 @@ def save_adapter_beside(heads: DraftHead, folder: Path, target: PreTrainedModel 
         HeadLoadError: if it is neither on a bound target nor beside the heads' files.
     """
     destination = folder / ADAPTER_FOLDER
-    if target is not None and ADAPTER_NAME in (getattr(target, "peft_config", None) or {}):
+    if target is not None and (identity := adapter_identity(target)):
         save_adapter(target, destination)
-        heads.config.target_adapter = {"fingerprint": _fingerprint(_lora_layers(target), ADAPTER_NAME)}
+        heads.config.target_adapter = identity
         return
-    adapter = find_adapter(heads, None)
+    try:
+        adapter = find_adapter(heads, None)
+    except HeadLoadError as error:
+        raise HeadLoadError(
+            f"the adapter of these heads' target is neither beside their files nor on a target they are bound to, and "
+            f"could not be saved with them; call `heads.bind(target)` first. {error}"
+        ) from error
     if adapter.resolve() != destination.resolve():
         shutil.copytree(adapter, destination, dirs_exist_ok=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from .adapters import check_adapter, find_adapter, load_adapter, save_adapter_beside
+from .adapters import adapter_identity, check_adapter, find_adapter, load_adapter, save_adapter_beside
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .errors import WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
@@ -124,8 +124,9 @@ class DraftHead(PreTrainedModel):
         return self
 
     def remember_target(self, target: PreTrainedModel) -> None:
-        """Writes the target's identity and special tokens into the config, as training does."""
+        """Writes the target's identity, adapter of ours included, and special tokens into the config."""
         self.config.target = target_identity(target)
+        self.config.target_adapter = adapter_identity(target)
         config = target.config.get_text_config(decoder=True)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.config, name, getattr(config, name, None))

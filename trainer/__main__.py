@@ -26,6 +26,7 @@ from hf_specheads import AutoDraftHead, load_heads
 from .config import DraftHeadTrainingArguments
 from .data import prepare_dataset
 from .facts import training_facts, write_facts
+from .joint import JointTrainer, JointTrainingArguments
 from .recipe import Recipe, RecipeError, read_recipe, shipped_recipes
 from .trainer import DraftHeadTrainer
 from .vocabulary import frequent_tokens
@@ -49,7 +50,8 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
         raise RecipeError("the recipe does not say where to write; pass output_dir=...")
     evaluated = recipe.eval_examples > 0 or recipe.eval_data is not None
     defaults = {"eval_strategy": "epoch" if evaluated else "no", "report_to": []}
-    return DraftHeadTrainingArguments(**{**defaults, **recipe.training})
+    arguments = JointTrainingArguments if recipe.trains_target else DraftHeadTrainingArguments
+    return arguments(**{**defaults, **recipe.training})
 
 
 def load_datasets(recipe: Recipe) -> tuple[Any, Any]:
@@ -82,6 +84,8 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
         base = load_heads(
             recipe.from_heads, dtype=heads_dtype, positions_per_specialist=recipe.from_positions_per_specialist
         )
+        if base.config.target_adapter is not None:
+            base.load_target_adapter(target)
     with args.main_process_first(desc="loading data"):
         train, held_out = load_datasets(recipe)
         options = dict(recipe.heads)
@@ -92,7 +96,8 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
             options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
             options["draft_vocab_size"] = len(options["draft_token_ids"])
     heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
-    return DraftHeadTrainer(
+    trainer_class = JointTrainer if recipe.trains_target else DraftHeadTrainer
+    return trainer_class(
         model=heads,
         target=target,
         args=args,
@@ -108,8 +113,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     parameters = sum(p.numel() for p in trainer.model.parameters())
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     evaluation = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
-    weights = f"{args.feature_loss_weight} feature + {args.token_loss_weight} token"
-    weights += f" + {args.top_k_loss_weight} top-{args.top_k}"
+    weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
     sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
     specialists = getattr(config, "num_specialists", 1)
     rows = [
@@ -117,7 +121,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
                   f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
         ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
-        ("loss", weights),
+        ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
         ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"),
         ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
         ("data", f"{len(trainer.train_dataset)} examples to train on, {evaluation} to evaluate on, "
@@ -126,6 +130,9 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
         ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
+    if recipe.trains_target:
+        adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
+        rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
     return "\n".join(f"{name:>8}: {value}" for name, value in rows)
 
 

@@ -12,7 +12,11 @@ from typing import Any
 import yaml
 
 from .config import DraftHeadTrainingArguments
+from .joint import JointTrainingArguments
 
+TRAINING_ARGUMENTS = {f.name for f in dataclasses.fields(JointTrainingArguments) if f.init}
+# Arguments that only joint training knows; a recipe that gives one trains an adapter of the target too.
+JOINT_ARGUMENTS = TRAINING_ARGUMENTS - {f.name for f in dataclasses.fields(DraftHeadTrainingArguments)}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 3e-5 as a string
 DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 
@@ -68,7 +72,8 @@ class Recipe:
         eval_data: What to evaluate on; default, the first `eval_examples` of `train_data`, then not trained on.
         eval_examples: Number of evaluation examples; 0 turns evaluation off.
         resume: Go on from the newest checkpoint in `output_dir`, if there is one.
-        training: Fields of [`DraftHeadTrainingArguments`].
+        training: Fields of [`DraftHeadTrainingArguments`], or of [`JointTrainingArguments`] to train an adapter of the
+            target together with the heads.
     """
 
     target: str
@@ -84,6 +89,11 @@ class Recipe:
     eval_examples: int = 128
     resume: bool = True
     training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains_target(self) -> bool:
+        """Whether an adapter of the target is trained together with the heads."""
+        return not JOINT_ARGUMENTS.isdisjoint(self.training)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
@@ -101,9 +111,10 @@ class Recipe:
                 raise RecipeError(f"the recipe does not say `{name}`; write it into the file or pass {name}=...")
         sources = {name: _source(values.get(name)) for name in ("train_data", "eval_data")}
         training = dict(values.get("training") or {})
-        fields = {f.name for f in dataclasses.fields(DraftHeadTrainingArguments) if f.init}
-        if unknown := sorted(set(training) - fields):
-            raise RecipeError(f"unknown training argument(s) {unknown}; see DraftHeadTrainingArguments.")
+        if unknown := sorted(set(training) - TRAINING_ARGUMENTS):
+            raise RecipeError(
+                f"unknown training argument(s) {unknown}; see DraftHeadTrainingArguments and JointTrainingArguments."
+            )
         return cls(**{**values, **sources, "training": training, "heads": dict(values.get("heads") or {})})
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,13 +144,12 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = _read_yaml(_find(path)) if path is not None else {}
     recipe_keys = {f.name for f in dataclasses.fields(Recipe)}
-    training_keys = {f.name for f in dataclasses.fields(DraftHeadTrainingArguments) if f.init}
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise RecipeError(f"changes to a recipe are written key=value, got {override!r}.")
         names = key.split(".")
-        if names[0] not in recipe_keys and names[0] in training_keys:
+        if names[0] not in recipe_keys and names[0] in TRAINING_ARGUMENTS:
             names.insert(0, "training")
         elif names[0] not in recipe_keys:
             raise RecipeError(f"{key!r} is neither a recipe key {sorted(recipe_keys)} nor a training argument.")

@@ -72,7 +72,10 @@ def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedToke
     from ..features import BorrowedModules
 
     options = {"device_map": args.device, "local_files_only": args.local_files_only}
+    hub = {"revision": args.heads_revision, "local_files_only": args.local_files_only}
     tokenizer = AutoTokenizer.from_pretrained(args.target, local_files_only=args.local_files_only)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch_dtype(args.dtype), **options).eval()
     heads = load_heads_from(args, args.heads, dtype=target.dtype, device_map={"": BorrowedModules.of(target).device})
+    if heads.config.target_adapter is not None:
+        heads.load_target_adapter(target, args.heads, **hub)
     return target, tokenizer, heads.bind(target)

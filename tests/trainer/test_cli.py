@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.trainer import JointTrainingArguments
 from hf_specheads.trainer.__main__ import main, training_arguments
 from hf_specheads.trainer.recipe import RecipeError, read_recipe, shipped_recipes
 
@@ -75,14 +76,17 @@ def test_two_processes_equal_one(workspace, tmp_path):
 
 # ---------------------------------------------------------------------- recipes
 def test_shipped_recipes_are_complete(tmp_path):
-    assert sorted(shipped_recipes()) == ["eagle", "hass", "poss1", "poss2", "poss3"]
+    passes = {"eagle": 1, "hass": 3, "poss1": 6, "poss2": 6, "poss3": 6, "medusa": 4, "medusa2": 4}
+    assert passes.keys() <= shipped_recipes().keys()
     for name in shipped_recipes():
         recipe = read_recipe(name, ["target=org/model", f"output_dir={tmp_path}", "use_cpu=true"])
         args = training_arguments(recipe)
+        assert args.num_passes == passes.get(name, args.num_passes) is not None
+        assert recipe.trains_target == isinstance(args, JointTrainingArguments) == (name == "medusa2")
         specialists = recipe.heads.get("num_specialists", 1)
-        assert args.num_passes == {"eagle": 1, "hass": 3}.get(name, 6)
         assert specialists * recipe.heads.get("positions_per_specialist", args.num_passes) == args.num_passes
-        assert args.learning_rate == 3e-5
+        if name in ("eagle", "hass", "poss1", "poss2", "poss3"):
+            assert args.learning_rate == 3e-5
 
 
 def test_changes_reach_their_place():
