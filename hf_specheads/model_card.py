@@ -232,7 +232,16 @@ def _summary(facts: CardFacts) -> str:
     return (
         f"{facts.published.name} draft heads{f' ({details})' if details else ''} for "
         f"{_target_text(facts)}. They make `generate` need fewer forwards of the target without changing its output: "
-        "every token is the target's own."
+        f"every token is the target's own.{_adapter_text(facts)}"
+    )
+
+
+def _adapter_text(facts: CardFacts) -> str:
+    if not facts.config.get("target_adapter"):
+        return ""
+    return (
+        " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
+        "`target_adapter/`: the output is that of the target **with** this adapter, which may differ from the plain one."
     )
 
 
@@ -254,6 +263,7 @@ def _usage(facts: CardFacts) -> str:
         f'target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")',
         f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
         *([f'heads = load_heads("{facts.name}")'] if facts.is_heads else []),
+        *(["heads.load_target_adapter(target)"] if facts.config.get("target_adapter") else []),
         'inputs = tokenizer("...", return_tensors="pt").to(target.device)',
         f"out = target.generate(**inputs, {'assistant_model=heads, ' if facts.is_heads else ''}max_new_tokens=256)",
     ]
