@@ -96,8 +96,8 @@ def parallel(method: str, positions: int, **options: Any) -> Run:
 
 
 def ablation(inputs: str) -> Run:
-    """EAGLE heads that read something else than the feature and the next token."""
-    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs})
+    """EAGLE's input ablation: short runs that differ in what the heads read."""
+    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.25)
 
 
 RUNS = {
@@ -119,10 +119,10 @@ RUNS = {
     "eagle3-base": Run("eagle3", DEPTH, None, {**HEAD_WIDTH, "draft_vocab_size": 2048}, 1.0, TEST_TIME),
     "eagle3": Run("eagle3", DEPTH, "eagle3-base", {}, FINAL_SHARE, TEST_TIME),
     "poss3-eagle3": Run("poss-eagle3", DEPTH, "eagle3-base", poss(3).options, FINAL_SHARE, TEST_TIME),
-    # EAGLE's input ablation, next to `eagle-base`.
-    "eagle-unshifted": ablation("feature+token"),
-    "eagle-token": ablation("token"),
-    "eagle-feature": ablation("feature"),
+    "inputs-shifted": ablation("feature+shifted_token"),
+    "inputs-unshifted": ablation("feature+token"),
+    "inputs-token": ablation("token"),
+    "inputs-feature": ablation("feature"),
 }
 
 
