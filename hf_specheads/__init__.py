@@ -33,6 +33,7 @@ from .heads import (
 from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead
+from .tree_search import OptimalTree, search_tree
 from .version import __version__
 
 auto.register()
@@ -56,6 +57,7 @@ __all__ = [
     "HydraHeadConfig",
     "MedusaHead",
     "MedusaHeadConfig",
+    "OptimalTree",
     "PossEagle3Head",
     "PossEagle3HeadConfig",
     "PossHead",
@@ -66,5 +68,6 @@ __all__ = [
     "WrongTargetError",
     "__version__",
     "load_heads",
+    "search_tree",
     "speculative_generate",
 ]

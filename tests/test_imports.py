@@ -17,6 +17,7 @@ RANKS = {
     "verification_sampled": 3, "verification_typical": 3,
     "modeling": 3, "heads": 4, "drafting": 4, "auto": 5, "candidates": 5, "compatibility": 5,
     "conversion": 6, "generation": 6, "hub": 7, "dispatch": 7, "model_card": 7, "cli": 9, "__main__": 10,
+    "tree_measurement": 5, "tree_search": 6,
 }  # fmt: skip
 NO_TRANSFORMERS = {"tree", "metrics", "version", "errors"}
 
