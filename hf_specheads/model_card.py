@@ -241,7 +241,7 @@ def _adapter_text(facts: CardFacts) -> str:
         return ""
     return (
         " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
-        "`target_adapter/`: the output is that of the target **with** this adapter, which may differ from the plain one."
+        "`target_adapter/`: the text is that of the target **with** this adapter and may differ from the plain one."
     )
 
 
