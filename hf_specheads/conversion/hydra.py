@@ -154,13 +154,19 @@ def _sizes(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], first: 
             "expected [H, H + E] (ungrounded: [H, H]) and [V, H]."
         )
     width = block.shape[0]
-    embedding = tensors.get(EMBEDDING)
-    narrow = embedding.shape[-1] if embedding is not None else width
     sizes = {"vocab_size": projection.shape[0], "hidden_size": width}
     for key, value in sizes.items():
         if (stated := raw_config.get(key)) is not None and stated != value:
             raise CheckpointShapeError(f"config.json says {key}={stated!r}, the weights say {value}; one is damaged.")
-    return {**sizes, "feature_size": width, "embedding_size": block.shape[1] - width if grounded else narrow}
+    narrow = block.shape[1] - width if grounded else width
+    if EMBEDDING in tensors:
+        embedding = tensors[EMBEDDING]
+        narrow = narrow if grounded or embedding.ndim != 2 else embedding.shape[1]
+        if tuple(embedding.shape) != (sizes["vocab_size"], narrow):
+            raise CheckpointShapeError(
+                f"{EMBEDDING} has the shape {list(embedding.shape)}, expected [{sizes['vocab_size']}, {narrow}]."
+            )
+    return {**sizes, "feature_size": width, "embedding_size": narrow}
 
 
 def _check_shapes(tensors: dict[str, torch.Tensor], config: HydraHeadConfig) -> None:
@@ -180,35 +186,39 @@ def _offset(raw_config: dict[str, Any]) -> int:
     return offset
 
 
+def _rows(tensors: dict[str, torch.Tensor], key: str) -> int:
+    if tensors[key].ndim != 2:
+        raise CheckpointShapeError(f"{key} has the shape {list(tensors[key].shape)}, expected two dimensions.")
+    return tensors[key].shape[0]
+
+
 def _target(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
     name = raw_config.get("base_model_name_or_path")
     name = name if isinstance(name, str) else None
-    if (embedding := tensors.get(EMBEDDING)) is None:
+    if EMBEDDING not in tensors:
         return {"name": name} if name else None
-    if embedding.ndim != 2:
-        raise CheckpointShapeError(f"{EMBEDDING} has the shape {list(embedding.shape)}, expected [V, E].")
-    return {"name": name, "fingerprint": weight_fingerprint(embedding)}
+    return {"name": name, "fingerprint": weight_fingerprint(tensors[EMBEDDING])}
 
 
 def _layer_fields(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]) -> dict[str, Any]:
     """Fields of the prefix layer."""
-    rows = {x: tensors[f"{PREFIX}layers.0.self_attn.{x}_proj.weight"].shape[0] for x in "qk"}
+    rows = {x: _rows(tensors, f"{PREFIX}layers.0.self_attn.{x}_proj.weight") for x in "qk"}
     parameters = rope(raw_config, notes)
     table = tensors.get(ROPE_TABLE)
     if table is None:
         heads = integer(raw_config, "num_attention_heads", notes)
         head_dim = rows["q"] // heads
     else:
+        parameters = _rope_of(table.double(), parameters, notes)
         head_dim = 2 * table.numel()
         heads = rows["q"] // head_dim
-        parameters = _rope_of(table.flatten().double(), parameters, notes)
     if heads * head_dim != rows["q"] or rows["k"] % head_dim:
         raise CheckpointShapeError(
             f"the prefix layer has {rows['q']} query and {rows['k']} key rows, expected multiples of its head size "
             f"{head_dim}."
         )
     return {
-        "intermediate_size": tensors[f"{PREFIX}layers.0.mlp.gate_proj.weight"].shape[0],
+        "intermediate_size": _rows(tensors, f"{PREFIX}layers.0.mlp.gate_proj.weight"),
         "num_attention_heads": heads,
         "num_key_value_heads": rows["k"] // head_dim,
         "head_dim": head_dim,
@@ -227,6 +237,8 @@ def _rope_of(table: torch.Tensor, parameters: dict[str, Any], notes: list[str]) 
     Raises:
         CheckpointShapeError: if the table is that of no base.
     """
+    if table.ndim != 1:
+        raise CheckpointShapeError(f"{ROPE_TABLE} has the shape {list(table.shape)}, expected [head size / 2].")
     exponents = torch.arange(table.numel(), dtype=torch.float64) / table.numel()
 
     def fits(base: float) -> bool:

@@ -87,7 +87,7 @@ class HydraHeadConfig(DraftHeadConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.tree_config is None:
-            self.tree_config = default_tree(self.num_heads).to_dict()
+            self.tree_config = default_tree(max(self.num_heads, 1)).to_dict()
         if self.head_dim is None and self.num_attention_heads:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
@@ -163,7 +163,8 @@ class PrefixLayer(DraftDecoderLayer):
 class HydraHead(DraftHead):
     """n heads, `logits_i = lm_head_i(blocks_i([s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]))`.
 
-    Freshly made for a target, every head passes s_t through, and own projections are the target's `lm_head`.
+    Freshly made for a target, first blocks of grounded heads are random (the identity on s_t would repeat the target's
+    last token with confidence), later ones the identity, and own projections the target's `lm_head`.
     """
 
     config_class = HydraHeadConfig
@@ -194,11 +195,6 @@ class HydraHead(DraftHead):
         if isinstance(module, ResidualBlock):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, GroundedBlock):
-            init.zeros_(module.linear.weight)
-            init.eye_(module.residual.weight)  # the identity on s_t, zero on the embeddings
-            init.zeros_(module.linear.bias)
-            init.zeros_(module.residual.bias)
         else:
             super()._init_weights(module)
 

@@ -13,6 +13,7 @@ from hf_specheads.trainer import DraftHeadTrainingArguments
         ("top_k", 0, "`top_k` must be at least 1"),
         ("feature_noise", -1.0, "`feature_noise` must be at least 0"),
         ("feature_noise_scaling", "gauss", r"`feature_noise_scaling` must be one of .*'eagle'.*, got 'gauss'"),
+        ("embedding_noise", -1.0, "`embedding_noise` must be at least 0"),
         ("backward", "both", "`backward` must be one of"),
         ("pass_reduction", "max", "`pass_reduction` must be one of"),
         ("max_length", 2, "`max_length` must be at least 3"),
