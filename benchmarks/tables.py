@@ -146,6 +146,27 @@ def _speed_up(result: Result, name: str) -> float:
     return next(iter(result["modes"].values()))[name]["speed_up"]
 
 
+def tree_kinds(result: Result) -> str:
+    """One row per head and kind of tree; for the optimal tree also what the search expected."""
+    rows = []
+    for name, kinds in result["heads"].items():
+        for kind, s in kinds.items():
+            expected = s.get("expected")
+            note = (
+                f"expected {number(expected['acceptance_length'])}, {number(expected['speed_up'])}x"
+                if expected
+                else ""
+            )
+            rows.append((name, kind, tree_text(s["tree"]), number(s["acceptance_length"]),
+                         f"{number(s['speed_up'])}x ({'-'.join(number(r) for r in s['speed_up_range'])})",
+                         "yes" if s["identical"] else "no", note))  # fmt: skip
+    header = ("heads", "kind", "draft tree", "tau", "speed-up (range)", "same text", "search")
+    return markdown_table(header, rows) + footnote(
+        result, f"Greedy, {result['dtype']}, batch 1, {result['num_prompts']} prompts",
+        f"at most {result['max_new_tokens']} new tokens, median of {result['repeats']} interleaved repeats",
+    )  # fmt: skip
+
+
 def round_(result: Result) -> str:
     """Milliseconds of a round by stage."""
     rows = [
@@ -189,6 +210,7 @@ def training_curve(result: Result) -> str:
 
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "methods": methods,
+    "tree_kinds": tree_kinds,
     "speedup": speedup,
     "acceptance": acceptance,
     "round": round_,

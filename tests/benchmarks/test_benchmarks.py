@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import acceptance, choose_tree, common, methods, speedup, training_curve
+from benchmarks import acceptance, choose_tree, common, methods, speedup, training_curve, tree_kinds
 from benchmarks import round as round_benchmark
 
 ROUND_STAGES = {"draft", "target", "accept", "compact", "loop", "whole round"}
@@ -58,6 +58,17 @@ def test_methods_measures_every_head_greedy_and_sampled(arguments):
     assert greedy > 0 and sampled > 0
     assert len(result["heads"]["eagle"]["wide"]["pos_acc"]) <= 8
     assert "| poss |" in (results / "methods.md").read_text()
+
+
+def test_tree_kinds_gives_every_kind_the_same_text(arguments, pair):
+    tuning = str(pair / "prompts.jsonl")
+    results = arguments("tree_kinds", ["poss"], "--repeats", "1", "--tuning", tuning, "--tuning_limit", "1")
+    assert tree_kinds.main() == 0
+    kinds = result_of(results, "tree_kinds")["heads"]["poss"]
+    assert [kinds[kind]["tree"]["kind"] for kind in kinds] == ["chain", "static", "dynamic", "optimal"]
+    assert kinds["optimal"]["expected"]["acceptance_length"] >= 1
+    assert kinds["chain"]["tree"]["depth"] == kinds["optimal"]["tree"]["depth"]
+    assert "| poss | optimal |" in (results / "tree_kinds.md").read_text()
 
 
 def test_acceptance_reports_every_family_and_depth(arguments, pair):
