@@ -94,13 +94,17 @@ def unroll_inputs(
     inputs = features if noise is None else features + noise.to(features.dtype)
     attention_mask = batch.get("attention_mask")
     documents, positions = batch.get("document_ids"), batch.get("position_ids")
+    complete = None if attention_mask is None else attention_mask[:, :-1] * attention_mask[:, 1:]
+    if documents is not None:
+        same = documents[:, :-1] == documents[:, 1:]
+        complete = same.long() if complete is None else complete * same
     return {
         "features": inputs[:, :-1],
         "token_ids": ids[:, :-1],
         "next_token_ids": ids[:, 1:],
         "target_features": final_features[:, 1:],
         "loss_mask": loss_mask[:, 1:],
-        "attention_mask": None if attention_mask is None else attention_mask[:, :-1] * attention_mask[:, 1:],
+        "attention_mask": complete,
         "document_ids": None if documents is None else documents[:, :-1],
         "position_ids": None if positions is None or documents is None else positions[:, :-1],
     }
