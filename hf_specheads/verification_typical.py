@@ -76,6 +76,8 @@ def verify_typical(
     bonus = scores[torch.arange(len(best), device=best.device), best].argmax(-1)
     keep = stop.per_token or earlier_scores is not None
     results = accepted_rows(tree, best, bonus, scores if keep else None, input_ids.shape[1], stop)
+    for result in results:
+        result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
     if stop.per_token:
         (result,) = results
         results = [_cut_token_by_token(result, input_ids, stop, earlier_scores)]
@@ -92,8 +94,9 @@ def scores_on_paths(
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for depth in range(tree.max_depth + 1):
         row, node = (tree.depths == depth).nonzero(as_tuple=True)
-        # Ancestors precede their descendants, so the true columns are the path from the root, which is committed.
-        path = tree.ancestor_mask[row, node].nonzero()[:, 1].view(len(row), depth + 1)[:, 1:]
+        # Ancestors precede their descendants, so the true columns in order are the path; the root is committed.
+        columns = tree.ancestor_mask[row, node].to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        path = columns[:, 1 : depth + 1]
         ids = torch.cat([input_ids[row], tree.token_ids[row].gather(1, path)], dim=1)
         scores[row, node] = sampler.scores_at_node(ids, logits[row, node])
     return scores

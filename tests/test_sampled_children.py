@@ -351,7 +351,7 @@ GENERATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def generation_statistic(case: str, samples: int = 100) -> tuple[float, float]:
+def generation_statistic(case: str, samples: int = 80) -> tuple[float, float]:
     """Chi-square of the two tokens before the last, for which no draft is made; and its critical value."""
     tree, setting, loop = GENERATIONS[case]
     length, late = 4, slice(-3, -1)

@@ -236,7 +236,7 @@ def expected_two(processors: str) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "typical"])
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_distribution_of_the_next_two_tokens(processors, rule):
-    samples, expected = 300, expected_two(processors)
+    samples, expected = 200, expected_two(processors)
     counts = next_two(rule, processors, samples)
     assert all(expected[pair] > 0 for pair in counts)
     statistic, freedom = chi_square(counts, expected, samples)
@@ -249,5 +249,5 @@ def test_planted_bug_the_targets_logits_are_not_processed(rule, monkeypatch):
     """The control of the test above."""
     for name in ("scores_at_node", "scores_at_all_nodes"):
         monkeypatch.setattr(TokenSampler, name, lambda sampler, ids, logits: logits.float())
-    statistic, freedom = chi_square(next_two(rule, "temperature", 300), expected_two("temperature"), 300)
+    statistic, freedom = chi_square(next_two(rule, "temperature", 200), expected_two("temperature"), 200)
     assert statistic > critical_value(freedom)

@@ -225,6 +225,14 @@ def test_a_generation_follows_the_rule(seed):
     assert heads.last_stats.host_syncs == heads.last_stats.rounds + 1
 
 
+def test_host_syncs_of_processors_that_read_the_text_are_counted():
+    tree = random_tree(3, 9, 3, vocab=20)
+    sampler = TokenSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8)]), True)
+    ids, logits = torch.zeros(1, 3).long(), torch.randn(1, 9, 20)
+    (accepted,) = verify_typical(tree, ids, logits, sampler, NEVER, None, 0.09, 0.3)
+    assert accepted.host_syncs == 1 + 4  # a level each, the root's included
+
+
 @pytest.mark.parametrize("tree", [{}, {"kind": "chain", "depth": 3}], ids=["tree", "chain"])
 def test_greedy_decoding_stays_exact(tree):
     target, ids = shared_target(), prompt()
