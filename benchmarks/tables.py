@@ -194,6 +194,22 @@ def choose_tree(result: Result) -> str:
     )
 
 
+def n_alpha(result: Result) -> str:
+    """One row per head, one column per number of drafted features."""
+    rows = []
+    for name, facts in result["heads"].items():
+        cells = zip(facts["n_alpha"], facts["standard_error"], strict=True)
+        row = [name, facts["inputs"] or "-", number(facts["trained_positions"], 0)]
+        row += [f"{number(value, 3)} ± {number(error, 3)}" for value, error in cells]
+        rows.append(row + ["-"] * (3 + result["max_n"] + 1 - len(row)))
+    header = ["heads", "inputs", "trained positions", *(f"{n}-alpha" for n in range(result["max_n"] + 1))]
+    sets = ", ".join(result["prompts"])
+    return markdown_table(header, rows) + footnote(
+        result, f"Greedy, {result['positions']} positions of {result['num_prompts']} texts (prompts: {sets}), "
+        "standard errors bootstrapped over texts",
+    )  # fmt: skip
+
+
 def training_curve(result: Result) -> str:
     """tau at a few shares of each run's own compute; the whole curve is in the JSON and in the figure."""
     axis = result["axis"]
@@ -215,5 +231,6 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
     "acceptance": acceptance,
     "round": round_,
     "choose_tree": choose_tree,
+    "n_alpha": n_alpha,
     "training_curve": training_curve,
 }
