@@ -97,7 +97,7 @@ def parallel(method: str, positions: int, **options: Any) -> Run:
 
 def ablation(inputs: str) -> Run:
     """EAGLE's input ablation: short runs that differ in what the heads read."""
-    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.25)
+    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.125)
 
 
 RUNS = {
