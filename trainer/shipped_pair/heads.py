@@ -112,7 +112,7 @@ RUNS = {
     "poss3-lora": replace(poss(3), method="poss-lora"),
     # Three blocks per head: together the parameters of POSS-3.
     "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
-    "medusa2": Run("medusa", DEPTH, "medusa", {}, FINAL_SHARE, {**TEACHER, **ADAPTER}, joint=True),
+    "medusa2": Run("medusa", DEPTH, "medusa", {}, 0.15, {**TEACHER, **ADAPTER}, joint=True),
     "hydra": parallel("hydra", 4),
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
