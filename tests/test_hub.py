@@ -118,15 +118,15 @@ def test_hub_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickl
 
 
 def test_foreign_repositories_are_refused_before_their_weights(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
+    (tmp_path / "config.json").write_text(json.dumps({"hydra_num_heads": 1, "hydra_head_arch": "cross-attn"}))
 
     def download(repo: str, file: str, **kwargs: object) -> str:
         assert file == "config.json"
         return str(tmp_path / file)
 
     monkeypatch.setattr(hf_specheads.hub, "hf_hub_download", download)
-    with pytest.raises(UnknownFormatError, match="Medusa"):
-        load_heads("lab/medusa")
+    with pytest.raises(UnknownFormatError, match="Hydra"):
+        load_heads("lab/hydra")
 
 
 # ------------------------------------------------------------------ what is refused

@@ -122,7 +122,8 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
                   f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
         ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
         ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
-        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"),
+        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
+                  + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
         ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
         ("data", f"{len(trainer.train_dataset)} examples to train on, {evaluation} to evaluate on, "
                  f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
