@@ -89,7 +89,8 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         self.frozen_target = FrozenTarget(target)
         if not getattr(target, "hf_device_map", None):
             target.to(self.args.device)
-        model.config.trained_positions = self.num_passes
+        if hasattr(model.config, "trained_positions"):  # heads whose positions differ
+            model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._eval_prompts = eval_prompts
         self._micro_step = 0

@@ -29,6 +29,7 @@ VOCABULARY_PADDING = 0.01
 DRAFT_LM_PAPERS = (
     "Fast Inference from Transformers via Speculative Decoding, [arXiv:2211.17192](https://arxiv.org/abs/2211.17192)",
 )
+MAX_LAYERS = 1024
 MASKED_ATTENTION = ("eager", "sdpa")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 LLAMA_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
@@ -51,7 +52,6 @@ class DraftLanguageModelConfig(DraftHeadConfig):
         num_attention_heads, num_key_value_heads, head_dim: Attention shape, default heads of 64.
         max_position_embeddings: Its context in tokens.
         rope_parameters: As in transformers.
-        trained_positions: Draft positions the training unrolled: always 1, `None` if unknown.
     """
 
     model_type = "specheads_draft_lm"
@@ -67,7 +67,6 @@ class DraftLanguageModelConfig(DraftHeadConfig):
     head_dim: int | None = None
     max_position_embeddings: int | None = None
     rope_parameters: dict | None = None
-    trained_positions: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.language_model is None:
@@ -108,7 +107,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
         fields = dict(self.language_model or {})
         try:
             config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
-        except (KeyError, ValueError, AttributeError) as error:
+        except (KeyError, ValueError, AttributeError, TypeError, ArithmeticError) as error:
             raise ValueError(f"`language_model` is no config of a model transformers knows: {error}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
@@ -127,6 +126,8 @@ class DraftLanguageModelConfig(DraftHeadConfig):
     def validate_architecture(self) -> None:
         super().validate_architecture()
         known = self.language_model_config()
+        if not 1 <= (self.num_hidden_layers or 0) <= MAX_LAYERS:
+            raise ValueError(f"`num_hidden_layers` must be between 1 and {MAX_LAYERS}, got {self.num_hidden_layers}.")
         for name in LLAMA_FIELDS:
             theirs = getattr(known, name, None)
             if theirs is not None and name != "rope_parameters" and getattr(self, name) != theirs:
@@ -184,7 +185,10 @@ class DraftLanguageModel(DraftHead):
         known = config.language_model_config()
         if config._attn_implementation in MASKED_ATTENTION:
             known._attn_implementation = config._attn_implementation
-        self.language_model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)](known)
+        try:
+            self.language_model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)](known)
+        except (KeyError, AssertionError, IndexError) as error:  # an unknown activation, a token past the vocabulary
+            raise ValueError(f"`language_model` describes a model that cannot be built: {error}") from error
         if reason := refuse_language_model(self.language_model):
             raise ValueError(f"{type(self.language_model).__name__} cannot draft trees: {reason}.")
         self.post_init()

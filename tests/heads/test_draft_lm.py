@@ -324,11 +324,17 @@ def test_round_trip(family, tmp_path):
 def test_damaged_configs(tmp_path):
     wrapped().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    fields = config["language_model"]
     for changes, words in (
         ({"language_model": None}, "language_model"),
         ({"language_model": {"model_type": "gemma3_text"}}, "config.json"),
         ({"num_hidden_layers": 7}, "contradicts"),
         ({"vocab_size": "many"}, "vocab_size"),
+        ({"language_model": fields | {"num_hidden_layers": 10**9}, "num_hidden_layers": None}, "between 1 and 1024"),
+        ({"language_model": fields | {"num_attention_heads": 0}, "num_attention_heads": None}, "config.json"),
+        ({"language_model": fields | {"hidden_size": "wide"}}, "config.json"),
+        ({"language_model": fields | {"hidden_act": "nonsense"}}, "cannot be built"),
+        ({"language_model": [1]}, "config.json"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(HeadConfigError, match=words):
@@ -440,7 +446,7 @@ def test_training_lowers_the_loss(target, tmp_path, packing):
     losses = [entry["token_loss_1"] for entry in trainer.state.log_history if "token_loss_1" in entry]
     assert losses[-1] < losses[0] - 0.2, losses
     trainer.save_model(tmp_path / "heads")
-    assert load_heads(tmp_path / "heads").config.trained_positions == 1
+    assert_same_weights(load_heads(tmp_path / "heads"), heads)
 
 
 def test_only_one_pass(target, tmp_path):
