@@ -14,7 +14,10 @@ from trees import path_of
 from hf_specheads import load_heads
 
 GOLDENS = Path(__file__).parent / "goldens"
-CASES = ["eagle2_gqa_nobias_small", "hass_gqa_d6", "poss2_gqa_d6", "poss3_gqa_d5_k4"]
+CASES = [
+    "eagle2_gqa_nobias_small", "eagle3_gqa_d2t", "eagle3_mha_fullvocab", "hass_gqa_d6", "poss2_gqa_d6",
+    "poss3_gqa_d5_k4",
+]  # fmt: skip
 POSS = [name for name in CASES if name.startswith("poss")]
 
 
