@@ -33,8 +33,12 @@ TRAINING_LEFT_OUT = ("versions", "target", "method", "parameters", "log_history"
 ARGUMENTS_SHOWN = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "max_steps",
     "num_train_epochs", "bf16", "seed", "max_length", "packing", "feature_loss_weight", "token_loss_weight",
-    "top_k_loss_weight", "next_token_loss_weight", "pass_decay", "feature_noise",
+    "top_k_loss_weight", "next_token_loss_weight", "pass_decay", "feature_noise", "embedding_noise",
 )  # fmt: skip
+ADAPTER_TEXT = (
+    " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
+    "`target_adapter/`: the text is that of the target **with** this adapter."
+)
 VERSIONED = ("hf-specheads", "transformers", "torch")
 
 
@@ -232,16 +236,7 @@ def _summary(facts: CardFacts) -> str:
     return (
         f"{facts.published.name} draft heads{f' ({details})' if details else ''} for "
         f"{_target_text(facts)}. They make `generate` need fewer forwards of the target without changing its output: "
-        f"every token is the target's own.{_adapter_text(facts)}"
-    )
-
-
-def _adapter_text(facts: CardFacts) -> str:
-    if not facts.config.get("target_adapter"):
-        return ""
-    return (
-        " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
-        "`target_adapter/`: the text is that of the target **with** this adapter and may differ from the plain one."
+        "every token is the target's own." + (ADAPTER_TEXT if facts.config.get("target_adapter") else "")
     )
 
 
