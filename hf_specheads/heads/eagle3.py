@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..draft_vocabulary import mapping_of, mapping_problem
@@ -272,7 +272,10 @@ class Eagle3Head(SpecialistHead):
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Training-time test (EAGLE-3, section 3.2): row t is the root of all passes. Pass i reads token t + 1 + i and
         the state of pass i - 1 at row t, with its gradient, at rope position t + i; it attends to the target's rows
-        up to t and to row t of the passes before it, which is what drafting does."""
+        up to t and to row t of the passes before it, which is what drafting does.
+
+        Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
+        """
         visible = visible_rows(rows.documents)
         if self.embed_tokens is None:
             with torch.no_grad():
@@ -281,11 +284,15 @@ class Eagle3Head(SpecialistHead):
             embeddings = self.embed_tokens(rows.next_token_ids)
         read = [self.fuse(embeddings, rows.features)]
         positions = [rows.position_ids]
+        cache = None if self.training and self.is_activation_checkpointing else DynamicCache()
         for position in range(num_passes):
+            specialist = self.specialist_of(position)
+            known = 0 if cache is None else cache.get_seq_length(specialist) // visible.shape[1]
             states = self(
-                torch.cat(read, dim=1),
-                torch.cat(positions, dim=1),
-                specialist=self.specialist_of(position),
+                torch.cat(read[known:], dim=1),
+                torch.cat(positions[known:], dim=1),
+                past_key_values=cache,
+                specialist=specialist,
                 num_queries=visible.shape[1],
                 attention_function=StreamAttention(visible, position + 1, own_rows=True),
             )
