@@ -68,8 +68,11 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
 
 
 def load_bound_heads(target: PreTrainedModel, folder: str, **tree_overrides: Any) -> DraftHead:
-    """Heads of the target's type, bound (and thereby checked) to it."""
-    return load_heads(folder, dtype=target.dtype, **tree_overrides).bind(target)
+    """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it."""
+    heads = load_heads(folder, dtype=target.dtype, **tree_overrides)
+    if heads.config.target_adapter is not None:
+        heads.load_target_adapter(target)
+    return heads.bind(target)
 
 
 def load_prompts(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:

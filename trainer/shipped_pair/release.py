@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specheads import DraftTreeConfig
+from hf_specheads.adapters import ADAPTER_FOLDER
 from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, write_card
 
 SHIPPED = ("eagle1", "eagle", "hass", "poss1", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra",
@@ -36,6 +37,8 @@ def copy_model(source: Path, folder: Path) -> None:
     for pattern in ("*.json", "*.safetensors"):
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+    if (source / ADAPTER_FOLDER).is_dir():
+        shutil.copytree(source / ADAPTER_FOLDER, folder / ADAPTER_FOLDER, dirs_exist_ok=True)
 
 
 def trim_facts(folder: Path) -> None:
@@ -57,7 +60,8 @@ def set_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
     """What `benchmarks/methods.py` measured of one head, one entry per decoding mode; empty before it ran."""
-    path = results / "methods.json"
+    own = results / name / "methods.json"  # of heads that were measured alone
+    path = own if own.exists() else results / "methods.json"
     if not path.exists():
         return []
     measured = json.loads(path.read_text(encoding="utf-8"))
