@@ -166,6 +166,8 @@ def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
         return f"it has layers of type {sorted(other) or ['chunked_attention']}"
     if "position_ids" not in inspect.signature(target.forward).parameters:
         return "its forward takes no position_ids (positions enter as attention biases)"
+    if getattr(config, "alibi", False):
+        return "positions enter its attention as biases (alibi), which take no tree"
     if config._attn_implementation not in TREE_ATTENTION:
         return (
             f"attention implementation {config._attn_implementation!r} takes no 4D mask "

@@ -10,9 +10,9 @@ import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from stubs import CountForwards, random_heads
 from targets import own_target, prompt, shared_target
-from transformers import StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 
-from hf_specheads import WrongTargetError
+from hf_specheads import AutoDraftHead, WrongTargetError
 from hf_specheads.errors import UnsupportedGenerationError
 
 
@@ -180,6 +180,15 @@ def test_an_attention_that_takes_no_tree_mask():
     heads = random_heads(target)
     message = refusal(target, heads, UnsupportedGenerationError)
     assert "set_attn_implementation('sdpa')" in message
+
+
+def test_positions_that_enter_as_biases():
+    config = AutoConfig.for_model(
+        "falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
+    heads = AutoDraftHead.from_target(target, "eagle")
+    assert "alibi" in refusal(target, heads, UnsupportedGenerationError)
 
 
 def test_the_same_refusals_without_the_dispatch():
