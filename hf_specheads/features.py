@@ -181,14 +181,15 @@ class FeatureReader:
     def _record(self, target: PreTrainedModel, layer: int) -> Any:
         """Hook that keeps one hidden state of every chunk: what enters a layer, or what the decoder returns."""
         decoder, chunks = target.get_decoder(), self._chunks[layer]
-        entered = layer % (len(decoder.layers) + 1)  # one hidden state more than layers
-        if entered == len(decoder.layers):
+        layers = next(getattr(decoder, name) for name in ("layers", "h") if hasattr(decoder, name))
+        entered = layer % (len(layers) + 1)  # one hidden state more than layers
+        if entered == len(layers):
             return decoder.register_forward_hook(
                 lambda module, args, output: chunks.append(
                     output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
                 )
             )
-        return decoder.layers[entered].register_forward_pre_hook(
+        return layers[entered].register_forward_pre_hook(
             lambda module, args, kwargs: chunks.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
         )
 

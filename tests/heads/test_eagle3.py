@@ -333,6 +333,17 @@ def test_left_padding_and_transformers_loop(deep) -> None:
     assert torch.equal(out[:, 4:], expected)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3"])
+def test_chunked_prefill_of_other_families(family: str) -> None:
+    """Chunks are read off the decoder's own layers, whatever it calls them."""
+    target, ids = shared_target(family), prompt()
+    heads = make_heads(target, feature_layers=(0, 1, -1), tree_config=TREES[1])
+    whole = plain(target, ids, 8, assistant_model=heads)
+    accepted = heads.last_stats.num_accepted
+    assert torch.equal(plain(target, ids, 8, assistant_model=heads, prefill_chunk_size=7), whole)
+    assert heads.last_stats.num_accepted == accepted and torch.equal(whole, plain(target, ids, 8))
+
+
 # ---------------------------------------------------------------------- sizes, files, warm starts
 def test_fresh_heads_start_from_the_targets_lm_head(deep) -> None:
     heads = AutoDraftHead.from_target(deep, "eagle3", draft_token_ids=VOCABULARY)
