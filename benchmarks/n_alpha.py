@@ -37,7 +37,7 @@ from .common import (
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(
         __doc__,
-        heads=[f"model_cards/{name}" for name in ("eagle", "hass", "poss1", "poss2", "poss3")],
+        heads=[f"model_cards/{name}" for name in ("eagle", "hass", "poss2", "poss3")],
         prompts=["held_out", "functions"],
     )
     parser.add_argument("--max_n", type=int, default=4, help="most drafted features in a row")

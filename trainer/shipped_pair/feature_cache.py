@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=1664)
+    parser.add_argument("--blocks", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--part", default="0/1", help="i/n: compute every n-th batch, starting with the i-th")
     parser.add_argument("--seed", type=int, default=0)

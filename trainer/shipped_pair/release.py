@@ -15,17 +15,15 @@ from hf_specheads import DraftTreeConfig
 from hf_specheads.adapters import ADAPTER_FOLDER
 from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, write_card
 
-SHIPPED = ("eagle1", "eagle", "hass", "poss1", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra",
-           "hydra-plus", "eagle3", "poss3-eagle3", "draft-lm")  # fmt: skip
-# EAGLE-1 is EAGLE's weights with EAGLE-1's tree.
-COPIES = {"eagle1": "eagle"}
+# POSS-1 is trained and measured too, but its six layers are too large to ship for what they add.
+SHIPPED = ("eagle", "hass", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra", "hydra-plus",
+           "eagle3", "poss3-eagle3", "draft-lm")  # fmt: skip
 LIMITS = (
     "A small model trained for under an hour on one kind of text: it shows how draft heads work and what they cost. "
     "What it writes looks like Python and means little.",
 )
 NOTES = {
     "control": "A control: one layer with as many parameters as POSS-3's two, trained like HASS.",
-    "eagle1": "The weights of `eagle` with EAGLE-1's static tree.",
 }
 LICENSE = "apache-2.0"
 TRAINING_TEXT = "Trained on the Python standard library's source (Python Software Foundation License)."
@@ -96,7 +94,7 @@ def release(args: argparse.Namespace) -> None:
     for name in SHIPPED:
         folder = args.output_dir / name
         if args.heads is not None:
-            copy_model(args.heads / COPIES.get(name, name), folder)
+            copy_model(args.heads / name, folder)
             trim_facts(folder)
         if tree := trees.get(name):
             set_tree(folder, tree)
