@@ -76,7 +76,7 @@ class DraftCache(Cache):
 
     Attributes:
         committed: Committed rows, equal to the number of committed tokens minus one.
-        drafted_inputs: `fc` outputs of this round's drafted rows, [B, rows, h] each, for specialists that start later.
+        drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
         context_mask: bool [B, rows], `False` on padding of the prompt; `None` when there is none.
     """
 

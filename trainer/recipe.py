@@ -63,7 +63,8 @@ class Recipe:
         target: Hub id or folder of the target.
         train_data: What to train on.
         method: `"eagle"`, `"hass"` or `"poss"`.
-        heads: Fields of the heads' config, e.g. `num_specialists`, `positions_per_specialist`, `tree_config`.
+        heads: Fields of the heads' config, e.g. `num_specialists`, `positions_per_specialist`, `tree_config`. With
+            `draft_vocab_size` alone (EAGLE-3), the draft vocabulary is what the training data supervises most often.
         from_heads: Hub id or folder of heads to start from (all specialists start as its layer).
         from_positions_per_specialist: For `from_heads` in PosS's own layout, which does not say it.
         target_revision: Revision of a target on the Hub.
