@@ -121,13 +121,14 @@ def _differences(result: Result) -> str:
 def methods(result: Result) -> str:
     """One row per head: what it is, what it cost, what it accepts and what that buys, by mode."""
     modes = result["modes"]
-    header = ["heads", "parameters", "training TFLOP", "training minutes"]
+    header = ["heads", "parameters", "training TFLOP", "minutes"]
     header += [f"{what}, {mode}" for mode in modes for what in ("tau", "speed-up")]
     header += [f"pos-acc 1 to {result['wide_tree']['depth']}", "draft tree"]
     rows = []
     for name, facts in sorted(result["heads"].items(), key=lambda item: -_speed_up(result, item[0])):
-        flops, hours = facts.get("training_flops"), facts.get("hours")
-        row = [name, millions(facts["parameters"]), number(flops and flops / TERA, 1), number(hours and 60 * hours, 0)]
+        flops, hours, base = facts.get("training_flops"), facts.get("hours"), facts.get("starts_from")
+        compute = number(flops and flops / TERA, 1) + (f" after {base}" if base else "")
+        row = [name, millions(facts["parameters"]), compute, number(hours and 60 * hours, 0)]
         for sides in modes.values():
             side = sides[name]
             low, high = side["speed_up_range"]

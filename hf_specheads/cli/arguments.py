@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from ..modeling import DraftHead
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TREE_OPTIONS = ("kind", "depth", "top_k", "total_tokens")
 
 
 def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,9 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--local_files_only", action="store_true", help="never ask the network")
     tree = parser.add_argument_group("draft tree (default: as saved with the heads)")
-    tree.add_argument("--kind", choices=("chain", "dynamic"))
+    tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"))
+    tree.add_argument("--choices", type=json.loads, help="paths of a static tree, e.g. '[[0], [1], [0, 0]]'")
+    tree.add_argument("--children", choices=("top_k", "sampled"), help="how children are chosen when sampling")
     tree.add_argument("--depth", type=int, help="draft positions")
     tree.add_argument("--top_k", type=int, dest="tree_top_k", help="children considered per node")
     tree.add_argument("--total_tokens", type=int, help="nodes verified per round, the root included")
@@ -40,7 +42,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tree_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Tree options the user gave."""
-    values = {"kind": args.kind, "depth": args.depth, "top_k": args.tree_top_k, "total_tokens": args.total_tokens}
+    values = {"kind": args.kind, "depth": args.depth, "top_k": args.tree_top_k, "total_tokens": args.total_tokens,
+              "choices": args.choices, "children": args.children}  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}
 
 
