@@ -53,10 +53,11 @@ def test_greedy(method, kind, family):
 def test_sampled_with_a_seed(method, kind):
     target, ids = shared_target("llama"), prompt()
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
+    heads = fresh_heads(target, method, TREES[kind])
     set_seed(11)
     expected = target.generate(ids, **options)
     set_seed(11)
-    got = target.generate(ids, assistant_model=fresh_heads(target, method, TREES[kind]), **options)
+    got = target.generate(ids, assistant_model=heads, **options)
     assert got[0].tolist() == expected[0].tolist()
 
 
