@@ -25,7 +25,7 @@ On your own model:
 
     target = AutoModelForCausalLM.from_pretrained("your/target", dtype="auto", device_map="auto")
     tokenizer = AutoTokenizer.from_pretrained("your/target")
-    heads = load_heads("your/heads")          # EAGLE-1/2, HASS or PosS heads trained for this target
+    heads = load_heads("your/heads")          # heads of any method, trained for this target
     inputs = tokenizer("Hello", return_tensors="pt").to(target.device)
     out = target.generate(**inputs, assistant_model=heads, max_new_tokens=256)
     print(heads.last_stats.acceptance_length, heads.last_stats.pos_acc)
