@@ -5,8 +5,8 @@
 
 Compute is counted in floating-point operations (the target's forward included, although the features come from a
 cache, see `feature_cache.py`), in units of EAGLE steps. Methods of several detached passes (HASS, POSS) start from the
-EAGLE heads of the first stage: six-pass objectives trail one-pass training for long (with equal compute from the first
-steps on, EAGLE reached tau 3.96, POSS-3 2.99). EAGLE itself and the control get the same two stages; methods that
+EAGLE heads of the first stage: six-pass objectives trail one-pass training for long
+(`benchmarks/results/history/early_switch.json`). EAGLE itself and the control get the same two stages; methods that
 cannot start from EAGLE heads get the compute of both stages in one run. Same batches, same optimiser, same learning
 rates. Runs whose folder is complete are skipped, so the script can be called again after an interruption.
 """
