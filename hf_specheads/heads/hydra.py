@@ -23,10 +23,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target, validate_layer
+from ..layers import DraftDecoderLayer, additive_mask, validate_layer
 from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, visible_rows
 from ..unroll import DraftedPass, TrainingRows, later
+from .layer_config import LayerHeadConfig
 from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
 
 ARCHITECTURES = ("mlp", "prefix-mlp")
@@ -37,7 +38,7 @@ HYDRA_PAPER = (
 
 
 @strict
-class HydraHeadConfig(DraftHeadConfig):
+class HydraHeadConfig(LayerHeadConfig):
     r"""Configuration of Hydra heads.
 
     Args:
@@ -59,7 +60,7 @@ class HydraHeadConfig(DraftHeadConfig):
 
     model_type = "specheads_hydra"
     required_fields: ClassVar[tuple[str, ...]] = (
-        *DraftHeadConfig.required_fields, "num_heads", "num_blocks", "head_arch", "lm_head",
+        *LayerHeadConfig.required_fields, "num_heads", "num_blocks", "head_arch", "lm_head",
     )  # fmt: skip
 
     method: str = "hydra"
@@ -72,31 +73,11 @@ class HydraHeadConfig(DraftHeadConfig):
     hidden_state_offset: int = 0
     dropout: float = 0.0
     trained_positions: int | None = None
-    intermediate_size: int = 11008
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.tree_config is None:
             self.tree_config = default_tree(max(self.num_heads, 1)).to_dict()
-        if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
-        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}
 
     def validate_architecture(self) -> None:
         super().validate_architecture()

@@ -8,19 +8,18 @@ draft position's rows are fused with. (EAGLE, arXiv 2401.15077, section 3.2; POS
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import DraftCache
-from ..configuration import DraftHeadConfig
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer, additive_mask, layer_fields_for_target, validate_layer
+from ..layers import DraftDecoderLayer, additive_mask, validate_layer
 from ..modeling import DraftHead
+from .layer_config import LayerHeadConfig
 
 # What heads of a warm start hand on, besides their weights.
 LAYER_FIELDS = (
@@ -30,53 +29,22 @@ LAYER_FIELDS = (
 
 
 @strict
-class SpecialistHeadConfig(DraftHeadConfig):
-    r"""Configuration of heads made of Llama decoder layers.
+class SpecialistHeadConfig(LayerHeadConfig):
+    r"""Configuration of heads made of Llama decoder layers; see [`LayerHeadConfig`] for the layers.
 
     Args:
-        intermediate_size: Width of the SwiGLU MLP.
-        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
-        hidden_act: Activation of the MLP.
-        rms_norm_eps: Epsilon of the norms.
-        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
-        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
-        attention_out_bias: Bias of the output projection.
-        mlp_bias: Bias of the MLP projections.
         num_specialists: Decoder layers L.
         positions_per_specialist: Draft positions per specialist (`position_per_layer` in PosS's code).
         trained_positions: Draft positions the training unrolled, `None` if unknown.
     """
 
     required_fields: ClassVar[tuple[str, ...]] = (
-        *DraftHeadConfig.required_fields, "intermediate_size", "num_attention_heads",
+        *LayerHeadConfig.required_fields, "intermediate_size", "num_attention_heads",
     )  # fmt: skip
 
-    intermediate_size: int = 11008
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: float = 0.0
     num_specialists: int = 1
     positions_per_specialist: int = 1
     trained_positions: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
-        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
