@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specheads.masks import tree_attention_masks
+from hf_specheads.target_cache import TreeCache
 from hf_specheads.metrics import GenerationStats
 from hf_specheads.modeling import DraftHead
 
@@ -95,14 +95,13 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
     tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
     cache = DynamicCache(config=target.config)
     target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
-    mask = tree_attention_masks(target, cache, tree, length, None, target.dtype)
-    inputs = {"input_ids": tree.token_ids, "attention_mask": mask, "position_ids": length + tree.depths}
+    slots = TreeCache(cache, target, 1, None, torch.tensor([[length]]), target.dtype)
+    inputs = {"input_ids": tree.token_ids, **slots.forward_inputs(tree), "use_cache": True}
     seconds = []
     for _ in range(REPLAYS):
         started = time.perf_counter()
-        target(**inputs, past_key_values=cache, use_cache=True)
+        target(**inputs)
         seconds.append(time.perf_counter() - started)
-        cache.crop(-tree.num_nodes)
     return seconds
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,60 @@ from .metrics import GenerationStats
 from .modeling import DraftHead
 from .sampling import DraftSampler
 from .tree import DraftTree
+
+
+@dataclass
+class NewRows:
+    """What a draft head takes in at the start of a round.
+
+    Attributes:
+        token_ids: int64 [B, M + 1], tokens of the M rows committed since the last round, then the root.
+        features: [B, M, F], the target's features of these rows; `None` for heads that read none.
+        valid: bool [B, M], which of the rows are real; `None` if all are. Rows of a batch that accepted fewer tokens
+            than others, or have padding, start with columns of no meaning.
+        counts: Real rows, per batch row; `None` where all are.
+    """
+
+    token_ids: torch.Tensor
+    features: torch.Tensor | None
+    valid: torch.Tensor | None = None
+    counts: list[int] | None = None
+
+    @classmethod
+    def of_prompt(
+        cls, token_ids: torch.Tensor, features: torch.Tensor | None, padding_mask: torch.Tensor | None
+    ) -> NewRows:
+        """Rows of a prompt whose first token has been chosen.
+
+        Args:
+            token_ids: int64 [B, T + 1], prompt and first token.
+            features: [B, M, F], features of the last M tokens of the prompt, or of more: earlier ones came in a cache,
+                and embeddings without tokens cannot be paired.
+            padding_mask: int or bool [B, >= T], 0 on padding of the prompt; `None` without padding.
+        """
+        rows = token_ids.shape[1] - 1
+        if features is not None:
+            rows = min(features.shape[1], token_ids.shape[1])
+            features = features[:, -rows:]
+        token_ids = token_ids[:, -rows - 1 :]
+        if token_ids.shape[1] == rows:
+            token_ids = torch.nn.functional.pad(token_ids, (1, 0))
+        if padding_mask is None or rows == 0:
+            return cls(token_ids, features)
+        real = padding_mask[:, -rows:].bool()
+        if len(real) > 1:
+            return cls(token_ids, features, real, real.sum(1).tolist())
+        # Of a single row, padding is left out.
+        kept = real[0].nonzero()[:, 0]
+        features = None if features is None else features[:, kept.to(features.device)]
+        return cls(torch.cat([token_ids[:, kept], token_ids[:, -1:]], dim=1), features)
+
+    def select_rows(self, kept: torch.Tensor) -> NewRows:
+        """Some rows of the batch, int64 [B']."""
+        features = None if self.features is None else self.features[kept.to(self.features.device)]
+        valid = None if self.valid is None else self.valid[kept.to(self.valid.device)]
+        counts = None if self.counts is None else [self.counts[row] for row in kept.tolist()]
+        return NewRows(self.token_ids[kept.to(self.token_ids.device)], features, valid, counts)
 
 
 class DraftHeadCandidateGenerator(CandidateGenerator):
@@ -48,59 +104,54 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
         self.cache = head.new_draft_cache()
-        if padding_mask is not None:
-            self.cache.context_mask = padding_mask.bool()
+        self.padding_mask = padding_mask
         self.max_length = max_length
         self.sampling_processors = sampling_processors
         config = target.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.stats = head.last_stats = GenerationStats(profile=head.profile)
         self._proposed: list[int] = []
+        self._drafted = False
 
-    def room(self, length: int, context_length: int) -> int:
+    def room(self, lengths: Sequence[int], context_length: int) -> int:
         """Draft positions of the next round: none for the last token of the budget, none past the target's context.
 
         Args:
-            length: Tokens so far, the root included, as the length limit counts them.
-            context_length: Tokens in the target's cache, i.e. the root's position.
+            lengths: Tokens so far, the root included, as the length limit counts them; per batch row.
+            context_length: Slots in use in the target's cache, by the longest batch row.
         """
-        if self.max_length is not None and self.max_length - length <= 1:
+        if self.max_length is not None and self.max_length - min(lengths) <= 1:
             return 0
         depth = self.head.tree_config.depth
         if self.max_positions is not None:
             depth = min(depth, self.max_positions - 1 - context_length)
         return max(depth, 0)
 
-    def draft(self, input_ids: torch.Tensor, features: torch.Tensor | None, context_length: int) -> DraftTree:
-        """Takes in newly committed features and grows the next tree.
+    def draft(
+        self,
+        rows: NewRows,
+        lengths: Sequence[int],
+        context_length: int,
+        input_ids: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """Takes in newly committed rows and grows the next tree.
 
         Args:
-            input_ids: int64 [B, T + 1], committed tokens and the root.
-            features: [B, M, F], target features of the last M committed tokens before the root; `None` for heads that
-                read none.
-            context_length: Tokens in the target's cache.
+            rows: What was committed since the last round, and the root.
+            lengths, context_length: As in [`room`].
+            input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
         """
-        depth = self.room(input_ids.shape[1], context_length)
+        depth, device = self.room(lengths, context_length), self.head.device
         if depth == 0:
-            return DraftTree.root_only(input_ids[:, -1])
-        rows = input_ids.shape[1] - 1 - self.cache.committed
-        if features is not None:
-            # Features without known tokens (a prompt given as embeddings) cannot be paired; the head starts after.
-            rows = min(features.shape[1], input_ids.shape[1])
-        if self.cache.committed == 0 and self.cache.context_mask is not None:
-            # The rows are the last of the prompt: earlier ones came in a cache, or as embeddings without tokens.
-            self.cache.context_mask = self.cache.context_mask[:, -rows:]
-        device = self.head.device
-        token_ids = input_ids[:, -rows - 1 :].to(device)
-        if token_ids.shape[1] == rows:
-            token_ids = torch.nn.functional.pad(token_ids, (1, 0))
-        if features is not None:
-            features = features[:, -rows:].to(device)
+            return DraftTree.root_only(rows.token_ids[:, -1])
+        token_ids = rows.token_ids.to(device)
+        features = None if rows.features is None else rows.features.to(device)
+        self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
         self.stats.draft_forwards += depth
         sampler = None
         if self.sampling_processors is not None:
-            sampler = DraftSampler(self.sampling_processors, input_ids)
-        return grow_tree(self.head, self.cache, token_ids, features, depth, sampler).to(input_ids.device)
+            sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
+        return grow_tree(self.head, self.cache, token_ids, features, depth, sampler).to(rows.token_ids.device)
 
     def get_candidates(
         self,
@@ -120,11 +171,15 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.stats.target_forwards += 1  # the one that follows this call
         if is_first_iteration or model_outputs is None:
             return input_ids, None
-        features = None
+        length, features = input_ids.shape[1], None
+        committed = n_last_matches + 1 if self._drafted else length - 1
         if self.head.feature_layers:
-            new_rows = input_ids.shape[1] - 1 if self.cache.committed == 0 else n_last_matches + 1
-            features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :new_rows]
-        tree = self.draft(input_ids, features, input_ids.shape[1] - 1)
+            features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :committed]
+        rows = NewRows(input_ids[:, -committed - 1 :], features)
+        if not self._drafted:
+            rows = NewRows.of_prompt(input_ids, features, self.padding_mask)
+        self._drafted = True
+        tree = self.draft(rows, [length], length - 1, input_ids)
         self._proposed = tree.token_ids[0, 1:].tolist()
         draft_logits = None if tree.sampled is None else tree.sampled.probs.log()
         return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), draft_logits

@@ -12,10 +12,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from .cache import refuse_tree_cache
 from .errors import UnsupportedGenerationError
 from .modeling import LOOPS, VERIFICATIONS, DraftHead
-from .sampling import TokenSampler
+from .sampling import TokenSampler, out_of_step
+from .sequences import pad_token_of
+from .target_cache import refuse_tree_cache
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa"}
@@ -87,13 +88,20 @@ def _refuse_typical(head: DraftHead) -> None:
         raise UnsupportedGenerationError(f"typical acceptance {problem}, or `heads.verification = 'lossless'`.")
 
 
-def refuse_processors(head: DraftHead, processors: LogitsProcessorList, config: GenerationConfig) -> None:
+def refuse_processors(
+    head: DraftHead, processors: LogitsProcessorList, config: GenerationConfig, batch_size: int
+) -> None:
     """Checks the processors of a call against the way its tokens are verified.
 
     Raises:
         UnsupportedGenerationError: for typical acceptance with processors that may have a state: it asks them about
-            paths that are never written.
+            paths that are never written; and for such processors in a batch, whose rows do not go in step.
     """
+    if batch_size > 1 and (unknown := out_of_step(processors)):
+        raise UnsupportedGenerationError(
+            f"the rows of a batch are verified out of step, and the logits processors {unknown} may keep something "
+            "from one call to the next; generate one row at a time, or leave them out."
+        )
     if head.verification == "typical" and config.do_sample and not TokenSampler(processors, True).path_wise:
         unknown = [type(p).__name__ for p in processors if not TokenSampler(LogitsProcessorList([p]), True).path_wise]
         raise UnsupportedGenerationError(
@@ -124,10 +132,6 @@ def refuse_prepared_call(
     Raises:
         UnsupportedGenerationError: names the obstacle and the way out.
     """
-    if batch_size > 1:
-        raise UnsupportedGenerationError(
-            f"draft heads generate one sequence at a time for now, got a batch of {batch_size}; loop over the prompts."
-        )
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
         raise UnsupportedGenerationError(
@@ -149,13 +153,34 @@ def refuse_prepared_call(
         )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)
-    if head.tree_config.kind == "chain":
-        return
-    if reason := refuse_tree(target, cache):
+    if batch_size > 1:
+        _refuse_batch(target, head, batch_size, config, cache)
+    elif head.tree_config.kind != "chain" and (reason := refuse_tree(target, cache)):
         raise UnsupportedGenerationError(
             f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
             "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
         )
+
+
+def _refuse_batch(
+    target: PreTrainedModel, head: DraftHead, batch_size: int, config: GenerationConfig, cache: Cache
+) -> None:
+    """What does not go with several sequences at once, whose rows accept different numbers of tokens."""
+    ends_early = config._eos_token_tensor is not None or config.stop_strings or config.max_time
+    no_padding = pad_token_of(config._pad_token_tensor, config._eos_token_tensor) is None
+    reasons = {
+        "heads.loop = 'transformers'": head.loop == "transformers",
+        "a cache that holds tokens already": cache.get_seq_length() > 0,
+        "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
+        "rows that may end early without a pad_token_id": bool(ends_early and no_padding),
+        str(refuse_tree(target, cache)): refuse_tree(target, cache) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"draft heads do not support a batch of {batch_size} with {type(target).__name__} here ({what}); "
+                "generate one sequence at a time, or mend that."
+            )
 
 
 def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:

@@ -12,15 +12,17 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .cache import compact, stop_recording
-from .candidates import DraftHeadCandidateGenerator
-from .compatibility import refuse_call, refuse_prepared_call, refuse_processors
+from .candidates import DraftHeadCandidateGenerator, NewRows
+from .compatibility import refuse_call, refuse_prepared_call, refuse_processors, refuse_tree
 from .errors import UnsupportedGenerationError
 from .features import FeatureReader
-from .masks import grouped_attention_under_masks, tree_attention_masks, tree_position_ids
+from .masks import grouped_attention_under_masks
 from .modeling import DraftHead
+from .outputs import EmittedOutputs
 from .sampling import TokenSampler
+from .sequences import Sequences, pad_token_of
 from .stopping import StopRule
+from .target_cache import ChainCache, TreeCache, root_positions_of
 from .tree import DraftTree
 from .verification import Accepted, verify_all_nodes, verify_token_by_token
 from .verification_sampled import verify_sampled_at_once, verify_sampled_token_by_token
@@ -77,17 +79,19 @@ def speculative_generate(
         raise UnsupportedGenerationError(
             "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
         )
-    refuse_processors(draft_head, logits_processor, generation_config)
-    loop = RoundLoop(model, draft_head, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+    refuse_processors(draft_head, logits_processor, generation_config, input_ids.shape[0])
+    pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
+    sequences = Sequences(input_ids, pad_token_id or 0, streamer)
+    loop = RoundLoop(model, draft_head, logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
     try:
         with grouped_attention_under_masks(model):
-            return loop.run(input_ids)
+            return loop.run()
     finally:
         loop.close()
 
 
 class RoundLoop:
-    """State of one generation: caches, features to take in, and what has been emitted."""
+    """State of one generation: caches, rows to take in, and what has been emitted."""
 
     def __init__(
         self,
@@ -96,176 +100,171 @@ class RoundLoop:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer: BaseStreamer | None,
+        sequences: Sequences,
         model_kwargs: dict[str, Any],
     ):
-        self.target, self.head, self.config, self.streamer = target, head, generation_config, streamer
-        self.model_kwargs = model_kwargs
-        self.cache = model_kwargs["past_key_values"]
-        self.sampler = TokenSampler(logits_processor, generation_config.do_sample)
+        self.target, self.head, self.config, self.sequences = target, head, generation_config, sequences
+        self.model_kwargs, self.batch = model_kwargs, len(sequences.lengths)
+        self.sampler = TokenSampler(logits_processor, generation_config.do_sample, batch=self.batch)
         self.stop = StopRule(stopping_criteria)
-        self.outputs = EmittedOutputs(generation_config)
-        padding_mask = model_kwargs.get("attention_mask")
+        self.outputs = EmittedOutputs(generation_config, self.batch)
+        self.padding_mask = model_kwargs.get("attention_mask")
         processors = logits_processor if generation_config.do_sample else None
-        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, padding_mask, processors)
+        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, self.padding_mask, processors)
         self.stats = self.candidates.stats
         self.stats.lossy = head.verification == "typical" and bool(generation_config.do_sample)
         if self.stats.lossy:
             logger.warning_once(LOSSY)
         chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
-        self.takes_positions = model_kwargs.get("position_ids") is not None
+        self.cache: TreeCache | ChainCache | None = None
 
     @property
     def token_by_token(self) -> bool:
         """Whether tokens must be chosen one after the other: sequence-dependent processors, or such criteria."""
         return self.stop.per_token or not self.sampler.row_wise
 
-    def run(self, input_ids: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """Prefill, then rounds until a stopping criterion is met."""
-        started = time.perf_counter()
+    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Prefill, then rounds until a stopping criterion is met for every row of the batch."""
+        started, sequences = time.perf_counter(), self.sequences
         with self.stats.stage("prefill"):
-            outputs = self.target._prefill(input_ids, self.config, self.model_kwargs | self.reader.forward_kwargs)
-            self.stats.target_forwards += 1
-            features = self.reader.prompt_features(outputs)
-            self.dtype = self.target.dtype if features is None else features.dtype
-            self.cache.activate_past_recording()  # not before: sliding layers would keep the whole prompt
-        # The first token is one plain step: a tree of one node, whose own token (there may be none) plays no part.
-        tree = DraftTree.root_only(input_ids.new_zeros(input_ids.shape[0]))
-        accepted = self.choose(tree, input_ids, outputs.logits[:, -1:])
-        self.outputs.collect_first(outputs, accepted)
-        input_ids = self.emit(outputs, accepted, input_ids)
-        while not accepted.stopped:
+            rows = self.prefill()
+        while sequences.active:
             with self.stats.stage("draft"):
-                tree = self.candidates.draft(input_ids, features, self.cache.get_seq_length())
+                tree = self.draft(rows)
             with self.stats.stage("target"):
                 outputs = self.verify_forward(tree)
             with self.stats.stage("accept"):
-                accepted = self.choose(tree, input_ids, outputs.logits)
-            with self.stats.stage("compact"):
-                features = self.keep_path(tree, outputs, accepted)
-                self.outputs.collect(outputs, accepted)
-                input_ids = self.emit(outputs, accepted, input_ids)
-            self.record(tree, accepted)
+                accepted = self.choose(tree, outputs.logits)
+            with self.stats.stage("commit"):
+                rows = self.commit(tree, outputs, accepted)
+                self.emit(outputs, accepted)
+                self.record(tree, accepted)
+                rows = self.drop_ended(rows, accepted)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
-        if self.streamer is not None:
-            self.streamer.end()
-        stop_recording(self.cache)
-        return self.outputs.result(input_ids, self.cache)
+        self.cache.give_back(keep=self.batch == 1)
+        stock = self.model_kwargs["past_key_values"] if self.batch == 1 else None
+        return self.outputs.result(sequences.padded(), stock)
+
+    # ------------------------------------------------------------------ the prompt
+    def prefill(self) -> NewRows:
+        """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
+        prompt = self.sequences.padded()
+        outputs = self.target._prefill(prompt, self.config, self.model_kwargs | self.reader.forward_kwargs)
+        self.stats.target_forwards += 1
+        features = self.reader.prompt_features(outputs)
+        self.cache = self.open_cache(self.target.dtype if features is None else features.dtype)
+        # A tree of one node, whose own token (there may be none) plays no part.
+        accepted = self.choose(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
+        self.emit(outputs, accepted, prefill=True)
+        first = torch.tensor([result.token_ids for result in accepted.values()], device=prompt.device)
+        rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
+        return self.drop_ended(rows, accepted)
+
+    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache:
+        """Takes over the target's cache, now that it holds the prompt."""
+        stock: Any = self.model_kwargs["past_key_values"]
+        positions = root_positions_of(self.model_kwargs, stock.get_seq_length(), self.target.device)
+        if self.head.tree_config.kind == "chain" and refuse_tree(self.target, stock):
+            takes_positions = self.model_kwargs.get("position_ids") is not None
+            return ChainCache(stock, self.padding_mask, positions, takes_positions)
+        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype)
+
+    # ------------------------------------------------------------------ a round
+    def draft(self, rows: NewRows) -> DraftTree:
+        """The next tree of every active row."""
+        sequences = self.sequences
+        input_ids = sequences.row(sequences.active[0]) if self.batch == 1 else None
+        lengths = [sequences.lengths[row] for row in sequences.active]
+        return self.candidates.draft(rows, lengths, max(self.cache.counts), input_ids)
 
     def verify_forward(self, tree: DraftTree) -> Any:
         """One target forward over all nodes of the tree."""
-        length = self.cache.get_seq_length()
-        inputs: dict[str, Any] = {"input_ids": tree.token_ids, "past_key_values": self.cache, "use_cache": True}
-        mask = self.model_kwargs.get("attention_mask")
-        if self.head.tree_config.kind == "chain":
-            inputs["attention_mask"] = mask if mask is None else _extended(mask, tree.num_nodes - 1)
-        else:
-            inputs["attention_mask"] = tree_attention_masks(self.target, self.cache, tree, length, mask, self.dtype)
-        if self.takes_positions:
-            inputs["position_ids"] = tree_position_ids(self.model_kwargs["position_ids"], tree)
         self.stats.target_forwards += 1
-        return self.target(**inputs, **self.reader.forward_kwargs, return_dict=True)
+        inputs = self.cache.forward_inputs(tree) | self.reader.forward_kwargs
+        return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs)
 
-    def choose(self, tree: DraftTree, input_ids: torch.Tensor, logits: torch.Tensor) -> Accepted:
-        """The accepted path and the bonus token, by the rule for the way the tree's children were chosen."""
-        logits, scores = logits.to(input_ids.device), self.outputs.scores
-        given = (tree, input_ids, logits, self.sampler, self.stop)
-        if self.stats.lossy:
-            (accepted,) = verify_typical(*given, scores, self.head.posterior_threshold, self.head.posterior_alpha)
-        elif tree.sampled is not None:
-            if self.token_by_token:
-                (accepted,) = verify_sampled_token_by_token(*given, scores)
-            else:
-                (accepted,) = verify_sampled_at_once(*given, scores is not None)
-        elif self.token_by_token or (self.config.do_sample and self.head.exact_seed):
-            (accepted,) = verify_token_by_token(*given, scores)
+    def choose(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
+        """The accepted path and the bonus token of every active row, by the rule for the way the tree's children were
+        chosen."""
+        active, sequences, logits = self.sequences.active, self.sequences, logits.to(tree.token_ids.device)
+        seeded = self.batch == 1 and self.config.do_sample and self.head.exact_seed and tree.sampled is None
+        if self.token_by_token or self.stats.lossy or seeded:
+            accepted = [self.choose_in_row(tree, logits, index, row) for index, row in enumerate(active)]
         else:
-            (accepted,) = verify_all_nodes(*given, scores is not None)
+            verify = verify_all_nodes if tree.sampled is None else verify_sampled_at_once
+            lengths = [sequences.lengths[row] for row in active]
+            accepted = verify(tree, lengths, logits, self.sampler, self.stop, self.outputs.scores is not None)
+            self.stats.host_syncs += 1
+        return dict(zip(active, accepted, strict=True))
+
+    def choose_in_row(self, tree: DraftTree, logits: torch.Tensor, index: int, row: int) -> Accepted:
+        """The same for one row, the `index`-th of the tree."""
+        given = (tree.row(index), self.sequences.row(row), logits[index : index + 1], self.sampler.for_row(row),
+                 self.stop, self.outputs.earlier_scores(row))  # fmt: skip
+        if self.stats.lossy:
+            (accepted,) = verify_typical(*given, self.head.posterior_threshold, self.head.posterior_alpha)
+        elif tree.sampled is not None and self.token_by_token:
+            (accepted,) = verify_sampled_token_by_token(*given)
+        else:
+            (accepted,) = verify_token_by_token(*given)
         self.stats.host_syncs += accepted.host_syncs
         return accepted
 
-    def keep_path(self, tree: DraftTree, outputs: Any, accepted: Accepted) -> torch.Tensor | None:
-        """Drops the cache rows of rejected nodes; returns the features of the path, [B, A, F]."""
+    def commit(self, tree: DraftTree, outputs: Any, accepted: dict[int, Accepted]) -> NewRows:
+        """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
+        results, device = list(accepted.values()), tree.token_ids.device
+        counts = [len(result.nodes) for result in results]
+        most = max(counts)
+        path = torch.tensor([[*result.nodes, *[0] * (most - len(result.nodes))] for result in results], device=device)
+        is_prefix = all(result.nodes == list(range(len(result.nodes))) for result in results)
+        self.cache.keep_path(path, counts, is_prefix)
+        roots = self.sequences.last_tokens()
+        tokens = [[*[0] * (most - count), root, *result.token_ids]
+                  for root, result, count in zip(roots, results, counts, strict=True)]  # fmt: skip
+        token_ids = torch.tensor(tokens, device=device)
         features = self.reader.features(outputs)
-        path = torch.tensor([accepted.nodes], device=tree.token_ids.device)
-        if self.head.tree_config.kind == "chain":
-            # crop(0) is not a no-op: it trims sliding layers back to their window.
-            self.cache.crop(-(tree.num_nodes - path.shape[1]))
-        else:
-            compact(self.cache, tree.num_nodes, path)
-        if features is None:
-            return None
-        return features.gather(1, path.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
+        if len(set(counts)) == 1:
+            return NewRows(token_ids, _at_nodes(features, path))
+        nodes = torch.tensor([[*[0] * (most - len(r.nodes)), *r.nodes] for r in results], device=device)
+        valid = torch.arange(most, device=device) >= most - torch.tensor(counts, device=device)[:, None]
+        return NewRows(token_ids, _at_nodes(features, nodes), valid, counts)
 
-    def emit(self, outputs: Any, accepted: Accepted, input_ids: torch.Tensor) -> torch.Tensor:
-        """Appends the emitted tokens and streams them."""
-        tokens = torch.tensor([accepted.token_ids], dtype=input_ids.dtype, device=input_ids.device)
-        if self.streamer is not None:
-            for token in accepted.token_ids:
-                self.streamer.put(torch.tensor([token]))
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=tokens.shape[1]
-        )
-        self.model_kwargs["past_key_values"] = self.cache
-        return torch.cat([input_ids, tokens], dim=1)
+    def emit(self, outputs: Any, accepted: dict[int, Accepted], prefill: bool = False) -> None:
+        """Appends the emitted tokens, and keeps what the caller asked for."""
+        self.outputs.collect(outputs, accepted, prefill)
+        for row, result in accepted.items():
+            self.sequences.append(row, result.token_ids)
 
-    def record(self, tree: DraftTree, accepted: Accepted) -> None:
+    def record(self, tree: DraftTree, accepted: dict[int, Accepted]) -> None:
         """Statistics of a finished round."""
-        offered = accepted.num_accepted if accepted.cut else tree.max_depth
-        self.stats.record_round(0, accepted.num_accepted, offered)
+        for row, result in accepted.items():
+            offered = result.num_accepted if result.cut else tree.max_depth
+            self.stats.record_round(row, result.num_accepted, offered)
         if self.head.trace:
             # Not the distributions that children were drawn from: a vocabulary per node and round.
             self.stats.trees.append(replace(tree, sampled=None).to(torch.device("cpu")))
+
+    def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
+        """Rows that have ended cost nothing from here on."""
+        ended = [row for row, result in accepted.items() if result.stopped]
+        kept = [index for index, result in enumerate(accepted.values()) if not result.stopped]
+        self.sequences.end(ended)
+        self.sequences.stream()
+        if not ended or not kept:
+            return rows
+        index = torch.tensor(kept, device=rows.token_ids.device)
+        self.cache.select_rows(index)
+        self.candidates.cache.select_rows(index)
+        return rows.select_rows(index)
 
     def close(self) -> None:
         """Removes what was hung on the target."""
         self.reader.close()
 
 
-def _extended(mask: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A 2D padding mask [B, T] continued with ones for more tokens."""
-    return torch.cat([mask, mask.new_ones(mask.shape[0], tokens)], dim=1)
-
-
-class EmittedOutputs:
-    """Scores, raw logits and hidden states of the emitted tokens, one tuple entry per token as in plain `generate`."""
-
-    def __init__(self, config: GenerationConfig):
-        asked = config.return_dict_in_generate
-        self.as_dict = bool(asked)
-        self.scores: tuple | None = () if asked and config.output_scores else None
-        self.logits: tuple | None = () if asked and config.output_logits else None
-        self.hidden_states: tuple | None = () if asked and config.output_hidden_states else None
-
-    def collect_first(self, outputs: Any, accepted: Accepted) -> None:
-        """Adds the first token, chosen from the prefill; its hidden states are those of the whole prompt."""
-        if self.scores is not None:
-            self.scores += tuple(accepted.scores)
-        if self.logits is not None:
-            self.logits += (outputs.logits[:, -1].float(),)
-        if self.hidden_states is not None:
-            self.hidden_states += (tuple(outputs.hidden_states),)
-
-    def collect(self, outputs: Any, accepted: Accepted) -> None:
-        """Adds the rows of one round's emitted tokens."""
-        if self.scores is not None:
-            self.scores += tuple(accepted.scores)
-        if self.logits is not None:
-            self.logits += tuple(outputs.logits[:, node].float() for node in accepted.nodes)
-        if self.hidden_states is not None:
-            self.hidden_states += tuple(
-                tuple(layer[:, node : node + 1] for layer in outputs.hidden_states) for node in accepted.nodes
-            )
-
-    def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What `generate` returns."""
-        if not self.as_dict:
-            return input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=input_ids,
-            scores=self.scores,
-            logits=self.logits,
-            hidden_states=self.hidden_states,
-            past_key_values=cache,
-        )
+def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
+    """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]."""
+    if features is None:
+        return None
+    return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

@@ -12,90 +12,83 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer
 
-from .layers import additive_mask
 from .tree import DraftTree
 
 GROUPED_ATTENTION = "TRANSFORMERS_SDPA_FORCE_GQA"
 
 
-def tree_attention_masks(
-    target: PreTrainedModel,
-    cache: Cache,
-    tree: DraftTree,
-    length: int,
-    padding_mask: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Additive masks of one tree forward, [B, 1, N, visible slots + N] per layer type.
-
-    A dict keyed by layer type exactly when the target's config has `layer_types`, as transformers' own
-    `create_masks_for_generate` does. Additive, because eager attention silently mishandles boolean masks.
+def slot_mask(
+    visible: torch.Tensor,
+    lengths: int | torch.Tensor,
+    first: int,
+    end: int,
+    window: int | None = None,
+    depths: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which slots of a [`SlotCache`] every new row sees, bool [B, Q, end - first].
 
     Args:
-        target: The target model.
-        cache: Its cache, holding `length` committed tokens.
-        tree: The tree to verify.
-        length: Committed tokens in the cache, T.
-        padding_mask: int or bool [B, at least T], 0 on padding; `None` without padding.
-        dtype: The target's compute dtype.
+        visible: bool [B, Q, R], which of the R rows after the committed ones a new row sees.
+        lengths: Committed rows: a number for all batch rows, or int64 [B].
+        first, end: The slots shown.
+        window: Sliding window of the attention; `None` without.
+        depths: int64 [B, R], how far after the last committed row every row lies (its slot may lie further); needed
+            with a window. The Q rows must be these R.
+        padding_mask: int or bool [B, P], 0 on padding of the prompt, whose slots come first.
     """
-    config = target.config.get_text_config(decoder=True)
-    ancestors = tree.ancestor_mask
-    window = getattr(config, "sliding_window", None)
-
-    def mask(sliding: bool) -> torch.Tensor:
-        slots = _visible_slots(cache, sliding, length)
-        allowed = _allowed(tree, ancestors, length, slots, window if sliding else None, padding_mask)
-        return additive_mask(allowed, dtype)[:, None]
-
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return {kind: mask(kind == "sliding_attention") for kind in set(layer_types)}
-    return mask(any(cache.is_sliding))
+    if isinstance(lengths, torch.Tensor):
+        return _ragged_slot_mask(visible, lengths, first, end, window, depths, padding_mask)
+    context = visible.new_ones(*visible.shape[:2], lengths - first)
+    if window is not None:
+        oldest = lengths + depths[:, :, None] - window
+        context = torch.arange(first, lengths, device=visible.device) > oldest
+        visible = visible & (lengths + depths[:, None, :] > oldest)
+    mask = torch.cat([context, visible], dim=-1)
+    if end > lengths + visible.shape[2]:
+        mask = torch.nn.functional.pad(mask, (0, end - lengths - visible.shape[2]))
+    return mask if padding_mask is None else mask & _not_padding(padding_mask, first, end)
 
 
-def _visible_slots(cache: Cache, sliding: bool, length: int) -> int:
-    """Cache slots that layers of a kind show to a forward: all, or the last window - 1."""
-    for layer in cache.layers:
-        if isinstance(layer, DummyLayer) or bool(getattr(layer, "is_sliding", False)) != sliding:
-            continue
-        return min(length, layer.sliding_window - 1) if sliding else length
-    return length
-
-
-def _allowed(
-    tree: DraftTree,
-    ancestors: torch.Tensor,
-    length: int,
-    slots: int,
+def _ragged_slot_mask(
+    visible: torch.Tensor,
+    lengths: torch.Tensor,
+    first: int,
+    end: int,
     window: int | None,
+    depths: torch.Tensor | None,
     padding_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """bool [B, N, slots + N]: committed tokens inside the window and not padding, and the node's own ancestors."""
-    batch, nodes = tree.token_ids.shape
-    context_positions = torch.arange(length - slots, length, device=ancestors.device)
-    node_positions = length + tree.depths
-    context = torch.ones(batch, nodes, slots, dtype=torch.bool, device=ancestors.device)
+    rows = visible.shape[2]
+    slots = torch.arange(first, end, device=visible.device)
+    offset = slots - lengths[:, None]  # [B, S], the row after the committed ones that a slot holds
     if window is not None:
-        oldest = node_positions[:, :, None] - window
-        context = context_positions[None, None] > oldest
-        ancestors = ancestors & (node_positions[:, None, :] > oldest)
-    if padding_mask is not None:
-        context = context & padding_mask[:, None, length - slots : length].bool()
-    return torch.cat([context, ancestors], dim=-1)
+        oldest = depths[:, :, None] - window
+        visible = visible & (depths[:, None, :] > oldest)
+    held = offset.clamp(0, rows - 1)[:, None].expand(-1, visible.shape[1], -1)
+    own = visible.gather(2, held) & ((offset >= 0) & (offset < rows))[:, None]
+    context = (offset < 0)[:, None]
+    if window is not None:
+        context = context & (offset[:, None] > oldest)
+    mask = context | own
+    return mask if padding_mask is None else mask & _not_padding(padding_mask, first, end)
 
 
-def tree_position_ids(position_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+def _not_padding(padding_mask: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """bool [B, 1, end - first]; slots past the prompt hold no padding."""
+    real = padding_mask[:, first:end].bool()
+    return torch.nn.functional.pad(real, (0, end - first - real.shape[1]), value=True)[:, None]
+
+
+def tree_position_ids(root_positions: torch.Tensor, tree: DraftTree) -> torch.Tensor:
     """Position of every node: the root's plus the depth.
 
     Args:
-        position_ids: The model kwarg after the last update, whose last entry belongs to the root: [B, T + 1], or
-            [3, B, T + 1] for targets with several position axes.
+        root_positions: int64 [B, 1], or [3, B, 1] for targets with several position axes.
         tree: The tree.
     """
-    return position_ids[..., -1:] + tree.depths
+    return root_positions + tree.depths
 
 
 @contextmanager

@@ -40,6 +40,17 @@ PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
 }
 
 
+# What may be asked about the rows of a batch one after the other, out of step.
+BATCH_PROCESSORS = PATH_WISE_PROCESSORS | {"PrefixConstrainedLogitsProcessor", "WatermarkLogitsProcessor"}
+
+
+def out_of_step(processors: LogitsProcessorList) -> list[str]:
+    """Processors that may keep something from call to call, so that rows of a batch must be asked in step."""
+    ours = "transformers.generation.logits_process"
+    return [type(p).__name__ for p in processors
+            if type(p).__module__ != ours or type(p).__name__ not in BATCH_PROCESSORS]  # fmt: skip
+
+
 def _is_among(processor: Any, names: frozenset[str]) -> bool:
     """Whether a processor is one of transformers' own, by name: a user's class of the same name is not."""
     if type(processor).__module__ != "transformers.generation.logits_process" or type(processor).__name__ not in names:
@@ -54,11 +65,18 @@ class TokenSampler:
     Args:
         logits_processor: Processors and warpers, in the order `generate` prepared them.
         do_sample: Draw from the processed distribution instead of taking its argmax.
+        row, batch: The batch row that is asked about one node at a time, and the rows `generate` was called with:
+            processors may hold something per row.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool):
+    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, row: int = 0, batch: int = 1):
         self.logits_processor = logits_processor
         self.do_sample = do_sample
+        self.row, self.batch = row, batch
+
+    def for_row(self, row: int) -> TokenSampler:
+        """The sampler of one row of the batch."""
+        return TokenSampler(self.logits_processor, self.do_sample, row, self.batch)
 
     @property
     def row_wise(self) -> bool:
@@ -70,11 +88,10 @@ class TokenSampler:
         """Whether every processor is free of state, and so may be asked about any path of a tree."""
         return all(_is_among(p, PATH_WISE_PROCESSORS) for p in self.logits_processor)
 
-    def at_all_nodes(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at_all_nodes(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens at all nodes of a tree at once, for row-wise processors.
 
         Args:
-            input_ids: int64 [B, T], committed tokens.
             logits: [B, N, V], raw target logits.
 
         Returns:
@@ -82,19 +99,26 @@ class TokenSampler:
         """
         if not self.logits_processor and not self.do_sample:
             return logits.argmax(-1), logits
-        scores = self.scores_at_all_nodes(input_ids, logits)
+        scores = self.scores_at_all_nodes(logits)
         return self._choose(scores.flatten(0, 1)).view(logits.shape[:2]), scores
 
-    def scores_at_all_nodes(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores fp32 [B, N, V] at all nodes of a tree at once; arguments as in [`at_all_nodes`]."""
+    def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
         batch, nodes, vocab = logits.shape
-        rows = input_ids.repeat_interleave(nodes, dim=0)
-        scores = self.logits_processor(rows, logits.to(torch.float32, copy=True).view(-1, vocab))
+        nothing = torch.empty(batch * nodes, 0, dtype=torch.long, device=logits.device)  # they do not look at tokens
+        scores = self.logits_processor(nothing, logits.to(torch.float32, copy=True).view(-1, vocab))
         return scores.view(batch, nodes, vocab)
 
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors."""
-        return self.logits_processor(input_ids, logits.to(torch.float32, copy=True))
+        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors.
+
+        In a batch, K is 1: the processors are shown that row in the place of all rows.
+        """
+        scores = logits.to(torch.float32, copy=True)
+        if self.batch == 1:
+            return self.logits_processor(input_ids, scores)
+        shown = self.logits_processor(input_ids.repeat(self.batch, 1), scores.repeat(self.batch, 1))
+        return shown[self.row : self.row + 1]
 
     def at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token at one node: one call of the processors, one draw.
@@ -131,11 +155,13 @@ class DraftSampler:
 
     Args:
         logits_processor: Processors and warpers of the call, in the order `generate` prepared them.
-        input_ids: int64 [B, T], committed tokens, the root included.
+        input_ids: int64 [B, T], committed tokens, the root included. Where rows are of different lengths, no tokens
+            [B, 0]: processors that look at tokens are then left out as well.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, input_ids: torch.Tensor):
-        self.logits_processor = LogitsProcessorList(p for p in logits_processor if _is_among(p, PATH_WISE_PROCESSORS))
+        known = PATH_WISE_PROCESSORS if input_ids.shape[1] else ROW_WISE_PROCESSORS
+        self.logits_processor = LogitsProcessorList(p for p in logits_processor if _is_among(p, known))
         self.input_ids = input_ids
 
     def distribution(self, logits: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:

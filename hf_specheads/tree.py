@@ -22,6 +22,10 @@ class SampledChildren:
     parents: torch.Tensor
     children: torch.Tensor
 
+    def row(self, row: int) -> SampledChildren:
+        """Those of one batch row."""
+        return SampledChildren(self.probs[row : row + 1], self.parents, self.children)
+
     def to(self, device: torch.device) -> SampledChildren:
         """The same on another device."""
         return SampledChildren(self.probs.to(device), self.parents.to(device), self.children.to(device))
@@ -92,6 +96,12 @@ class DraftTree:
         depth = self.depths.gather(1, nodes[:, None])
         offset = torch.arange(self.max_depth + 1, device=nodes.device)[None] + self.max_depth - depth
         return walk.gather(1, offset.clamp_max(self.max_depth))
+
+    def row(self, row: int) -> DraftTree:
+        """The tree of one batch row."""
+        tensors = (self.token_ids, self.parents, self.depths, self.scores)
+        sampled = None if self.sampled is None else self.sampled.row(row)
+        return DraftTree(*(tensor[row : row + 1] for tensor in tensors), self.max_depth, sampled)
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""

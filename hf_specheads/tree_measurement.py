@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .configuration import DraftTreeConfig
 from .features import asked_hidden_states, select_hidden_states
-from .masks import grouped_attention_under_masks, tree_attention_masks
+from .masks import grouped_attention_under_masks
 from .metrics import GenerationStats
 from .modeling import DraftHead
+from .target_cache import TreeCache
 from .tree import DraftTree
 
 Path = tuple[int, ...]
@@ -232,19 +232,12 @@ def _target_forward(
     asked = {"output_hidden_states": asked_hidden_states(heads.feature_layers), "use_cache": True}
     states = target(input_ids=ids[:, :-1], past_key_values=cache, **asked).hidden_states
     features = select_hidden_states(states, heads.feature_layers) if heads.feature_layers else None
-    cache.activate_past_recording()
-    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    slots = TreeCache(cache, target, 1, None, torch.tensor([[length]], device=ids.device), target.dtype)
 
     def verify(size: int) -> float:
         depths = torch.arange(size, device=ids.device).clamp_max(1)[None]
         tree = DraftTree(ids[:, -1:].expand(1, size), depths - 1, depths, depths.float(), 1)
-        inputs: dict[str, Any] = {"input_ids": tree.token_ids, "past_key_values": cache, **asked}
-        inputs["attention_mask"] = tree_attention_masks(target, cache, tree, length, None, target.dtype)
-        if takes_positions:
-            inputs["position_ids"] = length + depths
-        seconds = _seconds(ids.device, lambda: target(**inputs))
-        cache.crop(-size)
-        return seconds
+        return _seconds(ids.device, lambda: target(tree.token_ids, **slots.forward_inputs(tree), **asked))
 
     return verify, features
 

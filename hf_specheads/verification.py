@@ -9,7 +9,7 @@ Greedy decoding is the same walk with the argmax. Children drawn from the draft 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class Accepted:
 
 def verify_all_nodes(
     tree: DraftTree,
-    input_ids: torch.Tensor,
+    lengths: Sequence[int],
     logits: torch.Tensor,
     sampler: TokenSampler,
     stop: StopRule,
@@ -57,16 +57,16 @@ def verify_all_nodes(
 
     Args:
         tree: Draft tree of B rows and N nodes.
-        input_ids: int64 [B, T], committed tokens.
+        lengths: Tokens committed so far, per batch row.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
         keep_scores: Keep the processed scores of the emitted tokens.
     """
-    choices, scores = sampler.at_all_nodes(input_ids, logits)
+    choices, scores = sampler.at_all_nodes(logits)
     best = deepest_accepted(tree, choices)
     bonus = choices.gather(1, best[:, None])[:, 0]
-    return accepted_rows(tree, best, bonus, scores if keep_scores else None, input_ids.shape[1], stop)
+    return accepted_rows(tree, best, bonus, scores if keep_scores else None, lengths, stop)
 
 
 def accepted_rows(
@@ -74,7 +74,7 @@ def accepted_rows(
     best: torch.Tensor,
     bonus: torch.Tensor,
     scores: torch.Tensor | None,
-    length: int,
+    lengths: Sequence[int],
     stop: StopRule,
 ) -> list[Accepted]:
     """The accepted path of every row, cut where generation stops. One host sync for all rows.
@@ -84,7 +84,7 @@ def accepted_rows(
         best: int64 [B], the last accepted node.
         bonus: int64 [B], the token after it.
         scores: [B, N, V], processed scores to keep; `None` to keep none.
-        length: Tokens committed so far.
+        lengths: Tokens committed so far, per batch row.
         stop: Criteria that need not see every token; others are ignored.
     """
     path = tree.path_to(best)  # [B, D + 1]
@@ -94,7 +94,7 @@ def accepted_rows(
     results = []
     for row, (num_accepted, *values) in enumerate(rows):
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
-        kept, stopped = stop.cut(emitted, length)
+        kept, stopped = stop.cut(emitted, lengths[row])
         nodes = values[:kept]
         kept_scores = [] if scores is None else [scores[row, node][None].float() for node in nodes]
         results.append(Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted)))

@@ -12,6 +12,8 @@ the most probable ones; those have their own rule (`verification.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .sampling import TokenSampler
@@ -77,7 +79,7 @@ def _draws(tree: DraftTree) -> SampledChildren:
 
 def verify_sampled_at_once(
     tree: DraftTree,
-    input_ids: torch.Tensor,
+    lengths: Sequence[int],
     logits: torch.Tensor,
     sampler: TokenSampler,
     stop: StopRule,
@@ -87,7 +89,7 @@ def verify_sampled_at_once(
 
     Args:
         tree: Draft tree of B rows and N nodes, its children drawn.
-        input_ids: int64 [B, T], committed tokens.
+        lengths: Tokens committed so far, per batch row.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
@@ -97,7 +99,7 @@ def verify_sampled_at_once(
         ValueError: if the tree's children were not drawn.
     """
     drawn = _draws(tree)
-    scores = sampler.scores_at_all_nodes(input_ids, logits)
+    scores = sampler.scores_at_all_nodes(logits)
     tokens = _child_tokens(tree, drawn)
     probs = scores[:, drawn.parents].softmax(-1)
     accepted, residual = accept_children(probs, drawn.probs, tokens, torch.rand(tokens.shape, device=tokens.device))
@@ -106,7 +108,7 @@ def verify_sampled_at_once(
     taken.scatter_(1, torch.where(accepted >= 0, child, 0), True)
     best = torch.where(accepted_nodes(tree, taken), tree.depths, -1).argmax(dim=1)
     bonus = sampler.draw(_bonus_distribution(drawn, scores, residual, best))
-    return accepted_rows(tree, best, bonus, scores if keep_scores else None, input_ids.shape[1], stop)
+    return accepted_rows(tree, best, bonus, scores if keep_scores else None, lengths, stop)
 
 
 def _child_tokens(tree: DraftTree, drawn: SampledChildren) -> torch.Tensor:

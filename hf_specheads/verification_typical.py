@@ -69,13 +69,13 @@ def verify_typical(
         posterior_threshold, posterior_alpha: See [`DraftHead`].
     """
     if sampler.row_wise:
-        scores = sampler.scores_at_all_nodes(input_ids, logits)
+        scores = sampler.scores_at_all_nodes(logits)
     else:
         scores = scores_on_paths(tree, input_ids, logits, sampler)
     best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
     bonus = scores[torch.arange(len(best), device=best.device), best].argmax(-1)
     keep = stop.per_token or earlier_scores is not None
-    results = accepted_rows(tree, best, bonus, scores if keep else None, input_ids.shape[1], stop)
+    results = accepted_rows(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
     for result in results:
         result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
     if stop.per_token:

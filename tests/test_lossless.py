@@ -5,7 +5,7 @@ import torch
 from stubs import CountForwards, StubHead, random_heads
 from targets import FAMILIES, WINDOW, plain, prompt, shared_target
 
-from hf_specheads import generation, masks
+from hf_specheads import target_cache
 from hf_specheads.errors import UnsupportedGenerationError
 
 CHAIN_ONLY = ("bloom", "llama4", "lfm2")
@@ -160,41 +160,36 @@ def test_heads_serve_prompt_after_prompt():
 # ---------------------------------------------------------------------- planted bugs must be seen
 
 
-_allowed = masks._allowed
+_slot_mask = target_cache.slot_mask
 
 
-def _causal_mask(tree, ancestors, length, slots, window, padding_mask):
-    return _allowed(tree, torch.ones_like(ancestors).tril(), length, slots, window, padding_mask)
+def _causal_mask(visible, *others) -> torch.Tensor:
+    return _slot_mask(torch.ones_like(visible).tril(), *others)
 
 
-def _crop_instead_of_compact(cache, num_nodes, path) -> None:
-    cache.crop(-(num_nodes - path.shape[1]))
+def _forget_the_window(visible, lengths, first, end, window, depths, padding_mask) -> torch.Tensor:
+    return _slot_mask(visible, lengths, first, end, None, depths, padding_mask)
 
 
-def _positions_by_slot(position_ids, tree) -> torch.Tensor:
-    return position_ids[..., -1:] + torch.arange(tree.num_nodes)
-
-
-def _forget_the_window(tree, ancestors, length, slots, window, padding_mask):
-    context = torch.ones(1, tree.num_nodes, slots, dtype=torch.bool)
-    return torch.cat([context, ancestors], dim=-1)
+def _positions_by_slot(root_positions, tree) -> torch.Tensor:
+    return root_positions + torch.arange(tree.num_nodes)
 
 
 def _plant(monkeypatch, bug: str) -> None:
     if bug == "causal mask":
-        monkeypatch.setattr(masks, "_allowed", _causal_mask)
-    elif bug == "crop":
-        monkeypatch.setattr(generation, "compact", _crop_instead_of_compact)
+        monkeypatch.setattr(target_cache, "slot_mask", _causal_mask)
+    elif bug == "rows stay where they are":
+        monkeypatch.setattr(target_cache._Group, "move", lambda self, path, lengths: None)
     elif bug == "slot positions":
-        monkeypatch.setattr(generation, "tree_position_ids", _positions_by_slot)
+        monkeypatch.setattr(target_cache, "tree_position_ids", _positions_by_slot)
     else:
-        monkeypatch.setattr(masks, "_allowed", _forget_the_window)
+        monkeypatch.setattr(target_cache, "slot_mask", _forget_the_window)
 
 
 @pytest.mark.parametrize(
     ("family", "bug"),
-    [("llama", bug) for bug in ("causal mask", "crop", "slot positions")]
-    + [("mistral", bug) for bug in ("causal mask", "crop", "slot positions", "no window")],
+    [("llama", bug) for bug in ("causal mask", "rows stay where they are", "slot positions")]
+    + [("mistral", bug) for bug in ("causal mask", "rows stay where they are", "slot positions", "no window")],
 )
 def test_planted_bugs_change_the_text(family, bug, monkeypatch):
     target, ids, expected = text(family)

@@ -72,7 +72,7 @@ def test_decisions_and_bonus_distributions(case, verify, monkeypatch, recordings
     }
     tree = recorded_tree(part["candidates"], part["retrieve_indices"])
     sampler, logits, ids = sampler_of(case), part["node_logits"][None], torch.zeros(1, 3).long()
-    path, left = decided(tree, sampler.scores_at_all_nodes(ids, logits)[0].softmax(-1), case["uniforms"])
+    path, left = decided(tree, sampler.scores_at_all_nodes(logits)[0].softmax(-1), case["uniforms"])
     tokens = tree.token_ids[0, path].tolist()
     assert tokens[1:] == case["accepted_tokens"]
     torch.testing.assert_close(left, part["sample_p"], atol=1e-6, rtol=1e-4)
@@ -90,7 +90,7 @@ def test_decisions_and_bonus_distributions(case, verify, monkeypatch, recordings
 
     monkeypatch.setattr(torch, "multinomial", draw)
     last = (False,) if verify is verify_all_nodes else (None,)
-    (accepted,) = verify(tree, ids, logits, sampler, NEVER, *last)
+    (accepted,) = verify(tree, [3] if verify is verify_all_nodes else ids, logits, sampler, NEVER, *last)
     assert accepted.nodes == path
     assert accepted.token_ids == [*tokens[1:], int(left.argmax())]
     ours = drawn_from[path[-1] if verify is verify_all_nodes else -1].clone()

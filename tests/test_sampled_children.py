@@ -233,8 +233,8 @@ class Round:
         for value, nodes in ((0.0, accepted), (1.0, rejected), (u, [] if node is None else [node])):
             for number in nodes:
                 self.uniforms[(slice(None), *self.place[number])] = value
-        ids = torch.zeros(self.rows, 1, dtype=torch.long)
-        return [a.nodes for a in verify_sampled_at_once(self.tree, ids, self.logits, self.sampler, NEVER, False)]
+        lengths = [1] * self.rows
+        return [a.nodes for a in verify_sampled_at_once(self.tree, lengths, self.logits, self.sampler, NEVER, False)]
 
     def way_to(self, node: int) -> tuple[list[int], list[int]]:
         """Nodes to accept and to reject on the way to `node`, itself left out."""
@@ -322,7 +322,7 @@ def test_both_walks_agree_on_the_same_random_numbers(row, seed, shape):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda shape, device: uniforms)
         patch.setattr(torch, "multinomial", lambda probs, num_samples: (probs.cumsum(-1) < last).sum(-1, keepdim=True))
-        (at_once,) = verify_sampled_at_once(tree, ids, logits[part], sampler, NEVER, True)
+        (at_once,) = verify_sampled_at_once(tree, [ids.shape[1]], logits[part], sampler, NEVER, True)
         (walked,) = verify_sampled_token_by_token(tree, ids, logits[part], sampler, NEVER, None)
     assert (at_once.nodes, at_once.token_ids) == (walked.nodes, walked.token_ids)
     for ours, theirs in zip(at_once.scores, walked.scores, strict=True):

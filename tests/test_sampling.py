@@ -46,7 +46,7 @@ def test_all_nodes_at_once_equal_one_node_at_a_time(batch):
     sampler = TokenSampler(LogitsProcessorList(WARPERS), do_sample=False)
     ids, logits = torch.randint(0, 30, (batch, 6)), torch.randn(batch, 7, 30)
     before = logits.clone()
-    tokens, scores = sampler.at_all_nodes(ids, logits)
+    tokens, scores = sampler.at_all_nodes(logits)
     for row in range(batch):
         for node in range(7):
             token, score = sampler.at_node(ids[row : row + 1], logits[row : row + 1, node])
@@ -57,9 +57,7 @@ def test_all_nodes_at_once_equal_one_node_at_a_time(batch):
 
 def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():
     logits = torch.randn(2, 4, 30).to(torch.bfloat16)
-    tokens, scores = TokenSampler(LogitsProcessorList(), do_sample=False).at_all_nodes(
-        torch.zeros(2, 3).long(), logits
-    )
+    tokens, scores = TokenSampler(LogitsProcessorList(), do_sample=False).at_all_nodes(logits)
     assert torch.equal(tokens, logits.argmax(-1))
     assert scores is logits
 
@@ -77,5 +75,5 @@ def test_processors_work_in_fp32():
     """In bf16 a division by the temperature rounds; plain generation casts first."""
     logits = torch.randn(1, 3, 30).to(torch.bfloat16)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.37)])
-    _, scores = TokenSampler(processors, do_sample=True).at_all_nodes(torch.zeros(1, 3).long(), logits)
+    _, scores = TokenSampler(processors, do_sample=True).at_all_nodes(logits)
     torch.testing.assert_close(scores, logits.float() / 0.37)

@@ -18,6 +18,10 @@ GREEDY = TokenSampler(LogitsProcessorList(), do_sample=False)
 NEVER = StopRule(StoppingCriteriaList())
 
 
+def lengths_of(ids: torch.Tensor) -> list[int]:
+    return [ids.shape[1]] * len(ids)
+
+
 def agreeing_choices(tree: DraftTree, seed: int) -> torch.Tensor:
     """Tokens chosen at the nodes, [B, N]: often one of the node's children, so that paths are accepted."""
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +58,7 @@ def test_both_walks_equal_the_naive_walk(seed, nodes, depth, batch):
     tree = random_tree(seed, nodes, depth, batch, vocab=VOCAB)
     choices = agreeing_choices(tree, seed)
     prefix = torch.zeros(batch, 5, dtype=torch.long)
-    at_once = verify_all_nodes(tree, prefix, logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    at_once = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, NEVER, keep_scores=False)
     best = deepest_accepted(tree, choices)
     for index in range(batch):
         expected_nodes, expected_tokens = naive_walk(tree, index, choices[index].tolist())
@@ -78,7 +82,7 @@ def test_stopping_cuts_both_walks_at_the_same_token(seed, room, eos):
     rule = StopRule(StoppingCriteriaList([MaxLengthCriteria(5 + room), EosTokenCriteria(torch.tensor([eos]))]))
     nodes, tokens = naive_walk(tree, 0, choices[0].tolist())
     last = min([room, len(tokens)] + [i + 1 for i, token in enumerate(tokens) if token == eos])
-    (at_once,) = verify_all_nodes(tree, prefix, logits_for(choices), GREEDY, rule, keep_scores=True)
+    (at_once,) = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, rule, keep_scores=True)
     (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, rule, None)
     for accepted in (at_once, walked):
         assert accepted.token_ids == tokens[:last]
@@ -94,7 +98,7 @@ def test_scores_belong_to_the_nodes_of_the_path():
     choices = agreeing_choices(tree, 3)
     logits = torch.rand(1, 12, VOCAB) + 5 * logits_for(choices)
     prefix = torch.zeros(1, 5, dtype=torch.long)
-    (accepted,) = verify_all_nodes(tree, prefix, logits, GREEDY, NEVER, keep_scores=True)
+    (accepted,) = verify_all_nodes(tree, lengths_of(prefix), logits, GREEDY, NEVER, keep_scores=True)
     assert accepted.num_accepted > 0
     for node, scores in zip(accepted.nodes, accepted.scores, strict=True):
         assert torch.equal(scores, logits[:, node])
@@ -104,7 +108,7 @@ def test_host_syncs_are_counted():
     tree = random_tree(3, 12, 4, vocab=VOCAB)
     choices = agreeing_choices(tree, 3)
     prefix = torch.zeros(1, 5, dtype=torch.long)
-    (at_once,) = verify_all_nodes(tree, prefix, logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    (at_once,) = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, NEVER, keep_scores=False)
     (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, NEVER, None)
     assert at_once.host_syncs == 1
     assert walked.host_syncs == 1 + len(walked.token_ids)

@@ -267,17 +267,17 @@ class DraftLanguageModel(DraftHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cache.drop_drafted()
-        before, rows = cache.committed, token_ids.shape[1] - 1
-        cache.commit(rows)
-        real = self._real_rows(cache, token_ids)  # [B, committed + root]
-        positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)[:, before:]
-        index = torch.arange(rows + 1, device=token_ids.device)
-        seen = torch.cat([real.new_ones(rows + 1, before), index[:, None] >= index], dim=1)
+        batch, rows = token_ids.shape[0], token_ids.shape[1] - 1
+        first_round = cache.longest == 0 and cache.valid is None
+        positions = cache.open_rows(rows, token_ids.device, and_root=True).expand(batch, -1)
+        mask = None
         # Without a mask, the model's own causal attention may take a faster kernel over a whole prompt.
-        plain = before == 0 and cache.context_mask is None
-        mask = None if plain else additive_mask((seen & real[:, None])[:, None], self.dtype)
-        return self._forward(cache, token_ids, positions, mask, last_only=True)
+        if not first_round:
+            slots = torch.arange(cache.shown()[1], device=token_ids.device)
+            mask = additive_mask((slots <= positions[..., None])[:, None], self.dtype)
+        drafted, logits = self._forward(cache, token_ids, positions, mask, last_only=True)
+        cache.commit(rows)
+        return drafted, logits
 
     def extend_draft(
         self,
@@ -287,19 +287,14 @@ class DraftLanguageModel(DraftHead):
         features: torch.Tensor,
         visible: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        real = self._real_rows(cache, token_ids)
-        context = real[:, None].expand(-1, token_ids.shape[1], -1)
-        mask = additive_mask(torch.cat([context, visible], dim=-1)[:, None], self.dtype)
-        root = real.sum(dim=1, keepdim=True) - 1
-        return self._forward(cache, token_ids, (root + position).expand_as(token_ids), mask)
-
-    @staticmethod
-    def _real_rows(cache: DraftCache, like: torch.Tensor) -> torch.Tensor:
-        """bool [B, committed + 1]: committed rows that are no padding, and the root."""
-        real = torch.ones(like.shape[0], cache.committed + 1, dtype=torch.bool, device=like.device)
-        if cache.context_mask is not None:
-            real[:, :-1] = cache.context_mask.to(like.device)
-        return real
+        # The root's row comes first of the round's rows, and every node sees it.
+        visible = torch.nn.functional.pad(visible, (1, 0), value=True)
+        nodes = token_ids.shape[1]
+        cache.place(visible.shape[2] - nodes, nodes, token_ids.device)
+        mask = cache.tree_mask(visible, self.dtype)
+        root = cache.known_lengths()
+        root = root[:, None] if isinstance(root, torch.Tensor) else root
+        return self._forward(cache, token_ids, torch.full_like(token_ids, position) + root, mask)
 
     def _forward(
         self,

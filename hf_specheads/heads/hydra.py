@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..layers import DraftDecoderLayer, additive_mask, validate_layer
+from ..layers import DraftDecoderLayer, validate_layer
 from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, visible_rows
 from ..unroll import DraftedPass, TrainingRows, later
@@ -265,12 +265,8 @@ class HydraHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; the root's state is `[s_t ; e(root)]`, [B, 1, H + E]."""
         batch, rows = features.shape[:2]
-        mask = None
-        if cache.context_mask is not None and self.prefix is not None:
-            seen = cache.context_mask[:, : cache.committed + rows]
-            seen = nn.functional.pad(seen, (0, cache.committed + rows - seen.shape[1]), value=True)
-            mask = additive_mask(seen[:, None, None], self.dtype)
-        positions = torch.arange(cache.committed, cache.committed + rows, device=features.device).expand(batch, -1)
+        positions = cache.open_rows(rows, features.device).expand(batch, -1)
+        mask = cache.last_row_mask(rows, self.dtype)
         state = self.prefix_states(features, positions, mask, cache)
         cache.commit(rows)
         if self.config.grounded:

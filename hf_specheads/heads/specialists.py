@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import DraftCache
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer, additive_mask, validate_layer
+from ..layers import DraftDecoderLayer, validate_layer
 from ..modeling import DraftHead
 from .layer_config import LayerHeadConfig
 
@@ -141,11 +141,10 @@ class SpecialistHead(DraftHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cache.drop_drafted()
         fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
-        rows = fused.shape[1]
-        positions = self._positions(fused, cache.committed)
-        mask = self._context_mask(cache, rows, fused)
+        batch, rows = fused.shape[:2]
+        positions = cache.open_rows(rows, fused.device).expand(batch, -1)
+        mask = cache.last_row_mask(rows, fused.dtype)
         drafted = self(fused, positions, mask, cache, specialist=0, num_queries=1)
         # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
         for specialist in range(1, self.specialist_of(self.tree_config.depth - 1) + 1):
@@ -166,14 +165,21 @@ class SpecialistHead(DraftHead):
         cache.drafted_inputs.append(fused)
         specialist = self.specialist_of(position)
         # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
-        first = cache.levels_in(specialist)
-        rows = torch.cat(cache.drafted_inputs[first:], dim=1)
-        levels = [torch.full_like(level[0, :, 0], cache.committed + first + i, dtype=torch.long)
-                  for i, level in enumerate(cache.drafted_inputs[first:])]  # fmt: skip
-        positions = torch.cat(levels)[None].expand(fused.shape[0], -1)
-        mask = self._tree_mask(cache, visible, fused)
-        drafted = self(rows, positions, mask, cache, specialist, num_queries=nodes)
+        first = cache.take_level(specialist)
+        before, levels = cache.drafted_inputs[:first], cache.drafted_inputs[first:]
+        rows = torch.cat(levels, dim=1)
+        cache.place(sum(level.shape[1] for level in before), rows.shape[1], rows.device)
+        mask = cache.tree_mask(visible, fused.dtype)
+        drafted = self(rows, self._level_positions(cache, first, levels), mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
+
+    @staticmethod
+    def _level_positions(cache: DraftCache, first: int, levels: list[torch.Tensor]) -> torch.Tensor:
+        """int64 [B, rows of the levels]: nodes of a level share a position, one after that of the level above."""
+        lengths = cache.known_lengths()
+        lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
+        parts = [torch.full_like(level[:, :, 0], first + i, dtype=torch.long) for i, level in enumerate(levels)]
+        return torch.cat(parts, dim=1) + lengths
 
     # ------------------------------------------------------------------ training
     @property
@@ -203,26 +209,3 @@ class SpecialistHead(DraftHead):
                 f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "
                 f"`from_heads`, or drop `from_heads`. {error}"
             ) from error
-
-    @staticmethod
-    def _positions(rows: torch.Tensor, first: int) -> torch.Tensor:
-        return torch.arange(first, first + rows.shape[1], device=rows.device)[None].expand(rows.shape[0], -1)
-
-    @staticmethod
-    def _context_mask(cache: DraftCache, rows: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Mask of the last committed row, which sees every row but padding: `None` if there is no padding."""
-        if cache.context_mask is None:
-            return None
-        seen = cache.context_mask.new_ones(like.shape[0], cache.committed + rows)
-        known = min(seen.shape[1], cache.context_mask.shape[1])
-        seen[:, :known] = cache.context_mask[:, :known]
-        return additive_mask(seen[:, None, None], like.dtype)
-
-    @staticmethod
-    def _tree_mask(cache: DraftCache, visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """[B, 1, K, committed + drafted rows]: all committed rows but padding, and the node's own ancestors."""
-        batch, nodes, _ = visible.shape
-        context = visible.new_ones(batch, nodes, cache.committed)
-        if cache.context_mask is not None:
-            context = context & cache.context_mask[:, None]
-        return additive_mask(torch.cat([context, visible], dim=-1)[:, None], like.dtype)

@@ -108,7 +108,7 @@ def test_the_prefix_layer_is_a_whole_llama_stack() -> None:
         state, _ = heads.start_draft(cache, tokens[:, done : done + rows + 1], features[:, done : done + rows])
         done += rows
         torch.testing.assert_close(state[:, 0, :32], expected[:, done - 1], rtol=1e-4, atol=1e-5)
-        assert cache.layers[0].length == cache.committed == done
+        assert cache.layers[0].get_seq_length() == cache.committed == done
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_padding_is_not_seen_by_the_prefix_layer() -> None:
     heads = random_hydra(shared_target("llama"), **PLUS)
     features, tokens = torch.randn(1, 7, 32), torch.arange(3, 11)[None]
     bare, padded = heads.new_draft_cache(), heads.new_draft_cache()
-    padded.context_mask = torch.tensor([[False, False, False, True, True, True]])
+    padded.begin_round(torch.tensor([[False, False, False, True, True, True]]), [3])
     filler, pad = torch.randn(1, 3, 32), torch.zeros(1, 3, dtype=torch.long)
     heads.start_draft(bare, tokens[:, :4], features[:, :3])
     heads.start_draft(padded, torch.cat([pad, tokens[:, :4]], 1), torch.cat([filler, features[:, :3]], 1))

@@ -1,0 +1,169 @@
+"""Keys and values in pre-allocated slots, written in place; what the draft cache and the target cache of a round share.
+
+A batch row b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, whatever the other rows have, and
+the rows of a round (tree nodes, drafted rows) lie in the slots right after. Slots beyond are not shown to attention, or
+masked; what they hold does not matter. So rows of a batch may accept different numbers of tokens without any row being
+moved or padded.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+SMALLEST_CAPACITY = 64
+
+
+class SlotCacheLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, heads, capacity, head_dim] each; where to write, the cache says.
+
+    Args:
+        cache: The cache this layer belongs to.
+        window: Sliding window of the layer's attention; it is shown no older slots than the window needs.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, cache: SlotCache, window: int | None = None):
+        super().__init__()
+        self.cache = cache
+        self.window = window
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        capacity = self.cache.capacity
+        self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes R rows [B, heads, R, head_dim] and returns the slots shown, [B, heads, shown, head_dim] each."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache = self.cache
+        if cache.slots is None:
+            end = cache.start + key_states.shape[2]
+            self.keys[:, :, cache.start : end] = key_states
+            self.values[:, :, cache.start : end] = value_states
+        else:
+            slots = cache.slots.to(key_states.device)[:, None, :, None]
+            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
+            self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        first, end = cache.shown(self.window)
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
+
+    def grow(self, capacity: int) -> None:
+        """Moves the rows into larger buffers."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            buffer = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+            buffer[:, :, : old.shape[2]] = old
+            setattr(self, name, buffer)
+
+    def select_rows(self, kept: torch.Tensor) -> None:
+        """Keeps only some rows of the batch, int64 [B']."""
+        kept = kept.to(self.keys.device)
+        self.keys, self.values = self.keys[kept], self.values[kept]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first, end = self.cache.shown(self.window)
+        return end - first, first
+
+    def get_seq_length(self) -> int:
+        return self.cache.longest
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.is_initialized = False
+
+
+class SlotCache(Cache):
+    """A cache of [`SlotCacheLayer`]s with one place to write for all of them.
+
+    Attributes:
+        capacity: Slots of the buffers; doubled when they are full, unless `static`.
+        static: Whether all slots are always shown, so that shapes never change.
+        counts: Committed rows of every batch row, on the host; one entry for all while they are the same.
+        lengths: The same on the device, int64 [B]; `None` while all rows have the same number.
+        start: First slot of the rows written next, where that is the same for all batch rows.
+        slots: int64 [B, R], slots of the rows written next, otherwise.
+    """
+
+    def __init__(self, static_capacity: int | None = None):
+        super().__init__(layers=[])
+        self.static = static_capacity is not None
+        self.capacity = static_capacity or 0
+        self.counts: list[int] = [0]
+        self.lengths: torch.Tensor | None = None
+        self.start = 0
+        self.slots: torch.Tensor | None = None
+        self._end = 0
+
+    @property
+    def longest(self) -> int:
+        """Committed rows of the longest batch row."""
+        return max(self.counts)
+
+    def known_lengths(self) -> int | torch.Tensor:
+        """Committed rows: a number for all batch rows, or int64 [B]."""
+        return self.counts[0] if self.lengths is None else self.lengths
+
+    def shown(self, window: int | None = None) -> tuple[int, int]:
+        """First and last + 1 of the slots a forward may see, in a layer with a sliding window if given."""
+        if self.static:
+            return 0, self.capacity
+        return 0 if window is None else max(min(self.counts) - window + 1, 0), self._end
+
+    def place(self, first: int, rows: int, device: torch.device) -> torch.Tensor:
+        """The next forward writes `rows` rows, from the slot `first` after the committed ones.
+
+        Returns:
+            The slots, int64 [1 or B, rows].
+        """
+        self.reserve(self.longest + first + rows)
+        self._end = self.longest + first + rows
+        index = torch.arange(first, first + rows, device=device)[None]
+        if self.lengths is None:
+            self.start, self.slots = self.counts[0] + first, None
+            return index + self.counts[0]
+        self.slots = self.lengths[:, None] + index
+        return self.slots
+
+    def reserve(self, capacity: int) -> None:
+        """Makes room for so many slots.
+
+        Raises:
+            RuntimeError: if the capacity is fixed and too small.
+        """
+        if capacity <= self.capacity:
+            return
+        if self.static:
+            raise RuntimeError(f"this cache has {self.capacity} slots, fixed, and {capacity} are needed.")
+        self.capacity = max(capacity, 2 * self.capacity, SMALLEST_CAPACITY)
+        self.grow()
+
+    def grow(self) -> None:
+        """Gives every layer buffers of the new capacity."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.grow(self.capacity)
+
+    def become_ragged(self, batch: int, device: torch.device) -> None:
+        """From now on every batch row has a number of committed rows of its own."""
+        if self.lengths is None:
+            self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
+            self.lengths = torch.tensor(self.counts, device=device)
+
+    def select_rows(self, kept: torch.Tensor) -> None:
+        """Keeps only some rows of the batch, int64 [B']."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.select_rows(kept)
+        if self.lengths is not None:
+            self.lengths = self.lengths[kept.to(self.lengths.device)]
+            self.counts = [self.counts[row] for row in kept.tolist()]
