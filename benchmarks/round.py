@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specheads.target_cache import TreeCache
 from hf_specheads.metrics import GenerationStats
 from hf_specheads.modeling import DraftHead
+from hf_specheads.target_cache import TreeCache
 
 from .common import (
     Inputs,

@@ -88,7 +88,7 @@ class DraftCache(SlotCache):
         return additive_mask(seen[:, None, None], dtype)
 
     def tree_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [B, 1, K, shown]: all committed rows, and of the round's rows those that are `visible` [B, K, R]."""
+        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]."""
         return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
 
     def take_level(self, specialist: int) -> int:

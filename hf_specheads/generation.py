@@ -82,7 +82,9 @@ def speculative_generate(
     refuse_processors(draft_head, logits_processor, generation_config, input_ids.shape[0])
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
-    loop = RoundLoop(model, draft_head, logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
+    loop = RoundLoop(
+        model, draft_head, logits_processor, stopping_criteria, generation_config, sequences, model_kwargs
+    )
     try:
         with grouped_attention_under_masks(model):
             return loop.run()
@@ -110,7 +112,9 @@ class RoundLoop:
         self.outputs = EmittedOutputs(generation_config, self.batch)
         self.padding_mask = model_kwargs.get("attention_mask")
         processors = logits_processor if generation_config.do_sample else None
-        self.candidates = DraftHeadCandidateGenerator(head, target, self.stop.max_length, self.padding_mask, processors)
+        self.candidates = DraftHeadCandidateGenerator(
+            head, target, self.stop.max_length, self.padding_mask, processors
+        )
         self.stats = self.candidates.stats
         self.stats.lossy = head.verification == "typical" and bool(generation_config.do_sample)
         if self.stats.lossy:

@@ -255,7 +255,9 @@ class ChainCache:
 
     def keep_path(self, path: torch.Tensor, counts: list[int], is_prefix: bool) -> None:
         """As in [`TreeCache`]; a path of a chain always is a prefix."""
-        self.stock.crop(counts[0] - self._nodes)  # crop(0) is not a no-op: it trims sliding layers back to their window
+        self.stock.crop(
+            counts[0] - self._nodes
+        )  # crop(0) is not a no-op: it trims sliding layers back to their window
         self.counts = [self.counts[0] + counts[0]]
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]

@@ -4,16 +4,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from targets import VOCAB, WINDOW, own_target, prompt, shared_target
 from transformers import DynamicCache
 from trees import path_of, random_tree
 
-from hf_specheads.masks import (
-    GROUPED_ATTENTION,
-    grouped_attention_under_masks,
-    tree_attention_masks,
-    tree_position_ids,
-)
+from hf_specheads.masks import GROUPED_ATTENTION, grouped_attention_under_masks, slot_mask, tree_position_ids
+from hf_specheads.target_cache import TreeCache
 from hf_specheads.tree import DraftTree
 
 CASES = [
@@ -22,17 +20,19 @@ CASES = [
 ]  # fmt: skip
 
 
-@torch.no_grad()
-def tree_logits(target, ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-    """Logits [B, N, V] of one tree forward on a cache of the prompt."""
+def filled(
+    target, ids: torch.Tensor, padding: torch.Tensor | None = None, dtype=torch.float32, **options
+) -> TreeCache:
+    """Slots that hold a prompt [B, T]."""
     cache = DynamicCache(config=target.config)
     target(ids, past_key_values=cache)
-    cache.activate_past_recording()
-    length = ids.shape[1]
-    mask = tree_attention_masks(target, cache, tree, length, None, torch.float32)
-    positions = tree_position_ids(torch.arange(length + 1)[None], tree)
-    outputs = target(tree.token_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    return outputs.logits
+    return TreeCache(cache, target, len(ids), padding, torch.tensor([[ids.shape[1]]]), dtype, **options)
+
+
+@torch.no_grad()
+def tree_logits(target, ids: torch.Tensor, tree: DraftTree, **options) -> torch.Tensor:
+    """Logits [B, N, V] of one tree forward on a cache of the prompt."""
+    return target(tree.token_ids, **filled(target, ids, **options).forward_inputs(tree)).logits
 
 
 @torch.no_grad()
@@ -68,12 +68,9 @@ def test_every_row_of_a_batch_has_its_own_tree(family):
 
 def test_masks_are_additive_and_of_the_compute_dtype():
     """Eager attention adds the mask to the scores: a boolean one would silently change them."""
-    target = shared_target("llama")
-    cache = DynamicCache(config=target.config)
-    target(prompt(5), past_key_values=cache)
-    tree = random_tree(1, nodes=6, depth=2)
     for dtype in (torch.float32, torch.bfloat16):
-        mask = tree_attention_masks(target, cache, tree, 5, None, dtype)
+        cache = filled(shared_target("llama"), prompt(5), dtype=dtype)
+        mask = cache.forward_inputs(random_tree(1, nodes=6, depth=2))["attention_mask"]
         assert mask.dtype == dtype
         assert mask.shape == (1, 1, 6, 11)
         assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
@@ -81,13 +78,10 @@ def test_masks_are_additive_and_of_the_compute_dtype():
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_padding_of_the_prompt_is_hidden(family):
-    target = shared_target(family)
-    cache = DynamicCache(config=target.config)
-    target(prompt(20), past_key_values=cache)
-    cache.activate_past_recording()
     padding = torch.ones(1, 20, dtype=torch.long)
     padding[:, :14] = 0
-    mask = tree_attention_masks(target, cache, random_tree(1, nodes=4, depth=2), 20, padding, torch.float32)
+    cache = filled(shared_target(family), prompt(20), padding)
+    mask = cache.forward_inputs(random_tree(1, nodes=4, depth=2))["attention_mask"]
     slots = mask.shape[-1] - 4
     assert slots == (20 if family == "llama" else WINDOW - 1)
     assert (mask[0, 0, :, : slots - 6] < 0).all()
@@ -95,22 +89,59 @@ def test_padding_of_the_prompt_is_hidden(family):
 
 
 def test_targets_with_layer_types_get_one_mask_per_type():
-    target = shared_target("gemma3")
-    cache = DynamicCache(config=target.config)
-    target(prompt(20), past_key_values=cache)
-    cache.activate_past_recording()
-    masks = tree_attention_masks(target, cache, random_tree(1, nodes=4, depth=2), 20, None, torch.float32)
-    assert {kind: mask.shape[-1] for kind, mask in masks.items()} == {
+    masks = filled(shared_target("gemma3"), prompt(20)).forward_inputs(random_tree(1, nodes=4, depth=2))
+    assert {kind: mask.shape[-1] for kind, mask in masks["attention_mask"].items()} == {
         "full_attention": 24,
         "sliding_attention": WINDOW - 1 + 4,
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_fixed_shapes_give_the_same_logits(family):
+    """All slots shown, most of them masked, against only those in use."""
+    target, ids = shared_target(family), torch.cat([prompt(WINDOW + 3, seed=seed) for seed in (1, 2)])
+    tree = random_tree(5, nodes=10, depth=3, batch=2, vocab=VOCAB)
+    fixed = tree_logits(target, ids, tree, static_capacity=64)
+    torch.testing.assert_close(fixed, tree_logits(target, ids, tree), atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_slots_seen_by_every_row(data):
+    """Against the rule written out slot by slot."""
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    batch, rows, window = len(lengths), data.draw(st.integers(1, 5)), data.draw(st.sampled_from([None, 1, 3, 20]))
+    visible = torch.rand(batch, rows, rows) < 0.6
+    depths = torch.randint(0, 4, (batch, rows))
+    first = data.draw(st.integers(0, min(lengths) if window is None else 0))
+    end = max(lengths) + rows + data.draw(st.integers(0, 3))
+    padding = data.draw(st.sampled_from([None, torch.rand(batch, min(lengths)) < 0.7]))
+    known = lengths[0] if len(set(lengths)) == 1 and data.draw(st.booleans()) else torch.tensor(lengths)
+    mask = slot_mask(visible, known, first, end, window, depths, padding)
+    assert mask.shape == (batch, rows, end - first)
+    for row, length in enumerate(lengths):
+        for query in range(rows):
+            for slot in range(first, end):
+                own = slot - length
+                if own < 0:
+                    distance, allowed = length + depths[row, query] - slot, True
+                elif own < rows:
+                    distance, allowed = depths[row, query] - depths[row, own], bool(visible[row, query, own])
+                else:
+                    distance, allowed = 0, False
+                allowed = allowed and (window is None or distance < window)
+                if padding is not None and slot < padding.shape[1]:
+                    allowed = allowed and bool(padding[row, slot])
+                assert bool(mask[row, query, slot - first]) == bool(allowed)
+
+
 def test_positions_are_the_roots_plus_the_depth():
     tree = random_tree(1, nodes=7, depth=3)
-    ids = torch.arange(9)[None]
-    assert torch.equal(tree_position_ids(ids, tree), 8 + tree.depths)
-    assert torch.equal(tree_position_ids(ids[None].expand(3, -1, -1), tree), (8 + tree.depths)[None].expand(3, -1, -1))
+    root = torch.tensor([[8]])
+    assert torch.equal(tree_position_ids(root, tree), 8 + tree.depths)
+    assert torch.equal(
+        tree_position_ids(root[None].expand(3, -1, -1), tree), (8 + tree.depths)[None].expand(3, -1, -1)
+    )
 
 
 def test_grouped_attention_is_switched_on_for_the_generation_only(monkeypatch):

@@ -47,12 +47,6 @@ def test_options(option):
     assert words in refusal(target, random_heads(target), UnsupportedGenerationError, **options)
 
 
-def test_batches():
-    target = shared_target("llama")
-    message = refusal(target, random_heads(target), UnsupportedGenerationError, ids=prompt().repeat(2, 1))
-    assert "a batch of 2" in message
-
-
 def test_a_static_cache_of_the_user():
     target = shared_target("llama")
     cache = StaticCache(config=target.config, max_cache_len=64)
