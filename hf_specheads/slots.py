@@ -1,9 +1,9 @@
-"""Keys and values in pre-allocated slots, written in place; what the draft cache and the target cache of a round share.
+"""Keys and values in pre-allocated slots, written in place: what draft cache and target cache have in common.
 
 A batch row b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, whatever the other rows have, and
-the rows of a round (tree nodes, drafted rows) lie in the slots right after. Slots beyond are not shown to attention, or
-masked; what they hold does not matter. So rows of a batch may accept different numbers of tokens without any row being
-moved or padded.
+the rows of a round (tree nodes, drafted rows) lie in the slots right after. Slots beyond are not shown to attention,
+or masked; what they hold does not matter. So rows of a batch may accept different numbers of tokens without any row
+being moved or padded.
 """
 
 from __future__ import annotations

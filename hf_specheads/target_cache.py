@@ -1,8 +1,8 @@
 """The target's cache during a generation: where a tree's keys and values go, what it sees, what of it is kept.
 
 Two kinds. [`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees,
-batches whose rows accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and rolls
-it back: for targets and caches that take no trees, one chain at a time.
+batches whose rows accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and
+rolls it back: for targets and caches that take no trees, one chain at a time.
 """
 
 from __future__ import annotations
@@ -178,22 +178,22 @@ class TreeCache(SlotCache):
 
 
 class _Group:
-    """Tensors of one shape in one buffer [layers, B, heads, capacity, head_dim], so that one indexed copy moves all."""
+    """Tensors of one shape in one buffer [tensors, B, heads, capacity, head_dim]: one indexed copy moves them all."""
 
     def __init__(self, members: list[tuple[SlotCacheLayer, CacheLayerMixin, str]], length: int, capacity: int):
         self.members = members
         _, stock, name = members[0]
         batch, heads, _, width = getattr(stock, name).shape
         self.buffer = getattr(stock, name).new_zeros(len(members), batch, heads, capacity, width)
-        for buffer, (_, stock, name) in zip(self.buffer, members, strict=True):
+        for index, (_, stock, name) in enumerate(members):
             states = getattr(stock, name)  # of a sliding layer only the newest are left, the window hides the others
-            buffer[:, :, length - states.shape[2] : length] = states
+            self.buffer[index, :, :, length - states.shape[2] : length] = states
             setattr(stock, name, states[:, :, :0].clone())
         self._show()
 
     def _show(self) -> None:
-        for buffer, (ours, _, name) in zip(self.buffer, self.members, strict=True):
-            setattr(ours, name, buffer)
+        for index, (ours, _, name) in enumerate(self.members):
+            setattr(ours, name, self.buffer[index])
 
     def grow(self, capacity: int) -> None:
         old = self.buffer
@@ -222,9 +222,9 @@ class _Group:
         self.buffer.scatter_(3, ends[None, :, None, :, None].expand(shape), moved)
 
     def give_back(self, length: int, keep: bool) -> None:
-        for buffer, (ours, stock, name) in zip(self.buffer, self.members, strict=True):
+        for index, (ours, stock, name) in enumerate(self.members):
             oldest = 0 if ours.window is None else max(length - ours.window + 1, 0)
-            setattr(stock, name, buffer[:, :, oldest:length] if keep else None)
+            setattr(stock, name, self.buffer[index, :, :, oldest:length] if keep else None)
             setattr(ours, name, None)
 
 

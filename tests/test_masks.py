@@ -20,6 +20,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@torch.no_grad()
 def filled(
     target, ids: torch.Tensor, padding: torch.Tensor | None = None, dtype=torch.float32, **options
 ) -> TreeCache:
