@@ -10,7 +10,7 @@ A level is what *enters* a layer of the target, without any norm. The state that
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -141,7 +141,9 @@ class Eagle3Head(SpecialistHead):
     config: Eagle3HeadConfig
     published: ClassVar[dict[str, Published]] = {"eagle3": Published("EAGLE-3", (EAGLE3_PAPER,))}
     _no_split_modules = ["Eagle3DecoderLayer"]
-    integer_tensors: ClassVar[dict[str, torch.dtype]] = {"d2t": torch.long, "t2d": torch.bool}
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {
+        **SpecialistHead.integer_tensors, "d2t": torch.long, "t2d": torch.bool,
+    }  # fmt: skip
     passes_are_detached = False
 
     def __init__(self, config: Eagle3HeadConfig):
@@ -185,7 +187,7 @@ class Eagle3Head(SpecialistHead):
         return _levels_of(self._bound_to[0])
 
     @property
-    def draft_vocabulary(self) -> torch.Tensor | None:
+    def trained_vocabulary(self) -> torch.Tensor | None:
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -205,7 +207,7 @@ class Eagle3Head(SpecialistHead):
                 f"these heads draft over {self.config.draft_vocab_size} tokens, got {len(d2t)} token ids; make heads "
                 "with `draft_vocab_size` that many."
             )
-        if self.draft_vocabulary is not None:
+        if self.trained_vocabulary is not None:
             self.d2t.copy_(d2t)
             self.t2d.copy_(t2d)
 
@@ -218,7 +220,7 @@ class Eagle3Head(SpecialistHead):
             CheckpointValueError: for a draft vocabulary that is none.
         """
         heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if heads.draft_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
+        if heads.trained_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
             raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
         return (heads, info) if output_loading_info else heads
 
@@ -262,7 +264,10 @@ class Eagle3Head(SpecialistHead):
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Draft logits of drafted states in fp32, [..., h] -> [..., Vd]."""
-        return self.lm_head(features if self.config.norm_output else self.norm(features)).float()
+        return self.project(features if self.config.norm_output else self.norm(features))
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return (self.lm_head,)
 
     # ------------------------------------------------------------------ training
     @property
@@ -330,14 +335,14 @@ class Eagle3Head(SpecialistHead):
             )
         if draft_token_ids is not None:
             self.set_draft_vocabulary(draft_token_ids)
-        elif self.draft_vocabulary is not None:
+        elif self.trained_vocabulary is not None:
             raise ValueError(
                 f"draft_vocab_size={self.config.draft_vocab_size} says how many of the target's "
                 f"{self.config.vocab_size} tokens are drafted, but not which; pass `draft_token_ids`, e.g. "
                 "`hf_specheads.trainer.frequent_tokens(...)`."
             )
         if self.config.hidden_size == self.config.feature_size:
-            weight, chosen = output_weight(target), self.draft_vocabulary
+            weight, chosen = output_weight(target), self.trained_vocabulary
             self.lm_head.weight.copy_(weight if chosen is None else weight[chosen.to(weight.device)])
         if self.embed_tokens is not None and self.config.hidden_size == self.config.embedding_size:
             embedding, device = target.get_input_embeddings(), target.device
@@ -356,7 +361,7 @@ class Eagle3Head(SpecialistHead):
     def start_from(self, source: DraftHead, draft_token_ids: Any = None) -> None:
         """Copies the shared weights, the draft vocabulary and the layers of `source`."""
         super().start_from(source)
-        if draft_token_ids is not None and self.draft_vocabulary is not None:
+        if draft_token_ids is not None and self.trained_vocabulary is not None:
             d2t, _ = mapping_of(draft_token_ids, self.config.vocab_size)
             if not torch.equal(d2t, self.d2t.cpu()):
                 raise WarmStartError(

@@ -8,7 +8,7 @@ concatenation.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -243,9 +243,12 @@ class HydraHead(DraftHead):
         return nn.functional.dropout(values, self.config.dropout, self.training)
 
     def position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., V], from inputs as in [`forward`]."""
+        """Draft logits of a draft position in fp32, [..., Vd], from inputs as in [`forward`]."""
         hidden = self(inputs, position)
-        return self.draft_logits(hidden) if self.lm_heads is None else self.lm_heads[position](hidden).float()
+        return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
     @property
