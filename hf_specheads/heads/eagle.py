@@ -7,15 +7,17 @@ they differ in training (HASS) and in the tree (EAGLE-2).
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..cache import DraftCache
 from ..errors import WarmStartError
+from ..layers import DraftDecoderLayer, NormedDecoderLayer
 from ..modeling import DraftHead, Published
 from ..streams import StreamAttention, document_starts, next_stream, visible_rows
 from ..unroll import DraftedPass, TrainingRows
@@ -36,17 +38,22 @@ class EagleHeadConfig(SpecialistHeadConfig):
             `"feature+token"`: f_j and its own token x_j; `"token"`: x_{j+1} alone, a small language model;
             `"feature"`: f_j alone. (The paper leaves `fc` out where there is one input; here it always is there, as
             wide as its inputs.)
+        extra_norms: Whether there are three norms more, as in a variant of HASS: of the embedding before `fc`, before
+            attention, and of the drafted feature before the target's `lm_head` (it is fed back without).
     """
 
     model_type = "specheads_eagle"
 
     fc_bias: bool = True
     inputs: str = INPUTS[0]
+    extra_norms: bool = False
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
         if self.inputs not in INPUTS:
             raise ValueError(f"`inputs` must be one of {list(INPUTS)}, got {self.inputs!r}.")
+        if self.extra_norms and (self.model_type != EagleHeadConfig.model_type or "token" not in self.inputs):
+            raise ValueError("`extra_norms` belong to EAGLE and HASS heads that read a token's embedding; drop them.")
         if self.hidden_size != self.feature_size:
             raise ValueError(
                 f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
@@ -93,16 +100,29 @@ class EagleHead(SpecialistHead):
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.embed_layernorm = self.lm_head_layernorm = None
+        if config.extra_norms:
+            self.embed_layernorm = LlamaRMSNorm(config.embedding_size, eps=config.rms_norm_eps)
+            self.lm_head_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
+
+    def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
+        layer = NormedDecoderLayer if config.extra_norms else DraftDecoderLayer
+        return nn.ModuleList(layer(config, index) for index in range(config.num_specialists))
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """`fc([embedding ; feature])`, or of one of them: [B, R, E] and [B, R, H] -> [B, R, h]."""
         dtype = self.fc.weight.dtype
+        if self.embed_layernorm is not None:
+            embeddings = self.embed_layernorm(embeddings.to(dtype))
         if self.config.inputs == "token":
             return self.fc(embeddings.to(dtype))
         if self.config.inputs == "feature":
             return self.fc(features.to(dtype))
         return self.fc(torch.cat([embeddings.to(dtype), features.to(dtype)], dim=-1))
+
+    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+        return super().draft_logits(features if self.lm_head_layernorm is None else self.lm_head_layernorm(features))
 
     # ------------------------------------------------------------------ drafting
     @property
@@ -164,11 +184,14 @@ class EagleHead(SpecialistHead):
                 num_queries=rows.features.shape[1],
                 attention_function=StreamAttention(visible, streams, phantom_columns=rows.upstream_masking),
             )
-            yield DraftedPass(hidden=drafted, logits=rows.lm_head, features=drafted)
+            yield DraftedPass(hidden=drafted, logits=partial(self._row_logits, rows), features=drafted)
             stream = next_stream(rows.features, drafted, starts)
         if rows.separate_backward:
             used = [(graph, leaf) for graph, leaf in zip(fused, read, strict=True) if leaf.grad is not None]
             torch.autograd.backward([graph for graph, _ in used], [leaf.grad for _, leaf in used])
+
+    def _row_logits(self, rows: TrainingRows, drafted: torch.Tensor) -> torch.Tensor:
+        return rows.lm_head(drafted if self.lm_head_layernorm is None else self.lm_head_layernorm(drafted))
 
     @classmethod
     def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
@@ -177,7 +200,7 @@ class EagleHead(SpecialistHead):
                 f"`from_heads` must be loaded EAGLE, HASS or POSS heads, got {type(source).__name__}; "
                 "pass load_heads(...)."
             )
-        return {name: getattr(source.config, name) for name in ("fc_bias", "inputs", *LAYER_FIELDS)}
+        return {name: getattr(source.config, name) for name in ("fc_bias", "inputs", "extra_norms", *LAYER_FIELDS)}
 
     def start_from(self, source: DraftHead) -> None:
         if source.config.inputs != self.config.inputs:

@@ -31,7 +31,7 @@ from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 # What heads of a warm start hand on, besides their weights and layer.
 EAGLE3_FIELDS = (
     "hidden_size", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
-    "norm_before_fc", "fc_norm",
+    "norm_before_fc", "fc_norm", "qk_norm",
 )  # fmt: skip
 TEST_TIME_PASSES = 7
 
@@ -61,6 +61,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
         norm_output: The state that is fed back is the normed one (EAGLE-3.1).
         norm_before_fc: A norm over the concatenated levels, before `fc`.
         fc_norm: A norm for each level, before `fc`.
+        qk_norm: Norms over the width of an attention head, of its queries and keys, before rotation (Qwen 3).
     """
 
     model_type = "specheads_eagle3"
@@ -76,6 +77,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.draft_vocab_size is None:

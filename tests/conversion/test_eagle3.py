@@ -192,7 +192,7 @@ DRAFTED = eagle3_tensors()["t2d"]
         (changed(input_norm__weight=torch.rand(96)), {}, HeadConfigError, "does not say norm_before_fc=true"),
         (changed(fc__bias=torch.rand(HIDDEN)), {}, CheckpointKeysError, "unknown.*fc.bias"),
         (changed(layers__1__mlp__up_proj__weight=torch.rand(1, 1)), {}, CheckpointKeysError, "consecutive layers"),
-        (changed(midlayer__self_attn__q_norm__weight=torch.rand(8)), {}, CheckpointKeysError, "unknown.*q_norm"),
+        (changed(midlayer__self_attn__q_norm__weight=torch.rand(8)), {}, CheckpointKeysError, "missing.*k_norm"),
         (changed(lm_head__weight=None), {}, CheckpointKeysError, "missing.*lm_head"),
         (changed(midlayer__hidden_norm__weight=None), {}, CheckpointKeysError, "missing.*hidden_norm"),
         (changed(fc__weight=torch.rand(HIDDEN, 100)), {}, CheckpointShapeError, "no multiple of the target's width"),
