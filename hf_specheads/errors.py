@@ -53,5 +53,9 @@ class WrongTargetError(ValueError):
     """The heads were made for another target than the one they were handed to."""
 
 
+class ExportError(ValueError):
+    """A destination cannot represent the heads; the message says why, and what to do instead."""
+
+
 class UnsupportedGenerationError(ValueError):
     """Draft heads cannot serve this call of `generate`; the message says what to change."""
