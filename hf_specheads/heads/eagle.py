@@ -19,7 +19,8 @@ from ..cache import DraftCache
 from ..errors import WarmStartError
 from ..layers import DraftDecoderLayer, NormedDecoderLayer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, document_starts, next_stream, visible_rows
+from ..stream_attention import Documents, StreamAttention, StreamCache
+from ..streams import document_starts, next_stream
 from ..unroll import DraftedPass, TrainingRows
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
@@ -163,30 +164,39 @@ class EagleHead(SpecialistHead):
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Every pass reads the target's features and, nearer than its draft position, those that passes before it
-        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position."""
-        starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
+        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position.
+
+        Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
+        """
+        starts, documents = document_starts(rows.documents), Documents(rows.documents)
         token_ids = rows.token_ids if self.reads_own_token else rows.next_token_ids
         if token_ids is None:
             raise ValueError(f"heads with inputs={self.config.inputs!r} need the rows' own `token_ids`; pass them.")
         with torch.no_grad():
             embeddings = rows.embed(token_ids)
-        stream = rows.features
+        stream, length = rows.features, rows.features.shape[1]
+        plain = self.training and self.is_activation_checkpointing
+        cache = None if plain else StreamCache(length, apart=rows.separate_backward)
         fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
         read: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
         for position in range(num_passes):
             fused.append(self.fuse(embeddings, stream))
             read.append(fused[-1].detach().requires_grad_() if rows.separate_backward else fused[-1])
-            streams = position + 1
+            streams, specialist = position + 1, self.specialist_of(position)
+            known = 0 if cache is None else cache.num_streams(specialist)
             drafted = self(
-                torch.cat(read, dim=1),
-                rows.position_ids.repeat(1, streams),
-                specialist=self.specialist_of(position),
-                num_queries=rows.features.shape[1],
-                attention_function=StreamAttention(visible, streams, phantom_columns=rows.upstream_masking),
+                torch.cat(read[known:], dim=1),
+                rows.position_ids.repeat(1, streams - known),
+                past_key_values=cache,
+                specialist=specialist,
+                num_queries=length,
+                attention_function=StreamAttention(documents, streams, phantom_columns=rows.upstream_masking),
             )
             yield DraftedPass(hidden=drafted, logits=partial(self._row_logits, rows), features=drafted)
             stream = next_stream(rows.features, drafted, starts)
         if rows.separate_backward:
+            if cache is not None:
+                cache.finish_backward()
             used = [(graph, leaf) for graph, leaf in zip(fused, read, strict=True) if leaf.grad is not None]
             torch.autograd.backward([graph for graph, _ in used], [leaf.grad for _, leaf in used])
 

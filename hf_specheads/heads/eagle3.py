@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..draft_vocabulary import mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
 from ..layers import Eagle3DecoderLayer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, visible_rows
+from ..stream_attention import Documents, StreamAttention, StreamCache
 from ..unroll import DraftedPass, TrainingRows, later
 from .medusa import output_weight
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
@@ -283,7 +283,7 @@ class Eagle3Head(SpecialistHead):
 
         Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
         """
-        visible = visible_rows(rows.documents)
+        documents, length = Documents(rows.documents), rows.features.shape[1]
         if self.embed_tokens is None:
             with torch.no_grad():
                 embeddings = rows.embed(rows.next_token_ids)
@@ -291,17 +291,17 @@ class Eagle3Head(SpecialistHead):
             embeddings = self.embed_tokens(rows.next_token_ids)
         read = [self.fuse(embeddings, rows.features)]
         positions = [rows.position_ids]
-        cache = None if self.training and self.is_activation_checkpointing else DynamicCache()
+        cache = None if self.training and self.is_activation_checkpointing else StreamCache(length)
         for position in range(num_passes):
             specialist = self.specialist_of(position)
-            known = 0 if cache is None else cache.get_seq_length(specialist) // visible.shape[1]
+            known = 0 if cache is None else cache.num_streams(specialist)
             states = self(
                 torch.cat(read[known:], dim=1),
                 torch.cat(positions[known:], dim=1),
                 past_key_values=cache,
                 specialist=specialist,
-                num_queries=visible.shape[1],
-                attention_function=StreamAttention(visible, position + 1, own_rows=True),
+                num_queries=length,
+                attention_function=StreamAttention(documents, position + 1, own_rows=True),
             )
             yield DraftedPass(hidden=states, logits=self.draft_logits, offset=position)
             read.append(self.fuse_drafted(later(embeddings, position + 1), states))

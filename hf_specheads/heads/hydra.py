@@ -25,7 +25,7 @@ from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..layers import DraftDecoderLayer, additive_mask, validate_layer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, visible_rows
+from ..stream_attention import Documents, StreamAttention
 from ..unroll import DraftedPass, TrainingRows, later
 from .layer_config import LayerHeadConfig
 from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
@@ -320,7 +320,7 @@ class HydraHead(DraftHead):
             rows.features,
             rows.position_ids,
             num_queries=rows.features.shape[1],
-            attention_function=StreamAttention(visible_rows(rows.documents), 1) if self.prefix is not None else None,
+            attention_function=StreamAttention(Documents(rows.documents), 1) if self.prefix is not None else None,
         )
         apart = rows.separate_backward and states.requires_grad
         inputs = read = states.detach().requires_grad_() if apart else states
