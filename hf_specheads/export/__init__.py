@@ -22,7 +22,7 @@ from ..heads import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, Medusa
 from ..modeling import DraftHead
 from . import eagle, eagle3, hydra, medusa, speculators
 from .commands import sglang_command, vllm_command
-from .layout import Layout, scales_embeddings, target_name
+from .layout import Layout, common_notes, scales_embeddings, target_name
 
 # Where heads of a family can go; the authors' own layout last.
 DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
@@ -139,6 +139,7 @@ def _export_language_model(
     heads.language_model.save_pretrained(folder)
     command = sglang_command(heads, "STANDALONE") if to == "sglang" else vllm_command(heads, "draft_model")
     notes = ("put the target's tokenizer files beside it: engines load one from the draft model's folder",)
+    notes += tuple(common_notes(heads))
     files = tuple(sorted(path.name for path in folder.iterdir()))
     return Exported(folder, to, files, notes, _command(command, heads, folder, target))
 

@@ -16,10 +16,18 @@ from ..heads import EagleHead
 from ..heads.eagle import INPUTS
 from .absorb import absorb_bias, embedding_of
 from .commands import sglang_command, vllm_command
-from .layout import Layout, adapter_note, llama_fields, scales_embeddings, zero_biases
+from .layout import Layout, common_notes, llama_fields, scales_embeddings, zero_biases
 
 EMBEDDING = "embed_tokens.weight"
 MEND = "export them `--to eagle`, or use them with this package"
+
+
+# Norms of a variant of HASS, by our names.
+EXTRA_NORMS = {
+    "embed_layernorm.weight": "embed_layernorm.weight",
+    "hidden_layernorm.weight": "layers.0.input_layernorm.weight",
+    "lm_head_layernorm.weight": "lm_head_layernorm.weight",
+}
 
 
 def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
@@ -37,6 +45,10 @@ def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
         raise ExportError(
             f"these heads read inputs={heads.config.inputs!r}, and {to} knows EAGLE's own {INPUTS[0]!r} only; train "
             "heads without `inputs`, or use these with this package."
+        )
+    if heads.config.extra_norms and to != "eagle":
+        raise ExportError(
+            f"these heads have three norms that EAGLE's own layer does not have, and neither has {to}'s; {MEND}."
         )
     return {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads, target)
 
@@ -70,7 +82,7 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
     fields["attention_bias"] = config.attention_out_bias
     if config.attention_bias != config.attention_out_bias:
         fields["qkv_bias"] = config.attention_bias
-    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + adapter_note(heads)
+    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.fc_bias:
         absorbed, told = absorb_bias(heads, target)
         del tensors["fc.bias"]
@@ -102,7 +114,7 @@ def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
     }
     if only_qkv:  # SGLang's Qwen2 layers have exactly these biases
         fields |= {"model_type": "qwen2", "use_sliding_window": False}
-    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + adapter_note(heads)
+    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.attention_out_bias and not config.attention_bias:
         tensors |= zero_biases(heads, "layers.0.", "qkv")
     if not config.fc_bias:
@@ -131,7 +143,7 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         fields["qkv_bias"] = True
     del fields["attention_bias"]
     count = config.num_specialists
-    tensors, notes = _tensors(heads, count), adapter_note(heads)
+    tensors, notes = _tensors(heads, count), common_notes(heads)
     if count > 1:
         span = config.positions_per_specialist
         fields["num_hidden_layers"] = count
@@ -139,6 +151,11 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
             f"the layout does not say that a specialist has {span} position(s): keep `PosS{span}` in the folder's "
             f"name, and pass the authors' code --position_per_layer {span} --forward_num_total {count * span}"
         )
+    if config.extra_norms:
+        state = heads.state_dict()
+        tensors = {key: value for key, value in tensors.items() if key not in EXTRA_NORMS.values()}
+        tensors |= {theirs: state[ours] for theirs, ours in EXTRA_NORMS.items()}
+        notes.append("three norms belong to these heads, which EAGLE's own code passes over in silence")
     if target is not None:
         tensors[EMBEDDING] = embedding_of(heads, target, "")
     elif config.method != "eagle":

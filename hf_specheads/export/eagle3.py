@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..draft_vocabulary import PRUNED_TOKEN_IDS, mapping_of
 from ..errors import ExportError
 from ..heads import Eagle3Head
 from ..heads.eagle3 import default_feature_layers
@@ -19,6 +20,8 @@ from .eagle import EMBEDDING, lost_specialists
 from .layout import Layout, adapter_note, llama_fields, scales_embeddings, zero_biases
 
 LEVELS = "eagle_aux_hidden_state_layer_ids"
+MLP_BIASES = "biases in their MLP"
+NOT_IN_QWEN3 = "which Qwen 3's layers do not have together; use them with this package"
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
@@ -57,10 +60,21 @@ def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> dict
     """
     state = {key: value.detach() for key, value in heads.state_dict().items() if not key.startswith("layers.")}
     state |= {f"{layer}{name}": value for name, value in heads.specialist_state(0).items()}
+    if state.pop(PRUNED_TOKEN_IDS, None) is not None:
+        state |= _pruned(heads)
     if whole_vocabulary and heads.draft_vocabulary is None:
         state["d2t"] = torch.zeros(heads.config.vocab_size, dtype=torch.long)
         state["t2d"] = torch.ones(heads.config.vocab_size, dtype=torch.bool)
     return state
+
+
+def _pruned(heads: Eagle3Head) -> dict[str, torch.Tensor]:
+    """Rows of the projection, and the vocabulary, of pruned heads: as if they had been trained with these tokens."""
+    kept, trained = heads.draft_vocabulary, heads.trained_vocabulary
+    rows = kept if trained is None else torch.searchsorted(trained, kept)
+    d2t, t2d = mapping_of(kept.cpu(), heads.config.vocab_size)
+    tensors = {"lm_head.weight": heads.lm_head.weight.detach()[rows]}
+    return tensors | ({"d2t": d2t, "t2d": t2d} if len(kept) < heads.config.vocab_size else {})
 
 
 def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
@@ -88,8 +102,8 @@ def target_depth(heads: Eagle3Head) -> int | None:
 
 def size_fields(heads: Eagle3Head) -> dict[str, Any]:
     """Draft vocabulary, and what only some heads have to say: other widths, other numbers of levels."""
-    config = heads.config
-    fields: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size}
+    config, vocabulary = heads.config, heads.draft_vocabulary
+    fields: dict[str, Any] = {"draft_vocab_size": config.vocab_size if vocabulary is None else len(vocabulary)}
     if config.feature_size != config.hidden_size:
         fields["target_hidden_size"] = config.feature_size
     if config.num_levels != 3:
@@ -105,9 +119,21 @@ def _vllm(heads: Eagle3Head) -> Layout:
     if (levels := levels_of(heads, "vLLM")) is not None:
         fields[LEVELS] = levels
     tensors = tensors_of(heads, "midlayer.", whole_vocabulary=False)
-    tensors |= paired_biases(heads, "midlayer.")
-    fields["attention_bias"] = config.attention_bias or config.attention_out_bias
+    if config.qk_norm:
+        _check_qwen3(heads)
+        fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+        fields["attention_bias"] = config.attention_bias
+    else:
+        tensors |= paired_biases(heads, "midlayer.")
+        fields["attention_bias"] = config.attention_bias or config.attention_out_bias
     return Layout(fields, tensors, [], vllm_command(heads, "eagle3"))
+
+
+def _check_qwen3(heads: Eagle3Head) -> None:
+    """Layers with norms of queries and keys are Qwen 3's, which have fewer biases than Llama's."""
+    for what, there in (("a bias of `o_proj`", heads.config.attention_out_bias), (MLP_BIASES, heads.config.mlp_bias)):
+        if there:
+            raise ExportError(f"these heads have {what} and norms of queries and keys, {NOT_IN_QWEN3}.")
 
 
 def paired_biases(heads: Eagle3Head, layer: str) -> dict[str, torch.Tensor]:
@@ -125,7 +151,8 @@ def _sglang(heads: Eagle3Head) -> Layout:
     for what, there in (
         ("norm_before_residual=True", config.norm_before_residual),
         ("biases of attention", config.attention_bias or config.attention_out_bias),
-        ("biases in their MLP", config.mlp_bias),
+        (MLP_BIASES, config.mlp_bias),
+        ("norms of queries and keys", config.qk_norm),
     ):
         if there:
             raise ExportError(
@@ -153,7 +180,7 @@ def _sglang(heads: Eagle3Head) -> Layout:
 def _authors(heads: Eagle3Head) -> Layout:
     """The authors' code has none of the variants, and always reads the usual three levels."""
     config = heads.config
-    if variants := [flag for flag in FLAGS if getattr(config, flag)]:
+    if variants := [flag for flag in (*FLAGS, "qk_norm") if getattr(config, flag)]:
         raise ExportError(
             f"these heads have {variants}, which EAGLE-3's own code does not know; export them `--to vllm`."
         )

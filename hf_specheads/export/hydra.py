@@ -9,7 +9,7 @@ import transformers
 
 from ..errors import ExportError
 from ..heads import HydraHead
-from .layout import SPECIAL_TOKENS, Layout, adapter_note, dtype_name, rope_fields, target_name
+from .layout import SPECIAL_TOKENS, Layout, common_notes, dtype_name, rope_fields, target_name
 
 PREFIX = "prefix_embeding_layer."  # spelled like this
 ROPE_TABLE = f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"
@@ -40,7 +40,7 @@ def layout(heads: HydraHead) -> Layout:
         "transformers_version": transformers.__version__,
     }
     fields |= {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
-    notes = adapter_note(heads)
+    notes = common_notes(heads)
     if config.head_arch == "prefix-mlp":
         fields |= _layer_fields(heads)
         notes.append("the authors' code builds the prefix layer from the target's config: sizes must be the target's")

@@ -130,6 +130,21 @@ def target_name(heads: DraftHead) -> str | None:
     return (heads.config.target or {}).get("name")
 
 
+def pruning_note(heads: DraftHead) -> list[str]:
+    """Of heads pruned to some tokens, where the layout cannot say so."""
+    if heads.pruned_token_ids is None:
+        return []
+    return [
+        f"the heads are pruned to {len(heads.pruned_token_ids)} tokens, which the layout cannot say: they draft over "
+        "the whole vocabulary there"
+    ]
+
+
+def common_notes(heads: DraftHead) -> list[str]:
+    """What is to be known of heads of any family."""
+    return pruning_note(heads) + adapter_note(heads)
+
+
 def adapter_note(heads: DraftHead) -> list[str]:
     """Of heads trained together with an adapter of their target."""
     if heads.config.target_adapter is None:

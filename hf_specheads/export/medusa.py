@@ -9,7 +9,7 @@ import transformers
 
 from ..errors import ExportError
 from ..heads import MedusaHead
-from .layout import Layout, adapter_note, dtype_name, target_name
+from .layout import Layout, common_notes, dtype_name, target_name
 
 
 def layout(heads: MedusaHead, to: str) -> Layout:
@@ -59,7 +59,7 @@ def _authors(heads: MedusaHead) -> Layout:
         fields["version"] = "2"
     else:
         tensors |= {f"{i}.{config.num_blocks}.weight": lm_head.weight for i, lm_head in enumerate(heads.lm_heads)}
-    return Layout(fields, tensors, adapter_note(heads), weight_file="medusa_lm_head.pt")
+    return Layout(fields, tensors, common_notes(heads), weight_file="medusa_lm_head.pt")
 
 
 def _old_vllm(heads: MedusaHead) -> Layout:
@@ -86,4 +86,4 @@ def _old_vllm(heads: MedusaHead) -> Layout:
     }
     tensors |= {f"lm_heads.{i}.weight": lm_head.weight for i, lm_head in enumerate(heads.lm_heads)}
     notes = ["vLLM has dropped Medusa: 0.33 has neither the model nor the method; older releases draft one chain"]
-    return Layout(fields, tensors, notes + adapter_note(heads))
+    return Layout(fields, tensors, notes + common_notes(heads))

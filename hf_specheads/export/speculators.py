@@ -15,7 +15,7 @@ from ..errors import ExportError
 from ..heads import Eagle3Head
 from .commands import drafted_positions
 from .eagle import lost_specialists
-from .eagle3 import FLAGS, LEVELS, levels_of, paired_biases, size_fields, tensors_of
+from .eagle3 import FLAGS, LEVELS, MLP_BIASES, NOT_IN_QWEN3, levels_of, paired_biases, size_fields, tensors_of
 from .layout import Layout, adapter_note, dtype_name, llama_fields, scales_embeddings, target_name
 
 VERSION = "0.9.0"
@@ -45,6 +45,10 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
     name, architectures = _verifier(heads, target)
     layer_fields = {**llama_fields(heads, "speculators"), **_kept_for_vllm(heads)}
     layer_fields["attention_bias"] = config.attention_bias or config.attention_out_bias
+    if config.qk_norm:
+        layer_fields["model_type"] = "qwen3"
+        if config.mlp_bias:
+            raise ExportError(f"these heads have {MLP_BIASES} and norms of queries and keys, {NOT_IN_QWEN3}.")
     fields: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -60,7 +64,7 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
             "verifier": {"name_or_path": name, "architectures": architectures},
         },
         "transformer_layer_config": layer_fields,
-        "draft_vocab_size": config.draft_vocab_size,
+        "draft_vocab_size": size_fields(heads)["draft_vocab_size"],
         "target_hidden_size": None,
         LEVELS: levels_of(heads, "`speculators`"),
         **{flag: getattr(config, flag) for flag in FLAGS},
