@@ -45,6 +45,10 @@ class HeadConfigError(HeadLoadError):
     """`config.json` lacks a field that nothing else tells, or has an impossible value."""
 
 
+class MissingArgumentError(HeadConfigError):
+    """`load_heads` must be told something that neither the files nor their names say; the message says what."""
+
+
 class WarmStartError(ValueError):
     """The heads of a warm start do not fit the heads to be initialised."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -21,10 +21,20 @@ from huggingface_hub.errors import (
 
 from .auto import HEADS
 from .conversion import detect_from_config
-from .conversion.checkpoint import usual_dtype
-from .conversion.files import CONFIG, INDEXES, WEIGHT_FILES, needed, read_index, read_json
-from .conversion.reading import Found, read_heads, with_note
-from .errors import HeadLoadError, UnknownFormatError
+from .conversion.checkpoint import read_checkpoint, usual_dtype
+from .conversion.files import (
+    CONFIG,
+    INDEXES,
+    WEIGHT_FILES,
+    config_file,
+    needed,
+    read_index,
+    read_json,
+    weight_files,
+)
+from .conversion.reading import Found, identify, read_heads, with_note
+from .conversion.remote import HUB_ERRORS, remote_headers
+from .errors import HeadLoadError, MissingArgumentError, UnknownFormatError
 from .modeling import DraftHead
 
 logger = logging.getLogger(__name__)
@@ -106,22 +116,66 @@ def announce(name: str, found: Found) -> None:
     logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, found)
 
 
+# ------------------------------------------------------------------ looking without loading
+@dataclass(frozen=True)
+class Look:
+    """What a folder or repository is, as far as headers tell.
+
+    Attributes:
+        name: Of the folder or repository.
+        raw_config: Its `config.json`.
+        sizes: Bytes of every weight file.
+        found: The heads; `None` where the weights have no header that can be read without downloading them.
+        needed: Arguments `load_heads` must be given.
+    """
+
+    name: str
+    raw_config: dict[str, Any]
+    sizes: dict[str, int]
+    found: Found | None
+    needed: tuple[str, ...] = ()
+
+
+def look_at(
+    repo_or_path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    positions_per_specialist: int | None = None,
+    download: bool = False,
+) -> Look:
+    """Says what a folder or repository holds without loading weights: from `config.json` and from the headers of
+    safetensors files, of which the Hub is asked for the first bytes. Takes the arguments of [`load_heads`]; with
+    `download` it looks at a repository's weights on this machine, pickled ones too.
+
+    Raises:
+        HeadLoadError: (a `ValueError`) one of its subclasses, as far as headers betray what is wrong.
+    """
+    name, folder = name_of(repo_or_path), Path(repo_or_path)
+    hub = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    if folder.is_dir() or download:
+        folder = _local_folder(repo_or_path, **hub)
+        raw_config, weights = read_json(config_file(folder)), weight_files(folder)
+        sizes = {file.name: file.stat().st_size for file in weights.files}
+        checkpoint = read_checkpoint(weights, headers_only=True)
+    else:
+        repo, raw_config = str(repo_or_path), read_json(_config_of(repo_or_path, **hub))
+        sizes, checkpoint = remote_headers(repo, lambda file: _download(repo, file, **hub), **hub)
+    if checkpoint is None:
+        return Look(name, raw_config, sizes, None)
+    try:
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, positions_per_specialist))
+    except MissingArgumentError:
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, 1), ("positions_per_specialist",))
+
+
 # ------------------------------------------------------------------ files
 def _local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
     """The folder itself, or the local copy of a Hub repository with its config and weights."""
-    path = Path(repo_or_path)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
-    repo = str(repo_or_path)
-    if not re.fullmatch(REPOSITORY, repo) or repo.startswith("."):
-        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
-    config = _download(repo, CONFIG, **hub)
-    if config is None:
-        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
-    if refused := _refused_early(Path(config)):
-        raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {refused}")
+    if Path(repo_or_path).is_dir():
+        return Path(repo_or_path)
+    repo, config = str(repo_or_path), _config_of(repo_or_path, **hub)
     for file in WEIGHT_FILES:
         found = _download(repo, file, **hub)
         if found is None:
@@ -131,20 +185,33 @@ def _local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
             for shard in sorted({index[key] for key in needed(index)}):
                 _download(repo, shard, **hub)
         break
-    return Path(config).parent
+    return config.parent
+
+
+def _config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+    """Local copy of a Hub repository's config, of a layout that is read.
+
+    Raises:
+        HeadLoadError: if there is no such repository, or it names itself as something else.
+    """
+    if Path(repo_or_path).exists():
+        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
+    repo = str(repo_or_path)
+    if not re.fullmatch(REPOSITORY, repo) or repo.startswith("."):
+        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
+    config = _download(repo, CONFIG, **hub)
+    if config is None:
+        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
+    try:
+        detect_from_config(read_json(Path(config)))
+    except UnknownFormatError as error:
+        raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {error}") from error
+    return Path(config)
 
 
 def name_of(repo_or_path: str | os.PathLike) -> str:
     """Name of a folder or of a repository, which tells some things that no file says."""
     return Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
-
-
-def _refused_early(config: Path) -> str | None:
-    try:
-        detect_from_config(read_json(config))
-    except UnknownFormatError as error:
-        return str(error)
-    return None
 
 
 def _download(repo: str, file: str, **hub: Any) -> str | None:
@@ -160,5 +227,5 @@ def _download(repo: str, file: str, **hub: Any) -> str | None:
         ) from error
     except EntryNotFoundError:
         return None
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (*HUB_ERRORS, HFValidationError, OfflineModeIsEnabled) as error:
         raise HeadLoadError(f"{repo!r} cannot be fetched: {str(error).splitlines()[0]}") from error

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from ..auto import build_config
-from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
+from ..errors import (
+    CheckpointKeysError,
+    CheckpointShapeError,
+    HeadConfigError,
+    MissingArgumentError,
+    refuse_wrong_keys,
+)
 from ..heads import EagleHeadConfig, PossHeadConfig
 from .fields import Converted, activation, boolean, integer, number, rope, special_tokens, target_of
 
@@ -41,7 +47,8 @@ def convert(
     Raises:
         CheckpointKeysError: for missing or unknown keys.
         CheckpointShapeError: if shapes contradict one another or the config.
-        HeadConfigError: if a field is missing or impossible, or `positions_per_specialist` cannot be known.
+        HeadConfigError: if a field is missing or impossible; [`MissingArgumentError`] if `positions_per_specialist`
+            cannot be known.
     """
     notes: list[str] = []
     tensors = _without_lm_head(raw_config, tensors, notes)
@@ -191,7 +198,7 @@ def _positions(name: str, argument: int | None, num_layers: int, notes: list[str
     if match := re.search(r"PosS-?(\d{1,2})(?!\d)", name, flags=re.IGNORECASE):
         notes.append(f"positions_per_specialist={match[1]} from the name {name!r}")
         return int(match[1])
-    raise HeadConfigError(
+    raise MissingArgumentError(
         f"{name!r} holds {num_layers} POSS specialists, but neither its files nor its name say how many draft "
         f"positions each serves; pass load_heads(..., positions_per_specialist=n)."
     )
