@@ -138,8 +138,7 @@ def _export_language_model(
     """The wrapped model as transformers saves it: engines draft with any small language model."""
     heads.language_model.save_pretrained(folder)
     command = sglang_command(heads, "STANDALONE") if to == "sglang" else vllm_command(heads, "draft_model")
-    notes = ("put the target's tokenizer files beside it: engines load one from the draft model's folder",)
-    notes += tuple(common_notes(heads))
+    notes = tuple(common_notes(heads))
     files = tuple(sorted(path.name for path in folder.iterdir()))
     return Exported(folder, to, files, notes, _command(command, heads, folder, target))
 
