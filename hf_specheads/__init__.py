@@ -10,7 +10,8 @@ from . import auto, dispatch
 from .auto import AutoDraftHead
 from .candidates import DraftHeadCandidateGenerator
 from .configuration import DraftHeadConfig, DraftTreeConfig
-from .errors import HeadLoadError, UnsupportedGenerationError, WrongTargetError
+from .errors import ExportError, HeadLoadError, UnsupportedGenerationError, WrongTargetError
+from .export import Exported, export_heads
 from .generation import speculative_generate
 from .heads import (
     DraftLanguageModel,
@@ -51,6 +52,8 @@ __all__ = [
     "Eagle3HeadConfig",
     "EagleHead",
     "EagleHeadConfig",
+    "ExportError",
+    "Exported",
     "GenerationStats",
     "HeadLoadError",
     "HydraHead",
@@ -67,6 +70,7 @@ __all__ = [
     "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",
+    "export_heads",
     "load_heads",
     "search_tree",
     "speculative_generate",

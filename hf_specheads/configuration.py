@@ -152,6 +152,8 @@ class DraftHeadConfig(PreTrainedConfig):
             beside them: its `fingerprint`, `None` while it is being trained. `None` for a target as it is.
         method: Published method the heads follow, for cards and messages.
         train_max_length: Longest training sequence in tokens, `None` if unknown.
+        pruned_vocab_size: Tokens the heads are pruned to (`heads.prune_draft_vocabulary`), `None` if they are not; the
+            ids lie with the weights.
     """
 
     model_type = "specheads"
@@ -168,6 +170,7 @@ class DraftHeadConfig(PreTrainedConfig):
     target_adapter: dict | None = None
     method: str = "eagle"
     train_max_length: int | None = None
+    pruned_vocab_size: int | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -195,6 +198,11 @@ class DraftHeadConfig(PreTrainedConfig):
         """Part of `@strict`'s validation at construction."""
         DraftTreeConfig().replace(**self.tree_config)
         self._validate_sizes("vocab_size", "hidden_size", "feature_size", "embedding_size")
+        if self.pruned_vocab_size is not None and not 1 <= self.pruned_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`pruned_vocab_size` must be between 1 and `vocab_size` ({self.vocab_size}), got "
+                f"{self.pruned_vocab_size}."
+            )
 
     def _validate_sizes(self, *names: str) -> None:
         for name in names:

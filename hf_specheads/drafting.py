@@ -185,7 +185,7 @@ def _drawn_children(
     """As [`_top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
     logits = logits / head.tree_config.draft_temperature
     if (vocabulary := head.draft_vocabulary) is not None:
-        whole = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
+        whole = logits.new_full((*logits.shape[:-1], head.target_vocab_size), -torch.inf)
         logits = whole.index_copy(-1, vocabulary, logits)
     probs = sampler.distribution(logits, paths)
     tokens = sampler.draw(probs, width)

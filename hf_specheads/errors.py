@@ -45,12 +45,20 @@ class HeadConfigError(HeadLoadError):
     """`config.json` lacks a field that nothing else tells, or has an impossible value."""
 
 
+class MissingArgumentError(HeadConfigError):
+    """`load_heads` must be told something that neither the files nor their names say; the message says what."""
+
+
 class WarmStartError(ValueError):
     """The heads of a warm start do not fit the heads to be initialised."""
 
 
 class WrongTargetError(ValueError):
     """The heads were made for another target than the one they were handed to."""
+
+
+class ExportError(ValueError):
+    """A destination cannot represent the heads; the message says why, and what to do instead."""
 
 
 class UnsupportedGenerationError(ValueError):

@@ -5,36 +5,41 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
 
-from .auto import HEADS, build_config
-from .configuration import DraftHeadConfig
-from .conversion import LAYOUTS, OURS, detect_from_config, detect_from_keys
-from .conversion.checkpoint import (
-    SAFETENSORS_INDEX,
+from .auto import HEADS
+from .conversion import detect_from_config
+from .conversion.checkpoint import read_checkpoint, usual_dtype
+from .conversion.files import (
+    CONFIG,
+    INDEXES,
     WEIGHT_FILES,
-    Checkpoint,
-    check_dtypes,
-    read_checkpoint,
+    config_file,
+    needed,
+    read_index,
     read_json,
+    weight_files,
 )
-from .errors import CheckpointShapeError, HeadConfigError, HeadLoadError, UnknownFormatError, refuse_wrong_keys
+from .conversion.reading import Found, identify, read_heads, with_note
+from .conversion.remote import HUB_ERRORS, remote_headers
+from .errors import HeadLoadError, MissingArgumentError, UnknownFormatError
 from .modeling import DraftHead
 
 logger = logging.getLogger(__name__)
 
-MAX_SPECIALISTS = 1024
+REPOSITORY = r"[\w.-]+/[\w.-]+"
 
 
 def load_heads(
@@ -50,8 +55,9 @@ def load_heads(
 ) -> DraftHead:
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
-    The layout is recognised by `config.json` and the tensors' names: this package's own, or the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa and Hydra. What had to be assumed is logged in one line.
+    The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
+    HASS, PosS, EAGLE-3, Medusa and Hydra, and those of SpecForge, SGLang, ModelOpt, vLLM and speculators. One line
+    says what was found and what had to be assumed. A folder may also be a training state of `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
@@ -73,133 +79,139 @@ def load_heads(
             file, missing or unknown keys, contradicting shapes, NaN, missing config fields.
         ValueError: for impossible tree options.
     """
-    name = Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
+    name = name_of(repo_or_path)
     folder = _local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
     try:
-        heads = _load_folder(folder, name, dtype, device_map, positions_per_specialist)
+        found, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
+        heads = HEADS[found.config.model_type].from_pretrained(
+            None, config=found.config, state_dict=found.tensors, dtype=dtype, device_map=device_map
+        )
     except HeadLoadError as error:
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
+    announce(name, found)
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
     return heads.eval()
 
 
-def _load_folder(
-    folder: Path, name: str, dtype: torch.dtype | str | None, device_map: Any, positions: int | None
-) -> DraftHead:
-    raw_config = read_json(folder / "config.json")
-    layout = detect_from_config(raw_config)
-    config = _own_config(raw_config, positions) if layout == OURS else None
-    checkpoint = read_checkpoint(folder)
-    if config is not None:
-        tensors, notes = checkpoint.tensors, []
-        _check_against_config(checkpoint, config)
+def _with_dtype(found: Found, dtype: torch.dtype | str | None) -> tuple[Found, torch.dtype | str]:
+    """The type to load in, by default the one most weights are stored in; others are noted."""
+    if dtype not in (None, "auto"):
+        return found, dtype
+    usual = usual_dtype(found.tensors)
+    other = {str(t.dtype) for t in found.tensors.values() if t.dtype.is_floating_point and t.dtype != usual}
+    return (with_note(found, f"weights of {', '.join(sorted(other))} become {usual}") if other else found), usual
+
+
+def announce(name: str, found: Found) -> None:
+    """Logs what was found and every assumption, visibly unless logging was turned down.
+
+    The line is information; where nobody shows information, as by default, it is logged as a warning, which Python
+    and notebooks print. `logging.getLogger("hf_specheads")` and transformers' verbosity silence it.
+    """
+    if transformers.utils.logging.get_verbosity() > logging.WARNING:
+        return
+    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, found)
+
+
+# ------------------------------------------------------------------ looking without loading
+@dataclass(frozen=True)
+class Look:
+    """What a folder or repository is, as far as headers tell.
+
+    Attributes:
+        name: Of the folder or repository.
+        raw_config: Its `config.json`.
+        sizes: Bytes of every weight file.
+        found: The heads; `None` where the weights have no header that can be read without downloading them.
+        needed: Arguments `load_heads` must be given.
+    """
+
+    name: str
+    raw_config: dict[str, Any]
+    sizes: dict[str, int]
+    found: Found | None
+    needed: tuple[str, ...] = ()
+
+
+def look_at(
+    repo_or_path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    positions_per_specialist: int | None = None,
+    download: bool = False,
+) -> Look:
+    """Says what a folder or repository holds without loading weights: from `config.json` and from the headers of
+    safetensors files, of which the Hub is asked for the first bytes. Takes the arguments of [`load_heads`]; with
+    `download` it looks at a repository's weights on this machine, pickled ones too.
+
+    Raises:
+        HeadLoadError: (a `ValueError`) one of its subclasses, as far as headers betray what is wrong.
+    """
+    name, folder = name_of(repo_or_path), Path(repo_or_path)
+    hub = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    if folder.is_dir() or download:
+        folder = _local_folder(repo_or_path, **hub)
+        raw_config, weights = read_json(config_file(folder)), weight_files(folder)
+        sizes = {file.name: file.stat().st_size for file in weights.files}
+        checkpoint = read_checkpoint(weights, headers_only=True)
     else:
-        layout = detect_from_keys(checkpoint.shapes, raw_config)
-        converted = LAYOUTS[layout].convert(raw_config, checkpoint.tensors, name, positions)
-        config, tensors, notes = converted.config, converted.tensors, converted.assumptions
-    head_class = HEADS[config.model_type]
-    check_dtypes(tensors, checkpoint.files[0], head_class.integer_tensors)
-    _log_found(name, layout, config, notes)
-    if dtype in (None, "auto"):
-        dtype = next(tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
-    return head_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map)
-
-
-# ------------------------------------------------------------------ our own layout
-def _own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadConfig:
-    """The saved config, refused if a field is missing (the defaults are another model's) or impossible."""
-    model_type = raw_config["model_type"]
-    if model_type not in HEADS:
-        raise UnknownFormatError(
-            f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this "
-            "package may know it."
-        )
-    config_class = HEADS[model_type].config_class
-    if missing := [field for field in config_class.required_fields if raw_config.get(field) is None]:
-        raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
-    specialists = raw_config.get("num_specialists", 1)
-    if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
-        raise HeadConfigError(f"config.json has num_specialists={specialists!r}, expected 1 to {MAX_SPECIALISTS}.")
-    saved = raw_config.get("positions_per_specialist")
-    if positions is not None and saved != positions:
-        raise HeadConfigError(
-            f"the heads say positions_per_specialist={saved}, the argument says {positions}; leave the argument out."
-        )
-    fields = {key: value for key, value in raw_config.items() if key not in ("model_type", "transformers_version")}
+        repo, raw_config = str(repo_or_path), read_json(_config_of(repo_or_path, **hub))
+        sizes, checkpoint = remote_headers(repo, lambda file: _download(repo, file, **hub), **hub)
+    if checkpoint is None:
+        return Look(name, raw_config, sizes, None)
     try:
-        return build_config(config_class, fields)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise HeadConfigError(f"config.json is not usable: {error}") from error
-
-
-def _check_against_config(checkpoint: Checkpoint, config: DraftHeadConfig) -> None:
-    """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
-    head_class = HEADS[config.model_type]
-    try:
-        with torch.device("meta"):
-            heads = head_class(config)
-        tied = heads.all_tied_weights_keys  # saved once, under the other name
-        expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items() if key not in tied}
-    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
-        raise HeadConfigError(f"config.json describes heads that cannot be built: {error}") from error
-    found = checkpoint.shapes
-    refuse_wrong_keys(missing=set(expected) - set(found), unknown=set(found) - set(expected))
-    for key, shape in expected.items():
-        if found[key] != shape:
-            raise CheckpointShapeError(
-                f"{key} has shape {list(found[key])}, config.json promises {list(shape)}; one of the two is damaged."
-            )
-
-
-def _log_found(name: str, layout: str, config: DraftHeadConfig, notes: list[str]) -> None:
-    count = getattr(config, "num_specialists", 1)
-    specialists = f", {count} specialists of {config.positions_per_specialist} draft position(s)" if count > 1 else ""
-    logger.info(
-        "%s: %s heads in %s layout (%s%s)%s",
-        name,
-        config.method,
-        "this package's own" if layout == OURS else "the authors'",
-        f"V={config.vocab_size}, H={config.feature_size}",
-        specialists,
-        f"; assumed: {'; '.join(notes)}" if notes else "",
-    )
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, positions_per_specialist))
+    except MissingArgumentError:
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, 1), ("positions_per_specialist",))
 
 
 # ------------------------------------------------------------------ files
 def _local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
     """The folder itself, or the local copy of a Hub repository with its config and weights."""
-    path = Path(repo_or_path)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
-    repo = str(repo_or_path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo.startswith("."):
-        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
-    config = _download(repo, "config.json", **hub)
-    if config is None:
-        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
-    if refused := _refused_early(Path(config)):
-        raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {refused}")
+    if Path(repo_or_path).is_dir():
+        return Path(repo_or_path)
+    repo, config = str(repo_or_path), _config_of(repo_or_path, **hub)
     for file in WEIGHT_FILES:
         found = _download(repo, file, **hub)
         if found is None:
             continue
-        if file == SAFETENSORS_INDEX:
-            for shard in sorted(set(read_json(Path(found)).get("weight_map", {}).values())):
-                _download(repo, str(shard), **hub)
+        if file in INDEXES:
+            index = read_index(Path(found))
+            for shard in sorted({index[key] for key in needed(index)}):
+                _download(repo, shard, **hub)
         break
-    return Path(config).parent
+    return config.parent
 
 
-def _refused_early(config: Path) -> str | None:
+def _config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+    """Local copy of a Hub repository's config, of a layout that is read.
+
+    Raises:
+        HeadLoadError: if there is no such repository, or it names itself as something else.
+    """
+    if Path(repo_or_path).exists():
+        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
+    repo = str(repo_or_path)
+    if not re.fullmatch(REPOSITORY, repo) or repo.startswith("."):
+        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
+    config = _download(repo, CONFIG, **hub)
+    if config is None:
+        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
     try:
-        detect_from_config(read_json(config))
+        detect_from_config(read_json(Path(config)))
     except UnknownFormatError as error:
-        return str(error)
-    return None
+        raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {error}") from error
+    return Path(config)
+
+
+def name_of(repo_or_path: str | os.PathLike) -> str:
+    """Name of a folder or of a repository, which tells some things that no file says."""
+    return Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
 
 
 def _download(repo: str, file: str, **hub: Any) -> str | None:
@@ -207,7 +219,7 @@ def _download(repo: str, file: str, **hub: Any) -> str | None:
     try:
         return hf_hub_download(repo, file, **hub)
     except LocalEntryNotFoundError as error:
-        if file != "config.json":
+        if file != CONFIG:
             return None
         raise HeadLoadError(
             f"{repo!r} is neither a folder nor in the local cache, and the Hub was not asked or not reached; check "
@@ -215,5 +227,5 @@ def _download(repo: str, file: str, **hub: Any) -> str | None:
         ) from error
     except EntryNotFoundError:
         return None
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (*HUB_ERRORS, HFValidationError, OfflineModeIsEnabled) as error:
         raise HeadLoadError(f"{repo!r} cannot be fetched: {str(error).splitlines()[0]}") from error

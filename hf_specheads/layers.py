@@ -33,6 +33,8 @@ class DraftAttention(LlamaAttention):
 
     def __init__(self, config: DraftHeadConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if config.attention_out_bias != config.attention_bias:
             self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias)
 
@@ -44,7 +46,8 @@ class DraftAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all rows, appended to the cache: each [B, key-value heads, cached + R, head_dim]."""
         rows = hidden_states.shape[:-1]
-        key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)
+        key = (key if self.k_norm is None else self.k_norm(key)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
         key, _ = apply_rotary_pos_emb(key, key, *position_embeddings)
         if past_key_values is None:
@@ -63,7 +66,8 @@ class DraftAttention(LlamaAttention):
         key, value = self.cache_rows(hidden_states, position_embeddings, past_key_values)
         queries = hidden_states[:, -num_queries:]
         cos, sin = (table[:, -num_queries:] for table in position_embeddings)
-        query = self.q_proj(queries).view(*queries.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        query = self.q_proj(queries).view(*queries.shape[:-1], -1, self.head_dim)
+        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
         query, _ = apply_rotary_pos_emb(query, query, cos, sin)
         attend = attention_function or ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -105,6 +109,35 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
+class NormedDecoderLayer(DraftDecoderLayer):
+    """A Llama decoder layer **with** the norm before attention; the residual is the input without norm.
+
+    Shapes: as [`DraftDecoderLayer`].
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        if num_queries == 0:
+            self.self_attn.cache_rows(normed, position_embeddings, past_key_values)
+            return hidden_states[:, :0]
+        residual = hidden_states[:, -num_queries:] + self.self_attn(
+            normed, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
 def validate_layer(config: DraftHeadConfig) -> None:
     """Checks a config's fields of a decoder layer.
 
@@ -135,6 +168,9 @@ class WideAttention(DraftAttention):
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self, name)
             setattr(self, name, nn.Linear(width, narrow.out_features, bias=narrow.bias is not None))
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
 
 class Eagle3DecoderLayer(DraftDecoderLayer):

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from .adapters import adapter_identity, check_adapter, find_adapter, load_adapter, save_adapter_beside
 from .configuration import DraftHeadConfig, DraftTreeConfig
-from .errors import WarmStartError, WrongTargetError, refuse_wrong_keys
+from .draft_vocabulary import PRUNED_TOKEN_IDS, PrunableVocabulary
+from .errors import CheckpointValueError, WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Published:
     papers: tuple[str, ...] = ()
 
 
-class DraftHead(PreTrainedModel):
+class DraftHead(PrunableVocabulary, PreTrainedModel):
     """Base class of all draft heads; hand one to `generate(assistant_model=...)`.
 
     Attributes:
@@ -58,7 +59,7 @@ class DraftHead(PreTrainedModel):
     # The methods a class serves, for model cards.
     published: ClassVar[dict[str, Published]] = {}
     # Saved tensors that are no floating-point weights, with their types.
-    integer_tensors: ClassVar[dict[str, torch.dtype]] = {}
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -79,6 +80,7 @@ class DraftHead(PreTrainedModel):
         # A tuple is invisible to nn.Module, so nothing of the target is registered, trained or saved.
         self._borrowed: tuple[BorrowedModules, ...] = ()
         self._bound_to: tuple[PreTrainedModel, ...] = ()
+        self._init_vocabulary(config)
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:
@@ -119,8 +121,10 @@ class DraftHead(PreTrainedModel):
         """
         if not (self._bound_to and self._bound_to[0] is target):
             self.check_target(target)
+            self._pruned.clear()
         self._borrowed = (BorrowedModules.of(target),)
         self._bound_to = (target,)
+        self._refresh_pruning()
         return self
 
     def remember_target(self, target: PreTrainedModel) -> None:
@@ -158,8 +162,8 @@ class DraftHead(PreTrainedModel):
         return self._borrowed[0]
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Draft logits in fp32, [..., H] -> [..., V]."""
-        return self.borrowed.lm_head(features).float()
+        """Draft logits in fp32, [..., H] -> [..., Vd]; Vd is V unless the heads have a [`draft_vocabulary`]."""
+        return self.project(features)
 
     # ------------------------------------------------------------------ what a family may state about itself
     @property
@@ -167,11 +171,6 @@ class DraftHead(PreTrainedModel):
         """Hidden states of the target that make up a feature, concatenated: indices as in transformers'
         `hidden_states`, -1 after the final norm. Empty for heads that read none."""
         return (-1,)
-
-    @property
-    def draft_vocabulary(self) -> torch.Tensor | None:
-        """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
-        return None
 
     @property
     def max_draft_positions(self) -> int | None:
@@ -262,7 +261,7 @@ class DraftHead(PreTrainedModel):
             raise WarmStartError(
                 f"`from_heads` must be loaded {cls.__name__} heads, got {type(source).__name__}; pass load_heads(...)."
             )
-        kept = ("tree_config", "target", "method", "train_max_length", "architectures", "dtype")
+        kept = ("tree_config", "target", "method", "train_max_length", "architectures", "dtype", "pruned_vocab_size")
         return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
 
@@ -282,7 +281,7 @@ class DraftHead(PreTrainedModel):
             WarmStartError: if they do not fit.
         """
         try:
-            self.load_state_dict(source.state_dict())
+            self.load_state_dict(trained_weights(source))
         except RuntimeError as error:
             raise WarmStartError(
                 f"the heads to start from do not fit the new ones; leave sizes out, they are taken from `from_heads`, "
@@ -309,10 +308,13 @@ class DraftHead(PreTrainedModel):
 
         Raises:
             CheckpointKeysError: naming the missing and the unknown tensors.
+            CheckpointValueError: for a draft vocabulary that is none.
         """
         kwargs.setdefault("use_safetensors", True)
         heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
+        if problem := heads.pruning_problem():
+            raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
         return (heads, info) if output_loading_info else heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
@@ -322,3 +324,8 @@ class DraftHead(PreTrainedModel):
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self, Path(save_directory), self._bound_to[0] if self._bound_to else None)
         return super().save_pretrained(save_directory, **kwargs)
+
+
+def trained_weights(heads: DraftHead) -> dict[str, torch.Tensor]:
+    """Weights of heads by name, without the tokens they are pruned to: what a warm start copies."""
+    return {name: value for name, value in heads.state_dict().items() if name != PRUNED_TOKEN_IDS}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hub_endpoint import HubEndpoint
 from targets import own_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -76,3 +78,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<pad>",
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+@pytest.fixture(scope="session")
+def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubEndpoint]:
+    """The local Hub of a session; tests use `hub`."""
+    server = HubEndpoint(tmp_path_factory.mktemp("hub-home"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(hub_server: HubEndpoint) -> HubEndpoint:
+    """An empty Hub on this machine, with real HTTP; see `hub_endpoint.py`."""
+    hub_server.reset()
+    return hub_server

@@ -12,11 +12,11 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A module imports only modules of lower rank; packages count as one module. Equal rank: leaves of one another.
 RANKS = {
-    "version": 0, "errors": 0, "features": 0, "streams": 0, "draft_vocabulary": 0, "configuration": 1, "tree": 1,
+    "version": 0, "errors": 0, "features": 0, "streams": 0, "draft_vocabulary": 2, "configuration": 1, "tree": 1,
     "adapters": 1, "sampling": 1, "stopping": 1, "unroll": 1, "layers": 2, "metrics": 2, "masks": 3, "cache": 2,
     "verification": 2, "verification_sampled": 3, "verification_typical": 3,
     "modeling": 3, "heads": 4, "drafting": 4, "auto": 5, "candidates": 5, "compatibility": 5,
-    "conversion": 6, "generation": 6, "hub": 7, "dispatch": 7, "model_card": 7, "cli": 9, "__main__": 10,
+    "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "model_card": 7, "cli": 9, "__main__": 10,
     "tree_measurement": 5, "tree_search": 6,
 }  # fmt: skip
 NO_TRANSFORMERS = {"tree", "metrics", "version", "errors"}

@@ -307,9 +307,14 @@ def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> in
     """Draft positions to train: as the arguments say, else as the heads' config does.
 
     Raises:
-        ValueError: if some specialist would have no position.
+        ValueError: if some specialist would have no position, or the heads are pruned.
     """
     passes = args.num_passes or heads.default_passes
     if problem := heads.passes_problem(passes):
         raise ValueError(f"num_passes={passes} {problem}")
+    if heads.pruned_token_ids is not None:
+        raise ValueError(
+            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
+            "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
+        )
     return passes

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import convert, demo, env, evaluate, generate, inspect, train
+from . import convert, demo, env, evaluate, export, generate, inspect, train
 
 COMMANDS = {
     "demo": demo,
@@ -16,6 +16,7 @@ COMMANDS = {
     "train": train,
     "inspect": inspect,
     "convert": convert,
+    "export": export,
     "env": env,
 }
 

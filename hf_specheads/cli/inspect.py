@@ -1,58 +1,130 @@
-"""Show what draft heads are: method, sizes, draft tree, target; every tensor is checked on the way."""
+"""Say what draft heads are: layout, method, sizes, target, what is assumed and what `load_heads` must be told.
+
+Of a folder or Hub repository only config.json and the headers of safetensors files are read (a few KiB); `--check`
+loads a folder whole, `--download` a repository, and every tensor is checked.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_heads_arguments, load_heads_from
 
 if TYPE_CHECKING:
+    from ..conversion.reading import Found
+    from ..hub import Look
     from ..modeling import DraftHead
+
+SIZES = ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "num_heads", "num_blocks", "fc_bias", "attention_bias",
+         "feature_layers")  # fmt: skip
+# Fields of a config.json that hint at a method where the weights cannot be asked.
+HINTS = ("architectures", "model_type", "hydra_num_heads", "medusa_num_heads", "draft_vocab_size",
+         "speculators_model_type", "base_model_name_or_path")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The heads, and the form of the answer."""
+    """The heads, how far to look, and the form of the answer."""
     parser.add_argument("heads", help="folder or Hub id")
+    parser.add_argument("--check", "--download", action="store_true", dest="load",
+                        help="load all weights, downloading a repository's, and check every tensor")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_heads_arguments(parser)
 
 
 def describe(heads: DraftHead) -> dict[str, Any]:
     """Facts about loaded heads, as plain values."""
-    config = heads.config
-    target = dict(config.target or {})
-    fingerprint = target.pop("fingerprint", None)
+    state = {key: tensor for key, tensor in heads.state_dict().items() if key not in heads.all_tied_weights_keys}
     return {
-        "class": type(heads).__name__,
+        **_facts(heads.config, type(heads).__name__, state),
+        "tree_config": heads.tree_config.to_dict(),
+    }
+
+
+def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What config and tensors say, with or without data in them."""
+    from ..conversion.checkpoint import usual_dtype
+
+    target = dict(config.target or {})
+    fingerprint = "stored" if target.pop("fingerprint", None) else "not stored"
+    drafted = getattr(config, "draft_vocab_size", None) or config.pruned_vocab_size
+    return {
+        "class": head_class,
         "method": config.method,
-        "parameters": sum(parameter.numel() for parameter in heads.parameters()),
-        "dtype": str(heads.dtype).removeprefix("torch."),
+        "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        "dtype": str(usual_dtype(tensors)).removeprefix("torch."),
         "num_specialists": getattr(config, "num_specialists", 1),
         "positions_per_specialist": getattr(config, "positions_per_specialist", None),
         "trained_positions": getattr(config, "trained_positions", None),
-        "sizes": {
-            name: getattr(config, name, None)
-            for name in ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size",
-                         "num_attention_heads", "num_key_value_heads", "head_dim", "fc_bias", "attention_bias")
-        },
+        "draft_vocabulary": f"{drafted} of {config.vocab_size} tokens" if drafted else "the target's",
+        "sizes": {name: getattr(config, name, None) for name in SIZES},
         "rope_parameters": getattr(config, "rope_parameters", None),
-        "tree_config": heads.tree_config.to_dict(),
-        "target": {**target, "fingerprint": "stored" if fingerprint else "not stored"},
+        "tree_config": dict(config.tree_config),
+        "target": {**target, "fingerprint": fingerprint},
+    }
+
+
+def describe_look(look: Look) -> dict[str, Any]:
+    """Facts about heads that were only looked at, as plain values."""
+    from ..auto import HEADS
+    from ..conversion import TITLES
+
+    found, files = look.found, {name: f"{size:,} bytes" for name, size in look.sizes.items()}
+    if found is None:
+        return {
+            "layout": "not known without the weights: pickled files have no header; --download reads and checks them",
+            "files": files,
+            "config.json": {name: look.raw_config[name] for name in HINTS if name in look.raw_config},
+        }
+    facts = _facts(found.config, HEADS[found.config.model_type].__name__, found.tensors)
+    if look.needed:
+        facts |= dict.fromkeys((*look.needed, "trained_positions"))
+    return {
+        "layout": TITLES[found.layout], **facts, "files": files, "assumed": list(found.notes),
+        "load_heads_needs": [f"{name}=..." for name in look.needed], "checked": _unchecked(found),
     }  # fmt: skip
 
 
+def _unchecked(found: Found) -> str:
+    """What headers leave open."""
+    if not any(tensor.is_meta for tensor in found.tensors.values()):
+        return "all tensors"
+    open_questions = ["values (NaN, damage)", "the fingerprint of the target" if found.layout != "specheads" else None]
+    if getattr(found.config, "num_blocks", 1) > 1 and found.layout != "specheads":
+        open_questions.append("whether repeated blocks are equal")
+    return f"names, shapes and types; open without --check: {', '.join(filter(None, open_questions))}"
+
+
 def run(args: argparse.Namespace) -> int:
-    """Loads the heads, so damage of any kind is an error, and prints the facts."""
-    logging.getLogger("hf_specheads.hub").setLevel(logging.INFO)
-    facts = describe(load_heads_from(args, args.heads))
+    """Looks, or loads so that damage of any kind is an error, and prints the facts."""
+    from ..hub import look_at
+
+    loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
+    facts = describe_look(
+        look_at(
+            args.heads,
+            revision=args.heads_revision,
+            local_files_only=args.local_files_only,
+            positions_per_specialist=args.positions_per_specialist,
+            download=args.load,
+        )
+    )
+    facts |= loaded
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
     for name, value in facts.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key}={item}" for key, item in value.items() if item is not None)
-        print(f"{name:<26} {value if value is not None else '-'}")
+        print(f"{name:<26} {_line(value)}")
     return 0
+
+
+def _line(value: Any) -> Any:
+    """A value on one line; long lists of choices are counted."""
+    if isinstance(value, dict):
+        items = {key: f"{len(item)} paths" if key == "choices" and item else item for key, item in value.items()}
+        value = ", ".join(f"{key}={item}" for key, item in items.items() if item is not None)
+    elif isinstance(value, list):
+        value = "; ".join(str(item) for item in value)
+    return "-" if value in (None, "") else value

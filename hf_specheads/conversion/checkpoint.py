@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import struct
+import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpointError, HeadLoadError
+from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpointError
+from .files import WeightFiles, needed
 
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files weights are looked for in, the first that exists; the last ones are the names some authors' code writes.
-WEIGHT_FILES = (
-    SAFETENSORS, SAFETENSORS_INDEX, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt",
-    "hydra_lm_head.pt",
-)  # fmt: skip
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Types by the names safetensors gives them; weights are of few of them, but a message should name the others.
+DTYPE_NAMES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 COMMON_PREFIXES = ("module.", "model.")
+# Names that stay without prefix where a decoder's own have one.
+BESIDE_DECODER = ("lm_head.weight", "d2t", "t2d")
 MAX_TENSORS = 20_000
+MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**24
+MAX_HEADER_BYTES = 2**25
+MAX_WEIGHT = 65504.0  # largest fp16 number; heads are published in fp16, and damaged bytes give larger ones
+UNREADABLE = (
+    OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
+    ImportError, OverflowError, MemoryError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors of a checkpoint, on the CPU, with common prefixes (`module.`, `model.`) taken off the keys.
+    """Tensors of a checkpoint, with common prefixes (`module.`, `model.`) taken off the keys.
 
     Attributes:
-        tensors: Key to tensor.
+        tensors: Key to tensor: on the CPU, or on the device `meta` where only headers were read.
         files: Where they come from.
+        notes: What is worth saying about where they were found.
     """
 
     tensors: dict[str, torch.Tensor]
     files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -44,86 +59,115 @@ class Checkpoint:
         return {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object.
+def read_checkpoint(weights: WeightFiles, *, headers_only: bool = False) -> Checkpoint:
+    """All tensors of a checkpoint, checked one by one.
+
+    Args:
+        weights: Its files.
+        headers_only: Read names, shapes and types alone; the tensors are on the device `meta`.
 
     Raises:
-        CorruptCheckpointError: if the file is missing, no JSON, or no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} does not exist; a folder of draft heads needs a {path.name}.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object.")
-    return value
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder: the first of [`WEIGHT_FILES`] that exists, or the shards its index names.
-
-    Raises:
-        HeadLoadError: if there is none, or a shard is missing.
-    """
-    found = next((name for name in WEIGHT_FILES if (folder / name).exists()), None)
-    if found is None:
-        raise HeadLoadError(f"{folder} has no weights; expected one of {', '.join(WEIGHT_FILES)}.")
-    if found != SAFETENSORS_INDEX:
-        return [folder / found]
-    names = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(_is_plain_name(name) for name in names.values()):
-        raise CorruptCheckpointError(f"{folder / SAFETENSORS_INDEX} has no proper `weight_map` of file names.")
-    files = [folder / name for name in sorted(set(names.values()))]
-    if missing := [file.name for file in files if not file.exists()]:
-        raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")
-    return files
-
-
-def _is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """All tensors of a folder, checked one by one.
-
-    Raises:
-        CorruptCheckpointError: for files that are truncated, not parseable, or hold more than tensors.
+        CorruptCheckpointError: for files that are truncated, not parseable, hold more than tensors, or other tensors
+            than their index says.
         CheckpointShapeError: for absurd sizes.
         CheckpointValueError: for NaN, infinities, and types no weight has.
     """
-    files = weight_files(folder)
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        part = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    for file in weights.files:
+        part = (
+            _read_safetensors(file, headers_only)
+            if file.suffix == ".safetensors"
+            else _read_pickle(file, headers_only)
+        )
         if twice := sorted(set(part) & set(tensors)):
             raise CorruptCheckpointError(f"{file} holds {twice[:3]} a second time; the shards contradict one another.")
+        _check_index(weights, file, part)
         tensors |= part
-    check_tensors(tensors, files[0])
-    return Checkpoint(_without_common_prefix(tensors), tuple(files))
+    tensors = {key: tensors[key] for key in needed(tensors)}
+    check_tensors(tensors, weights.files[0])
+    return Checkpoint(without_common_prefix(tensors), weights.files, weights.notes)
 
 
-def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
+def _check_index(weights: WeightFiles, file: Path, found: Iterable[str]) -> None:
+    if weights.index is None:
+        return
+    promised = set(needed([key for key, name in weights.index.items() if name == file.name]))
+    if promised != set(found):
+        wrong = sorted(promised ^ set(found))
+        raise CorruptCheckpointError(f"the index and {file.name} disagree about {wrong[:3]}; download both again.")
+
+
+# ------------------------------------------------------------------ safetensors
+def read_header(file: Path) -> dict[str, torch.Tensor]:
+    """Names, shapes and types of a safetensors file, as tensors on the device `meta`.
+
+    Raises:
+        CorruptCheckpointError: if it has no proper header.
+        CheckpointShapeError, CheckpointValueError: see [`header_tensor`].
+    """
     try:
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            return {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > min(MAX_HEADER_BYTES, file.stat().st_size - 8):
+                raise ValueError(f"a header of {size} bytes")
+            pairs = json.loads(stream.read(size), object_pairs_hook=list)
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise CorruptCheckpointError(
+            f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {error}; download it again."
+        ) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in pairs if isinstance(pairs, list) else ():
+        entry = dict(value) if isinstance(value, list) and all(isinstance(x, tuple) for x in value) else {}
+        if key in tensors:
+            raise CorruptCheckpointError(f"{file} names the tensor {key} twice; download it again.")
+        if key != "__metadata__":
+            tensors[key] = header_tensor(key, entry.get("dtype"), entry.get("shape"), file.name)
+    return tensors
+
+
+def header_tensor(key: str, dtype: object, shape: object, where: str) -> torch.Tensor:
+    """A tensor without data, from what a header says of it.
+
+    Raises:
+        CheckpointShapeError: for a shape that cannot be.
+        CheckpointValueError: for a type that is not known.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointValueError(f"{key} in {where} is of type {dtype!r}; weights are fp16, bf16 or fp32.")
+    plain = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(size) is int for size in shape)
+    if not plain or not all(0 <= size <= MAX_DIMENSION for size in shape) or math.prod(shape) >= 2**48:
+        raise CheckpointShapeError(f"{key} in {where} has the impossible shape {shape!r}.")
+    return torch.empty(shape, dtype=DTYPE_NAMES[dtype], device="meta")
+
+
+def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
+    header = read_header(file)
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:  # checks that sizes and offsets fit the file
+            wanted = needed(reader.keys())
+            if headers_only:
+                return {key: header[key] for key in wanted}
+            return {key: reader.get_tensor(key) for key in wanted}
+    except (SafetensorError, *UNREADABLE) as error:
         raise CorruptCheckpointError(
             f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {error}; download it again."
         ) from error
 
 
-def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
+# ------------------------------------------------------------------ pickles
+def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
+    _check_archive(file)
+    options = {"mmap": True, "map_location": "meta"} if headers_only and zipfile.is_zipfile(file) else {}
     try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = torch.load(file, **{"map_location": "cpu", **options}, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptCheckpointError(
             f"{file} is not a plain file of tensors; nothing of it was executed. Ask its author for safetensors. "
             f"({str(error).splitlines()[0]})"
         ) from error
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError,
-            zipfile.BadZipFile) as error:  # fmt: skip
+    except UNREADABLE as error:
         raise CorruptCheckpointError(
             f"{file} ({file.stat().st_size} bytes) is truncated or damaged: {str(error).splitlines()[0:1]}; "
             "download it again."
@@ -132,11 +176,43 @@ def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
         raise CorruptCheckpointError(f"{file} holds a {type(value).__name__}, expected tensors by name.")
     if odd := sorted(key for key, tensor in value.items() if not isinstance(tensor, torch.Tensor)):
         raise CorruptCheckpointError(f"{file} holds things that are no tensors: {odd[:5]}; expected weights only.")
-    return dict(value)
+    tensors = {key: value[key].detach() for key in needed(value)}
+    if not options:
+        _check_storages(tensors, file)
+    return tensors
 
 
+def _check_archive(file: Path) -> None:
+    """Refuses compressed archives: torch writes none, and a small one can unpack to any size."""
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"{file} is a damaged archive ({error}); download it again.") from error
+    names = [entry.filename for entry in entries]
+    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    if packed or len(set(names)) != len(names) or sum(entry.file_size for entry in entries) > file.stat().st_size:
+        raise CorruptCheckpointError(f"{file} is no archive as torch writes them; ask its author for safetensors.")
+
+
+def _check_storages(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Refuses tensors of more memory than the file can have filled."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors.values() if tensor.layout == torch.strided and tensor.device.type == "cpu"
+    }  # fmt: skip
+    if sum(storages.values()) > file.stat().st_size:
+        raise CorruptCheckpointError(
+            f"{file} has {file.stat().st_size} bytes and claims {sum(storages.values())} bytes of weights; it is "
+            "damaged, download it again."
+        )
+
+
+# ------------------------------------------------------------------ checks
 def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
-    """Refuses tensors no weights look like: absurd sizes, views larger than their memory, NaN, integers.
+    """Refuses tensors no weights look like: absurd sizes, views larger than their memory, NaN, absurd values.
 
     Raises:
         CheckpointShapeError, CheckpointValueError: naming the tensor.
@@ -144,21 +220,32 @@ def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
     if not tensors or len(tensors) > MAX_TENSORS:
         raise CheckpointShapeError(f"{where} holds {len(tensors)} tensors, expected between 1 and {MAX_TENSORS}.")
     for key, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "meta"):
             raise CheckpointShapeError(f"{key} in {where} is no dense tensor ({tensor.layout}, {tensor.device}).")
         too_large = tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
         if 0 in tensor.shape or max(tensor.shape, default=1) > MAX_DIMENSION or too_large:
             raise CheckpointShapeError(f"{key} in {where} has the impossible shape {tuple(tensor.shape)}.")
-        if tensor.dtype in WEIGHT_DTYPES and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointValueError(
-                f"{key} in {where} holds NaN or infinities; such heads cannot draft. Use an undamaged checkpoint."
-            )
+        if tensor.dtype in WEIGHT_DTYPES and not tensor.is_meta:
+            _check_values(key, tensor, where)
+
+
+def _check_values(key: str, tensor: torch.Tensor, where: Path) -> None:
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
+    if not math.isfinite(low) or not math.isfinite(high):  # NaN is passed on to both
+        raise CheckpointValueError(
+            f"{key} in {where} holds NaN or infinities; such heads cannot draft. Use an undamaged checkpoint."
+        )
+    if max(-low, high) > MAX_WEIGHT:
+        raise CheckpointValueError(
+            f"{key} in {where} holds {low if -low > high else high:.3g}, and no fp16 number is above {MAX_WEIGHT:g}; "
+            "the file is damaged, download it again."
+        )
 
 
 def check_dtypes(
     tensors: dict[str, torch.Tensor], where: Path, integer_tensors: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuses weights of a type other than fp16, bf16, fp32, fp64.
+    """Refuses weights of a type other than fp16, bf16, fp32, fp64, and fp16 next to bf16, which nobody trains.
 
     Args:
         tensors: Key to tensor.
@@ -177,10 +264,33 @@ def check_dtypes(
                 f"{key} in {where} is of type {tensor.dtype}; weights of draft heads are fp16, bf16 or fp32. "
                 "Quantised heads are not supported."
             )
+    by_type = {tensor.dtype: key for key, tensor in tensors.items()}
+    if torch.float16 in by_type and torch.bfloat16 in by_type:
+        raise CheckpointValueError(
+            f"{by_type[torch.float16]} in {where} is fp16 and {by_type[torch.bfloat16]} is bf16; one of the two is "
+            "misread, and the file is damaged."
+        )
 
 
-def _without_common_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def usual_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type that most of the weights have, counted in numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        if tensor.dtype.is_floating_point:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def without_common_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with prefixes taken off that all keys have, but for those that lie beside a decoder.
+
+    Raises:
+        CorruptCheckpointError: if two keys become one.
+    """
     for prefix in COMMON_PREFIXES:
-        if all(key.startswith(prefix) for key in tensors):
+        inside = [key.startswith(prefix) for key in tensors]
+        if any(inside) and all(key.startswith(prefix) or key in BESIDE_DECODER for key in tensors):
+            if twice := [key for key in tensors if prefix + key in tensors]:
+                raise CorruptCheckpointError(f"the file holds {prefix}{twice[0]} and {twice[0]}; one is to go.")
             tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
     return tensors

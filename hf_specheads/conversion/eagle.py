@@ -1,7 +1,9 @@
 """The authors' layout of EAGLE-1/2, HASS and PosS, which share one set of keys; PosS has one layer per specialist.
 
-What the keys tell is taken from the keys: sizes, biases, the number of specialists. `config.json` gives what they
-cannot: number of attention heads, norm epsilon, rope. (arXiv 2401.15077, 2406.16858, 2408.15766, 2506.03566)
+A variant of HASS has three norms more: `embed_layernorm`, `hidden_layernorm` and `lm_head_layernorm`. SGLang's packs
+of EAGLE-1 differ by their `architectures` only, and by a copy of the target's `lm_head`. What the keys tell is taken
+from the keys: sizes, biases, the number of specialists. `config.json` gives what they cannot: number of attention
+heads, norm epsilon, rope. (arXiv 2401.15077, 2406.16858, 2408.15766, 2506.03566)
 """
 
 from __future__ import annotations
@@ -12,12 +14,23 @@ from typing import Any
 import torch
 
 from ..auto import build_config
-from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
-from ..features import weight_fingerprint
+from ..errors import (
+    CheckpointKeysError,
+    CheckpointShapeError,
+    HeadConfigError,
+    MissingArgumentError,
+    refuse_wrong_keys,
+)
 from ..heads import EagleHeadConfig, PossHeadConfig
-from .fields import Converted, integer, number, rope
+from .fields import Converted, activation, boolean, integer, number, rope, special_tokens, target_of
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+# The norms of the variant, and their names in our heads.
+EXTRA_NORMS = {
+    "embed_layernorm.weight": "embed_layernorm.weight",
+    "hidden_layernorm.weight": "layers.0.input_layernorm.weight",
+    "lm_head_layernorm.weight": "lm_head_layernorm.weight",
+}
 
 
 def convert(
@@ -34,9 +47,11 @@ def convert(
     Raises:
         CheckpointKeysError: for missing or unknown keys.
         CheckpointShapeError: if shapes contradict one another or the config.
-        HeadConfigError: if a field is missing or impossible, or `positions_per_specialist` cannot be known.
+        HeadConfigError: if a field is missing or impossible; [`MissingArgumentError`] if `positions_per_specialist`
+            cannot be known.
     """
     notes: list[str] = []
+    tensors = _without_lm_head(raw_config, tensors, notes)
     num_layers = _count_layers(tensors)
     sizes = _sizes(raw_config, tensors, notes)
     fields: dict[str, Any] = {
@@ -44,11 +59,12 @@ def convert(
         "fc_bias": "fc.bias" in tensors,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6),
-        "hidden_act": raw_config.get("hidden_act", "silu"),
+        "extra_norms": any(key in tensors for key in EXTRA_NORMS),
+        "hidden_act": activation(raw_config, notes),
         "rope_parameters": rope(raw_config, notes),
         "max_position_embeddings": integer(raw_config, "max_position_embeddings", notes, default=2048),
     }
-    fields |= {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+    fields |= special_tokens(raw_config)
     config_class: type[EagleHeadConfig] = EagleHeadConfig
     if num_layers > 1:
         config_class = PossHeadConfig
@@ -59,17 +75,42 @@ def convert(
         fields["method"] = "hass" if "hass" in name.lower() else "eagle"
         notes.append(f"method {fields['method']!r} from the name (EAGLE and HASS share one layout)")
     _check_keys(tensors, num_layers, fields)
-    if EMBEDDING in tensors:
-        fields["target"] = {"name": None, "fingerprint": weight_fingerprint(tensors[EMBEDDING])}
+    _note_bias(raw_config, fields, notes)
+    fields["target"] = target_of(None, tensors.get(EMBEDDING))
     try:
         config = build_config(config_class, fields)
     except ValueError as error:
         raise HeadConfigError(f"config.json of {name!r} does not fit its weights: {error}") from error
     _check_shapes(tensors, config)
-    return Converted(config, {key: tensor for key, tensor in tensors.items() if key != EMBEDDING}, notes)
+    kept = {EXTRA_NORMS.get(key, key): tensor for key, tensor in tensors.items() if key != EMBEDDING}
+    return Converted(config, kept, notes)
 
 
 # ------------------------------------------------------------------ what the keys tell
+def _without_lm_head(
+    raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]
+) -> dict[str, torch.Tensor]:
+    """SGLang skips an `lm_head` in its packs and uses the target's; elsewhere such a tensor is unknown."""
+    architectures = raw_config.get("architectures")
+    packed = isinstance(architectures, list) and any(str(name).endswith("ForCausalLMEagle") for name in architectures)
+    if not packed or LM_HEAD not in tensors:
+        return tensors
+    shape, width = tuple(tensors[LM_HEAD].shape), tensors["fc.weight"].shape[0] if "fc.weight" in tensors else 0
+    if len(shape) != 2 or shape[1] != width or raw_config.get("vocab_size", shape[0]) != shape[0]:
+        raise CheckpointShapeError(f"{LM_HEAD} has shape {list(shape)}, expected the target's [V, {width}].")
+    notes.append(f"{LM_HEAD} in the file is left out, as SGLang does: the target's own is used")
+    return {key: tensor for key, tensor in tensors.items() if key != LM_HEAD}
+
+
+def _note_bias(raw_config: dict[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
+    """The field `bias` means one thing or another, so the keys decide; a contradiction is worth a word."""
+    stated = boolean(raw_config, "bias")
+    if stated is not None and stated != fields["fc_bias"]:
+        notes.append(f"fc with{'' if fields['fc_bias'] else 'out'} bias, as the keys say (config.json: bias={stated})")
+    if fields["extra_norms"]:
+        notes.append("the drafted feature is fed back before its norm, which belongs to the target's lm_head")
+
+
 def _count_layers(tensors: dict[str, torch.Tensor]) -> int:
     indices = {int(match[1]) for key in tensors if (match := re.match(r"layers\.(\d{1,4})\.", key))}
     if indices != set(range(len(indices))):
@@ -79,6 +120,7 @@ def _count_layers(tensors: dict[str, torch.Tensor]) -> int:
 
 def _check_keys(tensors: dict[str, torch.Tensor], num_layers: int, fields: dict[str, Any]) -> None:
     expected = {"fc.weight"} | ({"fc.bias"} if fields["fc_bias"] else set())
+    expected |= set(EXTRA_NORMS) if fields["extra_norms"] else set()
     for index in range(num_layers):
         prefix = f"layers.{index}."
         expected |= {f"{prefix}self_attn.{x}_proj.weight" for x in "qkvo"}
@@ -141,7 +183,7 @@ def _check_shapes(tensors: dict[str, torch.Tensor], config: EagleHeadConfig) -> 
         "self_attn.o_proj.weight": (hidden, queries),
         "mlp.gate_proj.weight": (middle, hidden), "mlp.up_proj.weight": (middle, hidden),
         "mlp.down_proj.weight": (hidden, middle), "post_attention_layernorm.weight": (hidden,),
-        EMBEDDING: (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, hidden), **dict.fromkeys(EXTRA_NORMS, (hidden,)),
     }  # fmt: skip
     for key, tensor in tensors.items():
         wanted = expected[re.sub(r"^layers\.\d+\.", "", key)]
@@ -156,7 +198,7 @@ def _positions(name: str, argument: int | None, num_layers: int, notes: list[str
     if match := re.search(r"PosS-?(\d{1,2})(?!\d)", name, flags=re.IGNORECASE):
         notes.append(f"positions_per_specialist={match[1]} from the name {name!r}")
         return int(match[1])
-    raise HeadConfigError(
+    raise MissingArgumentError(
         f"{name!r} holds {num_layers} POSS specialists, but neither its files nor its name say how many draft "
         f"positions each serves; pass load_heads(..., positions_per_specialist=n)."
     )

@@ -20,12 +20,14 @@ from ..errors import (
     CheckpointShapeError,
     CheckpointValueError,
     HeadConfigError,
+    UnknownFormatError,
     refuse_wrong_keys,
 )
 from ..heads import Eagle3HeadConfig
-from .fields import Converted, integer, number, rope
+from .fields import Converted, activation, boolean, integer, number, rope, special_tokens
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
 ROPES = ("linear", "dynamic", "llama3")
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 OLD_NAMES = {f"aux_norm_{level}": f"fc_norm.{index}" for index, level in enumerate(("low", "mid", "high"))}
@@ -61,7 +63,7 @@ def convert(
     notes: list[str] = []
     eagle_config = _modelopt_config(raw_config)
     tensors = {_our_name(key): tensor for key, tensor in tensors.items()}
-    flags = {flag: _flag(raw_config, flag) for flag in FLAGS}
+    flags = {flag: bool(boolean(raw_config, flag)) for flag in FLAGS}
     _check_keys(tensors, flags)
     sizes = _sizes(raw_config, tensors, notes)
     tensors |= _draft_vocabulary(tensors, sizes)
@@ -71,13 +73,14 @@ def convert(
         "own_embedding": EMBEDDING in tensors,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "attention_out_bias": "layers.0.self_attn.o_proj.bias" in tensors,
+        "qk_norm": Q_NORM in tensors,
         "feature_layers": _levels(raw_config, eagle_config, sizes, tensors, notes),
         "rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6),
-        "hidden_act": raw_config.get("hidden_act", "silu"),
+        "hidden_act": activation(raw_config, notes),
         "rope_parameters": rope(raw_config, notes, ROPES),
         "max_position_embeddings": integer(raw_config, "max_position_embeddings", notes, default=2048),
     }
-    fields |= {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+    fields |= special_tokens(raw_config)
     try:
         config = build_config(Eagle3HeadConfig, fields)
     except ValueError as error:
@@ -94,19 +97,19 @@ def _modelopt_config(raw_config: dict[str, Any]) -> dict[str, Any]:
     nested = raw_config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise HeadConfigError(f"config.json has eagle_config={nested!r}, expected an object.")
+    steps = nested.get("parallel_draft_step")
+    if steps not in (None, 0, 1) or nested.get("use_mtp_layernorm"):
+        what = "parallel_draft_step" if steps not in (None, 0, 1) else "use_mtp_layernorm"
+        raise UnknownFormatError(
+            f"config.json says {what}={nested[what]!r}: these are not EAGLE-3 heads as published but a variant of "
+            "ModelOpt's, which is not read. Export heads without it."
+        )
     if nested.get("use_aux_hidden_state", True) is not True:
         raise HeadConfigError(
             "config.json says use_aux_hidden_state=false: these heads read one final feature as EAGLE-1 does, in "
             "EAGLE-3's layout, which is not read. Export them with use_aux_hidden_state=true, or train EAGLE-3 heads."
         )
     return nested
-
-
-def _flag(raw_config: dict[str, Any], name: str) -> bool:
-    value = raw_config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise HeadConfigError(f"config.json has {name}={value!r}, expected true or false.")
-    return bool(value)
 
 
 def _levels(
@@ -159,6 +162,11 @@ def _check_keys(tensors: dict[str, torch.Tensor], flags: dict[str, bool]) -> Non
                 f"the file has `{prefix}*` tensors, but config.json does not say {flag}=true; whether the levels are "
                 "normed cannot be told. Correct one of the two."
             )
+    if LM_HEAD not in tensors and "fc.weight" in tensors:
+        raise CheckpointKeysError(
+            f"{LM_HEAD} is missing: these heads draft with the target's own `lm_head`, as a few serving engines allow "
+            "for EAGLE-3. Save them with a copy of it."
+        )
     expected = {"fc.weight", "norm.weight", LM_HEAD}
     expected |= {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"}
     expected |= {f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
@@ -167,6 +175,8 @@ def _check_keys(tensors: dict[str, torch.Tensor], flags: dict[str, bool]) -> Non
         expected |= {f"layers.0.self_attn.{x}_proj.bias" for x in "qkv"}
     if flags["norm_before_fc"]:
         expected.add("input_norm.weight")
+    if Q_NORM in tensors:
+        expected |= {Q_NORM, K_NORM}
     optional = {"d2t", "t2d", EMBEDDING, "layers.0.self_attn.o_proj.bias"}
     if flags["fc_norm"]:
         optional |= {key for key in tensors if re.fullmatch(r"fc_norm\.\d{1,2}\.weight", key)}
@@ -234,7 +244,9 @@ def _draft_vocabulary(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -
                 f"lm_head.weight drafts {drafted} of {vocab_size} tokens, but `d2t`, which says which, is missing; "
                 "take a file that was saved with it."
             )
-        d2t = torch.zeros(drafted, dtype=torch.long)
+        d2t = torch.zeros(drafted, dtype=torch.long, device=tensors[LM_HEAD].device)
+    if d2t.is_meta:
+        return _vocabulary_of_header(d2t, t2d, sizes)
     if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or len(d2t) != drafted:
         raise CheckpointShapeError(
             f"`d2t` is {d2t.dtype} {list(d2t.shape)}, expected {drafted} integers, one per row of lm_head.weight."
@@ -255,6 +267,18 @@ def _draft_vocabulary(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -
     return {"d2t": d2t, "t2d": t2d.bool()} if drafted < vocab_size else {}
 
 
+def _vocabulary_of_header(
+    d2t: torch.Tensor, t2d: torch.Tensor | None, sizes: dict[str, int]
+) -> dict[str, torch.Tensor]:
+    """The two tensors as they will be, where only their shapes are known."""
+    drafted, vocab_size = sizes["draft_vocab_size"], sizes["vocab_size"]
+    if tuple(d2t.shape) != (drafted,) or (t2d is not None and tuple(t2d.shape) != (vocab_size,)):
+        raise CheckpointShapeError(f"`d2t` must be [{drafted}] and `t2d` [{vocab_size}], got other shapes.")
+    if drafted == vocab_size:
+        return {}
+    return {"d2t": d2t.long(), "t2d": torch.empty(vocab_size, dtype=torch.bool, device="meta")}
+
+
 def _check_shapes(tensors: dict[str, torch.Tensor], config: Eagle3HeadConfig) -> None:
     hidden, middle, width = config.hidden_size, config.intermediate_size, config.feature_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -268,6 +292,7 @@ def _check_shapes(tensors: dict[str, torch.Tensor], config: Eagle3HeadConfig) ->
         "self_attn.k_proj.weight": (keys, row), "self_attn.k_proj.bias": (keys,),
         "self_attn.v_proj.weight": (keys, row), "self_attn.v_proj.bias": (keys,),
         "self_attn.o_proj.weight": (hidden, queries), "self_attn.o_proj.bias": (hidden,),
+        "self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,),
         "mlp.gate_proj.weight": (middle, hidden), "mlp.up_proj.weight": (middle, hidden),
         "mlp.down_proj.weight": (hidden, middle), "input_layernorm.weight": (config.row_embedding_size,),
         "hidden_norm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),

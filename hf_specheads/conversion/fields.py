@@ -9,6 +9,7 @@ import torch
 
 from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError
+from ..features import weight_fingerprint
 
 SUPPORTED_ROPES = ("linear", "dynamic")
 # What scaled ropes need besides the base.
@@ -18,6 +19,7 @@ ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 DEFAULT_ROPE_BASE = 10000.0
+MAX_NUMBER = 1e30
 
 
 @dataclass
@@ -45,9 +47,37 @@ def number(raw_config: dict[str, Any], name: str, notes: list[str], default: flo
             raise HeadConfigError(f"config.json lacks `{name}`, which the weights do not tell; add it.")
         notes.append(f"{name}={default} (not in config.json)")
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_NUMBER:
         raise HeadConfigError(f"config.json has {name}={value!r}, expected a positive number.")
     return value
+
+
+def boolean(raw_config: dict[str, Any], name: str) -> bool | None:
+    """A field that is true, false, or not said."""
+    value = raw_config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise HeadConfigError(f"config.json has {name}={value!r}, expected true or false.")
+    return value
+
+
+def activation(raw_config: dict[str, Any], notes: list[str]) -> Any:
+    """`hidden_act`, SwiGLU's where it is missing; noted."""
+    if raw_config.get("hidden_act") is None:
+        notes.append("hidden_act='silu' (not in config.json)")
+    return raw_config.get("hidden_act") or "silu"
+
+
+def special_tokens(raw_config: dict[str, Any]) -> dict[str, Any]:
+    """Ids of special tokens, as far as they are there."""
+    return {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+
+
+def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | None:
+    """What a file tells of the heads' target: its name, and a fingerprint from a copy of its embedding [V, E]."""
+    name = name if isinstance(name, str) and name else None
+    if embedding is None:
+        return {"name": name} if name else None
+    return {"name": name, "fingerprint": None if embedding.is_meta else weight_fingerprint(embedding)}
 
 
 def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...] = SUPPORTED_ROPES) -> dict[str, Any]:
@@ -57,8 +87,23 @@ def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...
     if not isinstance(parameters, dict) or not isinstance(scaling, dict):
         raise HeadConfigError(f"config.json has rope_scaling={scaling!r}, expected an object.")
     source = parameters if parameters.get("rope_theta") is not None else raw_config
+    stated = {config.get("rope_theta") for config in (parameters, raw_config) if _is_number(config.get("rope_theta"))}
+    if len(stated) > 1:
+        raise HeadConfigError(
+            f"config.json says rope_theta={sorted(stated)}, flat and nested; correct one of the two."
+        )
     base = float(number(source, "rope_theta", notes, DEFAULT_ROPE_BASE))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = _kind(scaling, "default")
+    if kind != _kind(parameters, kind):
+        raise HeadConfigError(
+            f"config.json says rope scaling {kind!r}, and {_kind(parameters, kind)!r} in rope_parameters; correct one."
+        )
+    for config in (parameters, raw_config):
+        if config.get("partial_rotary_factor", 1) not in (1, None):
+            raise HeadConfigError(
+                f"config.json has partial_rotary_factor={config['partial_rotary_factor']!r}; these heads rotate whole "
+                "attention heads."
+            )
     if kind == "default":
         return {"rope_type": "default", "rope_theta": base}
     if kind not in supported:
@@ -66,3 +111,11 @@ def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...
     values = {name: number(scaling, name, notes) for name in ROPE_FIELDS[kind]}
     values = {name: int(value) if name.startswith("original") else float(value) for name, value in values.items()}
     return {"rope_type": kind, "rope_theta": base, **values}
+
+
+def _kind(scaling: dict[str, Any], default: str) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or default
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

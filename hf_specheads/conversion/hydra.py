@@ -20,9 +20,8 @@ import torch
 
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
-from ..features import weight_fingerprint
 from ..heads import HydraHead, HydraHeadConfig
-from .fields import Converted, integer, number, rope
+from .fields import Converted, activation, integer, number, rope, special_tokens, target_of
 
 EMBEDDING = "input_embed_fn.weight"
 PREFIX = "prefix_embeding_layer."
@@ -68,13 +67,13 @@ def convert(
         "grounded": grounded,
         "head_arch": "prefix-mlp" if prefixed else "mlp",
         "hidden_state_offset": _offset(raw_config),
-        "target": _target(raw_config, tensors),
+        "target": target_of(raw_config.get("base_model_name_or_path"), tensors.get(EMBEDDING)),
         **(_layer_fields(raw_config, tensors, notes) if prefixed else {}),
     }
     for field, found in (("hydra_num_heads", num_heads), ("grounded_heads", grounded)):
         if raw_config.get(field, found) != found:
             notes.append(f"{field}={found}, as the weights say (config.json: {raw_config[field]!r})")
-    fields |= {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+    fields |= special_tokens(raw_config)
     try:
         config = build_config(HydraHeadConfig, fields)
     except ValueError as error:
@@ -134,6 +133,8 @@ def _are_tied(
 ) -> bool:
     """Whether the later blocks of every head (all, of ungrounded heads) are equal copies."""
     start = first + step * int(grounded)
+    if tensors[f"hydra_mlp.0.{first}.linear.weight"].is_meta:  # only headers were read
+        return False
     return all(
         torch.equal(
             tensors[f"hydra_mlp.{head}.{index}.linear.{part}"], tensors[f"hydra_mlp.{head}.{start}.linear.{part}"]
@@ -192,14 +193,6 @@ def _rows(tensors: dict[str, torch.Tensor], key: str) -> int:
     return tensors[key].shape[0]
 
 
-def _target(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-    name = raw_config.get("base_model_name_or_path")
-    name = name if isinstance(name, str) else None
-    if EMBEDDING not in tensors:
-        return {"name": name} if name else None
-    return {"name": name, "fingerprint": weight_fingerprint(tensors[EMBEDDING])}
-
-
 def _layer_fields(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], notes: list[str]) -> dict[str, Any]:
     """Fields of the prefix layer."""
     rows = {x: _rows(tensors, f"{PREFIX}layers.0.self_attn.{x}_proj.weight") for x in "qk"}
@@ -209,7 +202,7 @@ def _layer_fields(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], 
         heads = integer(raw_config, "num_attention_heads", notes)
         head_dim = rows["q"] // heads
     else:
-        parameters = _rope_of(table.double(), parameters, notes)
+        parameters = parameters if table.is_meta else _rope_of(table.double(), parameters, notes)
         head_dim = 2 * table.numel()
         heads = rows["q"] // head_dim
     if heads * head_dim != rows["q"] or rows["k"] % head_dim:
@@ -225,7 +218,7 @@ def _layer_fields(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], 
         "attention_bias": f"{PREFIX}layers.0.self_attn.q_proj.bias" in tensors,
         "attention_out_bias": f"{PREFIX}layers.0.self_attn.o_proj.bias" in tensors,
         "rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6),
-        "hidden_act": raw_config.get("hidden_act", "silu"),
+        "hidden_act": activation(raw_config, notes),
         "rope_parameters": parameters,
         "max_position_embeddings": integer(raw_config, "max_position_embeddings", notes, default=2048),
     }

@@ -19,16 +19,14 @@ import torch
 
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
-from ..features import weight_fingerprint
 from ..heads import MedusaHeadConfig
-from .fields import Converted, integer
+from .fields import Converted, boolean, integer, special_tokens, target_of
+from .files import EMBEDDINGS, IN_TARGET
 
 BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
 PROJECTION = re.compile(r"(\d{1,3})\.(\d{1,3})\.weight")
 SERVED_BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
 SERVED_PROJECTION = re.compile(r"lm_heads\.(\d{1,3})\.weight")
-IN_TARGET = re.compile(r"(?:model\.)?medusa_heads?\.(?=\d|blocks\.|lm_heads\.)")
-EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> bool:
@@ -57,7 +55,7 @@ def convert(
     """
     notes: list[str] = []
     ours, embedding = _heads_alone(tensors, name, notes)
-    blocks, projections = _parts(ours)
+    blocks, projections = _parts(ours, boolean(raw_config, "medusa_fc_bias"))
     num_heads, num_blocks = len(blocks), len(next(iter(blocks.values())))
     tied = _are_tied(blocks)
     sizes = _sizes(raw_config, blocks, projections, notes)
@@ -69,9 +67,9 @@ def convert(
         "num_blocks": num_blocks,
         "tied_blocks": tied,
         "lm_head": "own" if projections else "target",
-        "target": _target(raw_config, embedding),
+        "target": target_of(raw_config.get("base_model_name_or_path"), embedding),
     }
-    fields |= {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+    fields |= special_tokens(raw_config)
     try:
         config = build_config(MedusaHeadConfig, fields)
     except ValueError as error:
@@ -98,9 +96,14 @@ def _heads_alone(
 
 
 def _parts(
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor], served_bias: bool | None
 ) -> tuple[dict[int, list[dict[str, torch.Tensor]]], dict[int, torch.Tensor]]:
-    """Blocks of every head, in order, and projections by head."""
+    """Blocks of every head, in order, and projections by head.
+
+    Args:
+        tensors: The heads' tensors.
+        served_bias: vLLM's field `medusa_fc_bias`; without biases in the file, its blocks have none.
+    """
     blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     projections: dict[int, torch.Tensor] = {}
     places: dict[int, int] = {}
@@ -120,9 +123,16 @@ def _parts(
         )
     _check_numbering(blocks, projections, places)
     ordered = {head: [blocks[head][index] for index in sorted(blocks[head])] for head in sorted(blocks)}
-    for parts in (part for head in ordered.values() for part in head):
-        if "weight" in parts and "bias" not in parts:  # vLLM's layout without `medusa_fc_bias`
-            parts["bias"] = parts["weight"].new_zeros(parts["weight"].shape[0])
+    every = [part for head in ordered.values() for part in head]
+    without = [part for part in every if "bias" not in part]
+    served = any(SERVED_BLOCK.fullmatch(key) for key in tensors)
+    if without and (len(without) < len(every) or not served or served_bias):
+        raise CheckpointKeysError(
+            f"{len(without)} of {len(every)} blocks have no bias; the authors' blocks all have one, and vLLM's all or "
+            "none, as `medusa_fc_bias` says. The file is damaged, download it again."
+        )
+    for parts in without:
+        parts["bias"] = parts["weight"].new_zeros(parts["weight"].shape[:1])
     return ordered, dict(sorted(projections.items()))
 
 
@@ -147,6 +157,8 @@ def _check_numbering(
 
 def _are_tied(blocks: dict[int, list[dict[str, torch.Tensor]]]) -> bool:
     """The authors' code repeats one block, and its files list every copy."""
+    if blocks[0][0]["weight"].is_meta:  # only headers were read
+        return False
     return all(
         torch.equal(parts[name], parts_of_head[0][name])
         for parts_of_head in blocks.values()
@@ -182,11 +194,3 @@ def _sizes(
             raise CheckpointShapeError(f"config.json says {key}={stated!r}, the weights say {value}; one is damaged.")
     notes.append(f"embedding_size={width}, as wide as the features")
     return {**sizes, "feature_size": width, "embedding_size": width}
-
-
-def _target(raw_config: dict[str, Any], embedding: torch.Tensor | None) -> dict[str, Any] | None:
-    name = raw_config.get("base_model_name_or_path")
-    name = name if isinstance(name, str) else None
-    if embedding is None:
-        return {"name": name} if name else None
-    return {"name": name, "fingerprint": weight_fingerprint(embedding)}

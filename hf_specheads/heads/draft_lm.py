@@ -7,12 +7,14 @@ root and the drafted tokens are appended during a round and dropped at its end.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -245,16 +247,22 @@ class DraftLanguageModel(DraftHead):
     @property
     def shared_vocabulary(self) -> int:
         """Tokens both models know: draft logits past them are dropped, tokens past them read as the last one."""
-        theirs = self._bound_to[0].config.get_text_config(decoder=True).vocab_size if self._bound_to else None
-        return min(self.config.vocab_size, theirs or self.config.vocab_size)
+        return min(self.config.vocab_size, self.target_vocab_size)
 
     @property
-    def draft_vocabulary(self) -> torch.Tensor | None:
-        """The first tokens of a target whose vocabulary is larger by padding, else `None`."""
-        if not self._bound_to:
+    def trained_vocabulary(self) -> torch.Tensor | None:
+        """The first tokens, which both models know, where their vocabularies differ by padding, else `None`."""
+        if not self._bound_to or self.target_vocab_size == self.config.vocab_size:
             return None
-        theirs = self._bound_to[0].config.get_text_config(decoder=True).vocab_size
-        return None if theirs <= self.config.vocab_size else torch.arange(self.config.vocab_size, device=self.device)
+        return torch.arange(self.shared_vocabulary, device=self.device)
+
+    @property
+    def target_vocab_size(self) -> int:
+        bound = self._bound_to
+        return bound[0].config.get_text_config(decoder=True).vocab_size if bound else self.config.vocab_size
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return (self.language_model.get_output_embeddings(),)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -305,16 +313,31 @@ class DraftLanguageModel(DraftHead):
         last_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """States, of which a language model hands none on ([B, Q, 0]), and draft logits [B, Q, V]."""
-        logits = self._logits(
-            token_ids,
-            attention_mask=mask,
-            position_ids=self._within_context(positions),
-            past_key_values=cache,
-            use_cache=True,
-            **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
-        )
+        with self._pruned_output():
+            logits = self._logits(
+                token_ids,
+                attention_mask=mask,
+                position_ids=self._within_context(positions),
+                past_key_values=cache,
+                use_cache=True,
+                **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
+            )
         logits = logits[:, -1:] if last_only else logits
         return logits.new_zeros(*logits.shape[:2], 0), logits.float()
+
+    @contextlib.contextmanager
+    def _pruned_output(self) -> Iterator[None]:
+        """The wrapped model computes the logits of the draft vocabulary alone while this lasts. Its code may scale or
+        cap them, so the model itself is called, with a forward of ours on its `lm_head` (others may share it)."""
+        if self.pruned_token_ids is None:
+            yield
+            return
+        lm_head = self.language_model.get_output_embeddings()
+        lm_head.forward = self._projection(0)
+        try:
+            yield
+        finally:
+            del lm_head.forward
 
     def _logits(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         token_ids = token_ids.clamp_max(self.config.vocab_size - 1)

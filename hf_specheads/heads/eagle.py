@@ -7,17 +7,20 @@ they differ in training (HASS) and in the tree (EAGLE-2).
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..cache import DraftCache
 from ..errors import WarmStartError
+from ..layers import DraftDecoderLayer, NormedDecoderLayer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, document_starts, next_stream, visible_rows
+from ..stream_attention import Documents, StreamAttention, StreamCache
+from ..streams import document_starts, next_stream
 from ..unroll import DraftedPass, TrainingRows
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
@@ -36,17 +39,22 @@ class EagleHeadConfig(SpecialistHeadConfig):
             `"feature+token"`: f_j and its own token x_j; `"token"`: x_{j+1} alone, a small language model;
             `"feature"`: f_j alone. (The paper leaves `fc` out where there is one input; here it always is there, as
             wide as its inputs.)
+        extra_norms: Whether there are three norms more, as in a variant of HASS: of the embedding before `fc`, before
+            attention, and of the drafted feature before the target's `lm_head` (it is fed back without).
     """
 
     model_type = "specheads_eagle"
 
     fc_bias: bool = True
     inputs: str = INPUTS[0]
+    extra_norms: bool = False
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
         if self.inputs not in INPUTS:
             raise ValueError(f"`inputs` must be one of {list(INPUTS)}, got {self.inputs!r}.")
+        if self.extra_norms and (self.model_type != EagleHeadConfig.model_type or "token" not in self.inputs):
+            raise ValueError("`extra_norms` belong to EAGLE and HASS heads that read a token's embedding; drop them.")
         if self.hidden_size != self.feature_size:
             raise ValueError(
                 f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
@@ -93,16 +101,29 @@ class EagleHead(SpecialistHead):
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.embed_layernorm = self.lm_head_layernorm = None
+        if config.extra_norms:
+            self.embed_layernorm = LlamaRMSNorm(config.embedding_size, eps=config.rms_norm_eps)
+            self.lm_head_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
+
+    def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
+        layer = NormedDecoderLayer if config.extra_norms else DraftDecoderLayer
+        return nn.ModuleList(layer(config, index) for index in range(config.num_specialists))
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """`fc([embedding ; feature])`, or of one of them: [B, R, E] and [B, R, H] -> [B, R, h]."""
         dtype = self.fc.weight.dtype
+        if self.embed_layernorm is not None:
+            embeddings = self.embed_layernorm(embeddings.to(dtype))
         if self.config.inputs == "token":
             return self.fc(embeddings.to(dtype))
         if self.config.inputs == "feature":
             return self.fc(features.to(dtype))
         return self.fc(torch.cat([embeddings.to(dtype), features.to(dtype)], dim=-1))
+
+    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+        return super().draft_logits(features if self.lm_head_layernorm is None else self.lm_head_layernorm(features))
 
     # ------------------------------------------------------------------ drafting
     @property
@@ -143,32 +164,44 @@ class EagleHead(SpecialistHead):
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Every pass reads the target's features and, nearer than its draft position, those that passes before it
-        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position."""
-        starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
+        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position.
+
+        Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
+        """
+        starts, documents = document_starts(rows.documents), Documents(rows.documents)
         token_ids = rows.token_ids if self.reads_own_token else rows.next_token_ids
         if token_ids is None:
             raise ValueError(f"heads with inputs={self.config.inputs!r} need the rows' own `token_ids`; pass them.")
         with torch.no_grad():
             embeddings = rows.embed(token_ids)
-        stream = rows.features
+        stream, length = rows.features, rows.features.shape[1]
+        plain = self.training and self.is_activation_checkpointing
+        cache = None if plain else StreamCache(length, apart=rows.separate_backward)
         fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
         read: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
         for position in range(num_passes):
             fused.append(self.fuse(embeddings, stream))
             read.append(fused[-1].detach().requires_grad_() if rows.separate_backward else fused[-1])
-            streams = position + 1
+            streams, specialist = position + 1, self.specialist_of(position)
+            known = 0 if cache is None else cache.num_streams(specialist)
             drafted = self(
-                torch.cat(read, dim=1),
-                rows.position_ids.repeat(1, streams),
-                specialist=self.specialist_of(position),
-                num_queries=rows.features.shape[1],
-                attention_function=StreamAttention(visible, streams, phantom_columns=rows.upstream_masking),
+                torch.cat(read[known:], dim=1),
+                rows.position_ids.repeat(1, streams - known),
+                past_key_values=cache,
+                specialist=specialist,
+                num_queries=length,
+                attention_function=StreamAttention(documents, streams, phantom_columns=rows.upstream_masking),
             )
-            yield DraftedPass(hidden=drafted, logits=rows.lm_head, features=drafted)
+            yield DraftedPass(hidden=drafted, logits=partial(self._row_logits, rows), features=drafted)
             stream = next_stream(rows.features, drafted, starts)
         if rows.separate_backward:
+            if cache is not None:
+                cache.finish_backward()
             used = [(graph, leaf) for graph, leaf in zip(fused, read, strict=True) if leaf.grad is not None]
             torch.autograd.backward([graph for graph, _ in used], [leaf.grad for _, leaf in used])
+
+    def _row_logits(self, rows: TrainingRows, drafted: torch.Tensor) -> torch.Tensor:
+        return rows.lm_head(drafted if self.lm_head_layernorm is None else self.lm_head_layernorm(drafted))
 
     @classmethod
     def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
@@ -177,7 +210,7 @@ class EagleHead(SpecialistHead):
                 f"`from_heads` must be loaded EAGLE, HASS or POSS heads, got {type(source).__name__}; "
                 "pass load_heads(...)."
             )
-        return {name: getattr(source.config, name) for name in ("fc_bias", "inputs", *LAYER_FIELDS)}
+        return {name: getattr(source.config, name) for name in ("fc_bias", "inputs", "extra_norms", *LAYER_FIELDS)}
 
     def start_from(self, source: DraftHead) -> None:
         if source.config.inputs != self.config.inputs:

@@ -10,20 +10,20 @@ A level is what *enters* a layer of the target, without any norm. The state that
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..draft_vocabulary import mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
 from ..layers import Eagle3DecoderLayer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, visible_rows
+from ..stream_attention import Documents, StreamAttention, StreamCache
 from ..unroll import DraftedPass, TrainingRows, later
 from .medusa import output_weight
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
@@ -31,7 +31,7 @@ from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 # What heads of a warm start hand on, besides their weights and layer.
 EAGLE3_FIELDS = (
     "hidden_size", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
-    "norm_before_fc", "fc_norm",
+    "norm_before_fc", "fc_norm", "qk_norm",
 )  # fmt: skip
 TEST_TIME_PASSES = 7
 
@@ -61,6 +61,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
         norm_output: The state that is fed back is the normed one (EAGLE-3.1).
         norm_before_fc: A norm over the concatenated levels, before `fc`.
         fc_norm: A norm for each level, before `fc`.
+        qk_norm: Norms over the width of an attention head, of its queries and keys, before rotation (Qwen 3).
     """
 
     model_type = "specheads_eagle3"
@@ -76,6 +77,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.draft_vocab_size is None:
@@ -141,7 +143,9 @@ class Eagle3Head(SpecialistHead):
     config: Eagle3HeadConfig
     published: ClassVar[dict[str, Published]] = {"eagle3": Published("EAGLE-3", (EAGLE3_PAPER,))}
     _no_split_modules = ["Eagle3DecoderLayer"]
-    integer_tensors: ClassVar[dict[str, torch.dtype]] = {"d2t": torch.long, "t2d": torch.bool}
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {
+        **SpecialistHead.integer_tensors, "d2t": torch.long, "t2d": torch.bool,
+    }  # fmt: skip
     passes_are_detached = False
 
     def __init__(self, config: Eagle3HeadConfig):
@@ -185,7 +189,7 @@ class Eagle3Head(SpecialistHead):
         return _levels_of(self._bound_to[0])
 
     @property
-    def draft_vocabulary(self) -> torch.Tensor | None:
+    def trained_vocabulary(self) -> torch.Tensor | None:
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -205,7 +209,7 @@ class Eagle3Head(SpecialistHead):
                 f"these heads draft over {self.config.draft_vocab_size} tokens, got {len(d2t)} token ids; make heads "
                 "with `draft_vocab_size` that many."
             )
-        if self.draft_vocabulary is not None:
+        if self.trained_vocabulary is not None:
             self.d2t.copy_(d2t)
             self.t2d.copy_(t2d)
 
@@ -218,7 +222,7 @@ class Eagle3Head(SpecialistHead):
             CheckpointValueError: for a draft vocabulary that is none.
         """
         heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if heads.draft_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
+        if heads.trained_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
             raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
         return (heads, info) if output_loading_info else heads
 
@@ -262,7 +266,10 @@ class Eagle3Head(SpecialistHead):
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Draft logits of drafted states in fp32, [..., h] -> [..., Vd]."""
-        return self.lm_head(features if self.config.norm_output else self.norm(features)).float()
+        return self.project(features if self.config.norm_output else self.norm(features))
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return (self.lm_head,)
 
     # ------------------------------------------------------------------ training
     @property
@@ -276,7 +283,7 @@ class Eagle3Head(SpecialistHead):
 
         Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
         """
-        visible = visible_rows(rows.documents)
+        documents, length = Documents(rows.documents), rows.features.shape[1]
         if self.embed_tokens is None:
             with torch.no_grad():
                 embeddings = rows.embed(rows.next_token_ids)
@@ -284,17 +291,17 @@ class Eagle3Head(SpecialistHead):
             embeddings = self.embed_tokens(rows.next_token_ids)
         read = [self.fuse(embeddings, rows.features)]
         positions = [rows.position_ids]
-        cache = None if self.training and self.is_activation_checkpointing else DynamicCache()
+        cache = None if self.training and self.is_activation_checkpointing else StreamCache(length)
         for position in range(num_passes):
             specialist = self.specialist_of(position)
-            known = 0 if cache is None else cache.get_seq_length(specialist) // visible.shape[1]
+            known = 0 if cache is None else cache.num_streams(specialist)
             states = self(
                 torch.cat(read[known:], dim=1),
                 torch.cat(positions[known:], dim=1),
                 past_key_values=cache,
                 specialist=specialist,
-                num_queries=visible.shape[1],
-                attention_function=StreamAttention(visible, position + 1, own_rows=True),
+                num_queries=length,
+                attention_function=StreamAttention(documents, position + 1, own_rows=True),
             )
             yield DraftedPass(hidden=states, logits=self.draft_logits, offset=position)
             read.append(self.fuse_drafted(later(embeddings, position + 1), states))
@@ -330,14 +337,14 @@ class Eagle3Head(SpecialistHead):
             )
         if draft_token_ids is not None:
             self.set_draft_vocabulary(draft_token_ids)
-        elif self.draft_vocabulary is not None:
+        elif self.trained_vocabulary is not None:
             raise ValueError(
                 f"draft_vocab_size={self.config.draft_vocab_size} says how many of the target's "
                 f"{self.config.vocab_size} tokens are drafted, but not which; pass `draft_token_ids`, e.g. "
                 "`hf_specheads.trainer.frequent_tokens(...)`."
             )
         if self.config.hidden_size == self.config.feature_size:
-            weight, chosen = output_weight(target), self.draft_vocabulary
+            weight, chosen = output_weight(target), self.trained_vocabulary
             self.lm_head.weight.copy_(weight if chosen is None else weight[chosen.to(weight.device)])
         if self.embed_tokens is not None and self.config.hidden_size == self.config.embedding_size:
             embedding, device = target.get_input_embeddings(), target.device
@@ -356,7 +363,7 @@ class Eagle3Head(SpecialistHead):
     def start_from(self, source: DraftHead, draft_token_ids: Any = None) -> None:
         """Copies the shared weights, the draft vocabulary and the layers of `source`."""
         super().start_from(source)
-        if draft_token_ids is not None and self.draft_vocabulary is not None:
+        if draft_token_ids is not None and self.trained_vocabulary is not None:
             d2t, _ = mapping_of(draft_token_ids, self.config.vocab_size)
             if not torch.equal(d2t, self.d2t.cpu()):
                 raise WarmStartError(

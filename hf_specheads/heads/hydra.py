@@ -8,7 +8,7 @@ concatenation.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..layers import DraftDecoderLayer, validate_layer
 from ..modeling import DraftHead, Published
-from ..streams import StreamAttention, visible_rows
+from ..stream_attention import Documents, StreamAttention
 from ..unroll import DraftedPass, TrainingRows, later
 from .layer_config import LayerHeadConfig
 from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
@@ -243,9 +243,12 @@ class HydraHead(DraftHead):
         return nn.functional.dropout(values, self.config.dropout, self.training)
 
     def position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., V], from inputs as in [`forward`]."""
+        """Draft logits of a draft position in fp32, [..., Vd], from inputs as in [`forward`]."""
         hidden = self(inputs, position)
-        return self.draft_logits(hidden) if self.lm_heads is None else self.lm_heads[position](hidden).float()
+        return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
     @property
@@ -313,7 +316,7 @@ class HydraHead(DraftHead):
             rows.features,
             rows.position_ids,
             num_queries=rows.features.shape[1],
-            attention_function=StreamAttention(visible_rows(rows.documents), 1) if self.prefix is not None else None,
+            attention_function=StreamAttention(Documents(rows.documents), 1) if self.prefix is not None else None,
         )
         apart = rows.separate_backward and states.requires_grad
         inputs = read = states.detach().requires_grad_() if apart else states

@@ -6,7 +6,7 @@ draft cache. A tree is the product of what the heads say, so every node of a lev
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from transformers import initialization as init
 
 from ..cache import DraftCache
 from ..configuration import DraftHeadConfig, DraftTreeConfig
-from ..features import target_sizes
+from ..draft_vocabulary import projection_rows
+from ..features import BorrowedModules, target_sizes
 from ..modeling import DraftHead, Published
 from ..tree import MEDUSA_CHOICES
 from ..unroll import DraftedPass, TrainingRows
@@ -148,9 +149,12 @@ class MedusaHead(DraftHead):
         return hidden
 
     def position_logits(self, features: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., H] -> [..., V]."""
+        """Draft logits of a draft position in fp32, [..., H] -> [..., Vd]."""
         hidden = self(features, position)
-        return self.draft_logits(hidden) if self.lm_heads is None else self.lm_heads[position](hidden).float()
+        return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
     @property
@@ -204,11 +208,6 @@ class MedusaHead(DraftHead):
 
 def output_weight(target: PreTrainedModel) -> torch.Tensor:
     """Weight [V, H] of a target's `lm_head`; asked of the module where it is quantised or offloaded."""
-    lm_head, vocab_size = target.get_output_embeddings(), target.config.get_text_config(decoder=True).vocab_size
-    weight = getattr(lm_head, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.dtype.is_floating_point and weight.device.type != "meta":
-        return weight.detach()[:vocab_size]
-    width = target_sizes(target)["feature_size"]
-    rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).to(target.device, target.dtype)
-    outputs = lm_head(rows)
-    return (outputs[1:] - outputs[:1]).T[:vocab_size]
+    rows = torch.arange(target.config.get_text_config(decoder=True).vocab_size)
+    like = torch.zeros(1, dtype=target.dtype, device=BorrowedModules.of(target).device)
+    return projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from ..cache import DraftCache
 from ..errors import WarmStartError
 from ..layers import DraftDecoderLayer, validate_layer
-from ..modeling import DraftHead
+from ..modeling import DraftHead, trained_weights
 from .layer_config import LayerHeadConfig
 
 # What heads of a warm start hand on, besides their weights.
@@ -201,7 +201,7 @@ class SpecialistHead(DraftHead):
     @torch.no_grad()
     def start_from(self, source: DraftHead) -> None:
         """Copies the shared weights and the layers of `source`; specialists it lacks start as its last layer."""
-        weights = {name: value for name, value in source.state_dict().items() if not name.startswith("layers.")}
+        weights = {name: value for name, value in trained_weights(source).items() if not name.startswith("layers.")}
         try:
             self.load_state_dict(weights | self.layers_from(source))
         except RuntimeError as error:

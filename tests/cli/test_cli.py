@@ -126,23 +126,6 @@ def test_prompt_files(tmp_path: Path) -> None:
             read_prompts([tmp_path / "c.jsonl"])
 
 
-def test_inspect(pair: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["inspect", str(pair / "poss3")]) == 0
-    assert "PossHead" in capsys.readouterr().out
-    assert main(["inspect", str(pair / "poss3"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["num_specialists"] == 2 and facts["sizes"]["vocab_size"] == 99
-    assert facts["target"]["fingerprint"] == "stored"
-
-
-def test_inspect_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = write_checkpoint(tmp_path / "draft", eagle_tensors(4))
-    assert main(["inspect", str(folder)]) == 2
-    assert "positions_per_specialist" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="positions_per_specialist"):
-        main(["--traceback", "inspect", str(folder)])
-
-
 def test_convert(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     target.save_pretrained(tmp_path / "target")
     source = write_checkpoint(tmp_path / "theirs", eagle_tensors(2, embedding=False), pickled=True)

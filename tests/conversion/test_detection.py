@@ -73,7 +73,9 @@ def test_own_layout() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators"),
+        ({"speculators_model_type": "dflash"}, "speculators.*dflash"),
+        ({"speculators_model_type": "peagle"}, "speculators.*peagle"),
+        ({"dflash_config": {}}, "DFlash"),
         ({"mask_token_id": 5}, "P-EAGLE"),
         ({"hydra_num_heads": 4, "hydra_head_arch": "eagle-attn"}, "Hydra .*eagle-attn"),
     ],
@@ -90,10 +92,9 @@ def language_model_keys() -> list[str]:
 @pytest.mark.parametrize(
     ("keys", "config", "words"),
     [
-        (["fusion_fc.weight", "transformer.mlp.up_proj.weight"], {}, "speculators"),
+        (["parallel_draft_heads.0.weight", "fc.weight", "midlayer.hidden_norm.weight"], {}, "parallel_draft_heads"),
         (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
         (["mask_hidden", "fc.weight", "layers.0.hidden_norm.weight", "d2t"], {"draft_vocab_size": 40}, "P-EAGLE"),
-        (["fc.weight", "embed_layernorm.weight", "layers.0.mlp.up_proj.weight"], {}, "additional norms"),
         (["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.input_layernorm.weight"], {}, "consecutive layers"),
         (language_model_keys(), {}, "whole language model"),
         (["transformer.wte.weight"], {}, "no draft heads of a known layout"),

@@ -7,43 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LLAMA_CONFIG, MIDDLE, VOCAB, write_checkpoint
+from checkpoints import (
+    EAGLE3_CONFIG as CONFIG,
+)
+from checkpoints import (
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    write_checkpoint,
+)
+from checkpoints import (
+    MODELOPT_CONFIG as NESTED,
+)
 from targets import plain, prompt, shared_target
 
 from hf_specheads import Eagle3Head, load_heads
 from hf_specheads.errors import CheckpointKeysError, CheckpointShapeError, CheckpointValueError, HeadConfigError
-
-TOKENS = torch.tensor([t for t in range(VOCAB) if t % 3])  # 66 of 99
-CONFIG = LLAMA_CONFIG | {"draft_vocab_size": len(TOKENS)}
-NESTED = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
-
-
-def eagle3_tensors(layer: str = "midlayer.", hidden: int = HIDDEN, embedding: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of EAGLE-3 heads that draft [`TOKENS`], for a target of width HIDDEN."""
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.3
-
-    rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
-    tensors = {f"{layer}self_attn.{name}_proj.weight": weight(size, 2 * hidden) for name, size in rows.items()}
-    tensors |= {
-        f"{layer}self_attn.o_proj.weight": weight(hidden, HEADS * HEAD_DIM),
-        f"{layer}mlp.gate_proj.weight": weight(MIDDLE, hidden),
-        f"{layer}mlp.up_proj.weight": weight(MIDDLE, hidden),
-        f"{layer}mlp.down_proj.weight": weight(hidden, MIDDLE),
-        f"{layer}hidden_norm.weight": weight(hidden).abs(),
-        f"{layer}input_layernorm.weight": weight(hidden).abs(),
-        f"{layer}post_attention_layernorm.weight": weight(hidden).abs(),
-        "fc.weight": weight(hidden, 3 * HIDDEN),
-        "norm.weight": weight(hidden).abs(),
-        "lm_head.weight": weight(len(TOKENS), hidden),
-        "d2t": TOKENS - torch.arange(len(TOKENS)),
-        "t2d": torch.isin(torch.arange(VOCAB), TOKENS),
-    }
-    if embedding:
-        tensors["embed_tokens.weight"] = weight(VOCAB, hidden)
-    return tensors
 
 
 def load(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Eagle3Head:
@@ -192,7 +174,7 @@ DRAFTED = eagle3_tensors()["t2d"]
         (changed(input_norm__weight=torch.rand(96)), {}, HeadConfigError, "does not say norm_before_fc=true"),
         (changed(fc__bias=torch.rand(HIDDEN)), {}, CheckpointKeysError, "unknown.*fc.bias"),
         (changed(layers__1__mlp__up_proj__weight=torch.rand(1, 1)), {}, CheckpointKeysError, "consecutive layers"),
-        (changed(midlayer__self_attn__q_norm__weight=torch.rand(8)), {}, CheckpointKeysError, "unknown.*q_norm"),
+        (changed(midlayer__self_attn__q_norm__weight=torch.rand(8)), {}, CheckpointKeysError, "missing.*k_norm"),
         (changed(lm_head__weight=None), {}, CheckpointKeysError, "missing.*lm_head"),
         (changed(midlayer__hidden_norm__weight=None), {}, CheckpointKeysError, "missing.*hidden_norm"),
         (changed(fc__weight=torch.rand(HIDDEN, 100)), {}, CheckpointShapeError, "no multiple of the target's width"),

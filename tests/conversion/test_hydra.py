@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MIDDLE, VOCAB
+from checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, hydra_tensors
+from checkpoints import HYDRA_PREFIX as PREFIX
+from checkpoints import HYDRA_ROPE_TABLE as TABLE
 from targets import own_target, plain, prompt
 
 from hf_specheads import HydraHead, WrongTargetError, load_heads
@@ -19,48 +21,6 @@ CONFIG: dict[str, Any] = {
     "base_model_name_or_path": "someone/target", "hydra_num_heads": 3, "hydra_num_layers": 3,
     "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
 }  # fmt: skip
-PREFIX = "prefix_embeding_layer."
-TABLE = f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"
-
-
-def hydra_tensors(
-    *, prefixed: bool = False, grounded: bool = True, num_heads: int = 3, num_blocks: int = 3, tied: bool = True,
-    base: float = 10000.0,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Tensors as the authors save them: tied blocks listed once per use, dropout taking every other index."""
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.1
-
-    tensors = {"input_embed_fn.weight": weight(VOCAB, HIDDEN)}
-    step, first, projection = (2, 1, ".1") if prefixed else (1, 0, "")
-    for head in range(num_heads):
-        copies = None
-        for block in range(num_blocks):
-            key = f"hydra_mlp.{head}.{first + step * block}"
-            if grounded and block == 0:
-                width = (head + 2) * HIDDEN
-                for name in ("linear", "res_connection"):
-                    tensors |= {f"{key}.{name}.weight": weight(HIDDEN, width), f"{key}.{name}.bias": weight(HIDDEN)}
-                continue
-            if copies is None or not tied:
-                copies = weight(HIDDEN, HIDDEN), weight(HIDDEN)
-            tensors |= {f"{key}.linear.weight": copies[0].clone(), f"{key}.linear.bias": copies[1].clone()}
-        tensors[f"hydra_lm_head.{head}{projection}.weight"] = weight(VOCAB, HIDDEN)
-        tensors[f"hydra_lm_head.{head}{projection}.bias"] = weight(VOCAB)
-    if prefixed:
-        layer, rows = f"{PREFIX}layers.0.", {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
-        tensors |= {f"{layer}self_attn.{name}_proj.weight": weight(size, HIDDEN) for name, size in rows.items()}
-        tensors[f"{layer}self_attn.o_proj.weight"] = weight(HIDDEN, HEADS * HEAD_DIM)
-        tensors |= {f"{layer}mlp.{name}_proj.weight": weight(MIDDLE, HIDDEN) for name in ("gate", "up")}
-        tensors[f"{layer}mlp.down_proj.weight"] = weight(HIDDEN, MIDDLE)
-        tensors |= {
-            f"{layer}{name}.weight": weight(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        tensors |= {f"{PREFIX}norm.weight": weight(HIDDEN), f"{PREFIX}embed_tokens.weight": weight(VOCAB, HIDDEN)}
-        tensors[TABLE] = base ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    return tensors
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:

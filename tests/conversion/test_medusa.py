@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HIDDEN, LLAMA_CONFIG, VOCAB, write_checkpoint
+from checkpoints import HIDDEN, LLAMA_CONFIG, VOCAB, medusa_tensors, write_checkpoint
 from safetensors.torch import save_file
 from targets import own_target, plain, prompt
 
@@ -16,23 +16,6 @@ from hf_specheads import MedusaHead, WrongTargetError, load_heads
 from hf_specheads.errors import CheckpointKeysError, CheckpointShapeError, CorruptCheckpointError, HeadConfigError
 
 TINY_CONFIG = {"base_model_name_or_path": "org/target", "medusa_num_heads": 2, "medusa_num_layers": 1}
-
-
-def medusa_tensors(
-    heads: int = 3, blocks: int = 1, *, tied: bool = True, projections: bool = True, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """The authors' state dict: `{i}.{j}.linear.*`, and `{i}.{n}.weight` with projections."""
-    torch.manual_seed(seed)
-    tensors = {}
-    for head in range(heads):
-        for index in range(blocks):
-            again = tied and index > 0
-            weight = tensors[f"{head}.0.linear.weight"].clone() if again else torch.randn(HIDDEN, HIDDEN) * 0.3
-            bias = tensors[f"{head}.0.linear.bias"].clone() if again else torch.randn(HIDDEN)
-            tensors |= {f"{head}.{index}.linear.weight": weight, f"{head}.{index}.linear.bias": bias}
-        if projections:
-            tensors[f"{head}.{blocks}.weight"] = torch.randn(VOCAB, HIDDEN)
-    return tensors
 
 
 def write_medusa(folder: Path, tensors: dict[str, torch.Tensor], config: Any = None, name: str = "medusa_lm_head.pt"):

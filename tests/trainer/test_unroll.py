@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.streams import StreamAttention, document_starts, next_stream, stream_mask, visible_rows
+from hf_specheads.streams import document_starts, next_stream, stream_mask, visible_rows
 from hf_specheads.trainer import Unroll, unroll_losses
 
 from .conftest import VOCAB, make_heads
@@ -78,23 +78,6 @@ def test_losses_equal_naive_loops(target, heads):
     assert float(losses.feature_loss) == pytest.approx(feature / count, rel=1e-5)
     assert float(losses.token_loss) == pytest.approx(token / count, rel=1e-5)
     assert float(losses.top_k_loss) == pytest.approx(top_k / count, rel=1e-5)
-
-
-@pytest.mark.parametrize("streams", [1, 2, 4, 12])
-@pytest.mark.parametrize("packed", [False, True])
-def test_stream_attention_equals_the_full_mask(streams, packed):
-    """Twelve streams are more than there are rows."""
-    torch.manual_seed(0)
-    documents = torch.tensor([[0] * 9, [0, 0, 0, 0, 1, 1, 1, -1, -1]]) if packed else torch.zeros(2, 9)
-    visible = visible_rows(documents)
-    module = nn.Module()
-    module.num_key_value_groups = 2
-    query = torch.randn(2, 4, 9, 8, dtype=torch.double)
-    key, value = torch.randn(2, 2, 2, 9 * streams, 8, dtype=torch.double)
-    output, _ = StreamAttention(visible, streams)(module, query, key, value, None, scaling=0.3)
-    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-    scores = query @ keys.transpose(2, 3) * 0.3 + stream_mask(visible, streams, torch.double)
-    torch.testing.assert_close(output, (scores.softmax(-1) @ values).transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def test_stream_mask_is_the_table_of_lags():

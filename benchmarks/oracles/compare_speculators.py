@@ -1,0 +1,248 @@
+"""The library `speculators` loads our EAGLE-3 exports: are its draft logits ours, and its converter's tensors too?
+
+Needs `speculators` next to this package. Its metadata ask for an older transformers than ours, so it goes into a
+folder of its own:
+
+    pip install --no-deps --target SIDE speculators==0.9.0 hs-connectors loguru pydantic-settings python-dotenv \\
+        typing-inspection openai distro jiter sniffio
+    PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators
+
+Variants of tiny random heads and the shipped ones draft three teacher-forced passes over the same rows in both
+libraries; the greatest difference of a draft logit is written down. With transformers 5.23, `speculators` 0.9.0 does
+not notice that the target's embedding is missing from a file (it looks for NaN, and finds uninitialised memory), so it
+is told to load it. `--record FOLDER` keeps two small exports with the
+other library's logits, which the test suite compares ours with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
+from hf_specheads.unroll import TrainingRows
+
+from ..common import RESULTS, ROOT
+
+PASSES = 3
+VOCAB, ROWS = 59, 16
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 20000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reduced vocabulary": {"draft_token_ids": list(range(0, VOCAB, 2))},
+    "grouped queries, llama3 rope": {"num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    "linear rope": {"rope_parameters": LINEAR},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norms of queries and keys": {"qk_norm": True},
+    "own embedding": {"own_embedding": True},
+    "two levels": {"feature_layers": (1, 4)},
+    "bias of q, k, v": {"attention_bias": True},
+    "all biases": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "POSS, specialist 0": {"method": "poss-eagle3", "draft_token_ids": list(range(0, VOCAB, 2))},
+}
+RECORDED = {
+    "plain": {"draft_token_ids": list(range(1, VOCAB, 2)), "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    "variant": {"norm_before_residual": True, "norm_output": True, "fc_norm": True, "own_embedding": True},
+}
+
+
+def tiny_target(folder: Path) -> PreTrainedModel:
+    """A random Llama of eight layers, saved, for `speculators` reads it from disk."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=19, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def random_heads(target: PreTrainedModel, seed: int = 0, method: str = "eagle3", **options: Any) -> DraftHead:
+    """Heads all of whose weights are random, norms and biases included."""
+    heads = AutoDraftHead.from_target(target, method, **options).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name and parameter.dim() == 1 else 0.3 * noise)
+    return heads.bind(target)
+
+
+@torch.no_grad()
+def rows_of(heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor) -> TrainingRows:
+    """Teacher-forced rows of a text, int64 [1, T + 1], with the target's own features."""
+    states = target(token_ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[level] for level in heads.feature_layers], dim=-1)[:, :-1]
+    rows = features.shape[1]
+    return TrainingRows(
+        features=features,
+        token_ids=token_ids[:, :-1],
+        next_token_ids=token_ids[:, 1:],
+        documents=torch.zeros(1, rows, dtype=torch.long),
+        position_ids=torch.arange(rows)[None],
+        embed=heads.borrowed.embed_tokens,
+        lm_head=heads.borrowed.lm_head,
+    )
+
+
+@torch.no_grad()
+def our_logits(heads: DraftHead, rows: TrainingRows) -> torch.Tensor:
+    """Draft logits of all passes, fp32 [passes, T, Vd]."""
+    passes = [drafted.logits(drafted.hidden[0]) for drafted in heads.unroll(rows, PASSES)]
+    return torch.stack(passes).float()
+
+
+@torch.no_grad()
+def their_logits(folder: Path, rows: TrainingRows, dtype: torch.dtype) -> torch.Tensor:
+    """The same from `speculators`, read at its `lm_head`."""
+    from speculators import SpeculatorModel
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+
+    config = Eagle3SpeculatorConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"  # its default works in blocks of 128 rows
+    model = SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype).eval()
+    if "embed_tokens.weight" not in load_file(folder / "model.safetensors"):
+        model._load_verifier_weights(overwrite_embed_tokens=True)
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
+    model(
+        hidden_states=rows.features.to(dtype),
+        input_ids=rows.next_token_ids,
+        document_ids=rows.documents,
+        ttt_steps=PASSES,
+    )
+    return torch.stack(seen)
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
+    """Greatest difference over the rows whose later tokens exist in both, and how many favourites agree."""
+    rows = ours.shape[1] - PASSES  # past them, the two libraries pad the tokens differently
+    ours, theirs = ours[:, :rows], theirs[:, :rows]
+    return {
+        "rows": rows,
+        "passes": PASSES,
+        "max_error": float((ours - theirs).abs().max()),
+        "largest_logit": float(ours.abs().max()),
+        "same_favourite": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+    }
+
+
+def converted_like_ours(heads: DraftHead, folder: Path, target: PreTrainedModel) -> dict[str, Any] | None:
+    """Our authors' layout through their converter, next to our own export: tensors, and fields that differ."""
+    from speculators.convert import convert_model
+
+    theirs, ours, source = folder / "theirs", folder / "ours", folder / "source"
+    export_heads(heads, source, to="eagle", target=target)
+    export_heads(heads, ours, to="speculators", target=target)
+    levels = heads.config.feature_layers
+    convert_model(
+        model=str(source), verifier=target.config.name_or_path, algorithm="eagle3", output_path=str(theirs),
+        eagle_aux_hidden_state_layer_ids=list(levels) if levels else None, validate_device=None,
+    )  # fmt: skip
+    a, b = load_file(theirs / "model.safetensors"), load_file(ours / "model.safetensors")
+    configs = [json.loads((path / "config.json").read_text(encoding="utf-8")) for path in (theirs, ours)]
+    layers = [config.pop("transformer_layer_config") for config in configs]
+    return {
+        "same_keys": sorted(a) == sorted(b),
+        "equal_tensors": sum(key in b and torch.equal(a[key], b[key]) for key in a),
+        "tensors": len(a),
+        "fields_that_differ": sorted(key for key in configs[0] if configs[0][key] != configs[1].get(key)),
+        "layer_fields_that_differ": sorted(key for key in layers[0] if layers[0][key] != layers[1].get(key)),
+    }
+
+
+def compare_tiny(folder: Path) -> list[dict[str, Any]]:
+    """All variants of tiny random heads."""
+    target = tiny_target(folder / "target")
+    token_ids = torch.randint(0, VOCAB, (1, ROWS + 1), generator=torch.Generator().manual_seed(1))
+    entries = []
+    for index, (name, options) in enumerate(VARIANTS.items()):
+        heads = random_heads(target, **options)
+        exported = export_heads(heads, folder / f"heads-{index}", to="speculators", target=target).folder
+        rows = rows_of(heads, target, token_ids)
+        found = difference(our_logits(heads, rows), their_logits(exported, rows, torch.float32))
+        entries.append({"heads": f"tiny, {name}", "dtype": "float32", **found})
+    for name in ("plain", "reduced vocabulary"):
+        heads = random_heads(target, **VARIANTS[name])
+        entries[list(VARIANTS).index(name)]["converter"] = converted_like_ours(heads, folder / name, target)
+    return entries
+
+
+def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The shipped heads on a text of the shipped target."""
+    target = AutoModelForCausalLM.from_pretrained(ROOT / "model_cards" / "target", dtype=dtype).eval()
+    target.config.name_or_path = str(ROOT / "model_cards" / "target")
+    heads = load_heads(ROOT / "model_cards" / name, dtype=dtype).bind(target)
+    prompt = torch.tensor([[1, 7, 99, 300]])
+    text = target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=125, min_new_tokens=125, do_sample=False
+    )
+    rows, work = rows_of(heads, target, text), folder / f"{name}-{dtype}"
+    exported = export_heads(heads, work / "export", to="speculators", target=target).folder
+    entry = {"heads": f"model_cards/{name}", "dtype": str(dtype).removeprefix("torch."),
+             **difference(our_logits(heads, rows), their_logits(exported, rows, dtype))}  # fmt: skip
+    if dtype == torch.bfloat16:
+        entry["converter"] = converted_like_ours(heads, work, target)
+    return entry
+
+
+def record(folder: Path, work: Path) -> None:
+    """Small exports, the rows they drafted on, and the logits `speculators` has for them."""
+    target = tiny_target(work / "recorded-target")
+    token_ids = torch.randint(0, VOCAB, (1, ROWS + 1), generator=torch.Generator().manual_seed(2))
+    for name, options in RECORDED.items():
+        heads = random_heads(target, seed=3, **options)
+        heads.config.target = None
+        exported = export_heads(
+            heads, folder / name, to="speculators", target=target.config.name_or_path, overwrite=True
+        ).folder
+        rows = rows_of(heads, target, token_ids)
+        logits = their_logits(exported, rows, torch.float32)
+        path = exported / "config.json"  # a name instead of the folder of this run
+        path.write_text(path.read_text(encoding="utf-8").replace(target.config.name_or_path, "tiny-target"))
+        values = {"features": rows.features, "next_token_ids": rows.next_token_ids, "logits": logits}
+        values["embedding"] = target.get_input_embeddings().weight.detach()
+        save_file({key: value.contiguous().clone() for key, value in values.items()}, exported / "oracle.safetensors")
+
+
+def main() -> None:
+    """Compares, prints a line per entry and writes the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "speculators.json")
+    parser.add_argument("--record", type=Path, help="folder for recorded exports and logits")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        entries = compare_tiny(folder)
+        for heads in ("eagle3", "poss3-eagle3"):
+            entries += [compare_shipped(folder, heads, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        if args.record is not None:
+            record(args.record, folder)
+    result = {
+        "command": "PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators",
+        "versions": {"speculators": metadata.version("speculators"), "transformers": transformers.__version__,
+                     "torch": torch.__version__},
+        "entries": entries,
+    }  # fmt: skip
+    for entry in entries:
+        print(json.dumps(entry))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

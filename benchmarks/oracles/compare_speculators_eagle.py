@@ -1,0 +1,94 @@
+"""The last `speculators` that knew EAGLE-1 converts our EAGLE exports: are its tensors and draft logits ours?
+
+    pip install --no-deps --target SIDE speculators==0.6.0.2 transformers==4.56.2 huggingface_hub==0.35.3 \\
+        tokenizers==0.22.1 datasets==4.1.1 hs-connectors loguru pydantic-settings python-dotenv typing-inspection \\
+        openai distro jiter sniffio hf-xet requests charset-normalizer urllib3 idna certifi
+    python -m benchmarks.oracles.compare_speculators_eagle --side SIDE
+
+The shipped EAGLE and HASS heads, in float32, draft one teacher-forced pass over a text of the shipped target; heads
+without a bias of `fc` are made from them. The other library runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specheads import DraftHead, EagleHead, export_heads, load_heads
+
+from ..common import RESULTS, ROOT
+from .compare_speculators import rows_of
+
+RUNNER = Path(__file__).with_name("run_speculators_eagle.py")
+TARGET = ROOT / "model_cards" / "target"
+
+
+def without_bias(heads: EagleHead) -> EagleHead:
+    """The same heads as if they had been made with fc_bias=False."""
+    fields = {**heads.config.to_dict(), "fc_bias": False}
+    fields.pop("model_type")
+    other = EagleHead(type(heads.config)(**fields)).eval()
+    other.load_state_dict({key: value for key, value in heads.state_dict().items() if key != "fc.bias"})
+    return other
+
+
+@torch.no_grad()
+def ask(args: argparse.Namespace, heads: DraftHead, target: PreTrainedModel, text: torch.Tensor) -> dict[str, Any]:
+    """One export through the other library.
+
+    Raises:
+        RuntimeError: with the end of its output if it fails.
+    """
+    rows = rows_of(heads.bind(target), target, text)
+    drafted = next(heads.unroll(rows, 1))
+    values = {"token_ids": text, "features": rows.features, "logits": drafted.logits(drafted.hidden[0]).float()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_file({key: value.contiguous().clone() for key, value in values.items()}, folder / "rows.safetensors")
+        exported = export_heads(heads, folder / "heads", to="eagle").folder
+        answer = folder / "answer.json"
+        ran = subprocess.run(
+            [args.python, RUNNER, exported, TARGET, folder / "rows.safetensors", answer],
+            env={**os.environ, "PYTHONPATH": str(args.side)}, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        if not answer.exists():
+            raise RuntimeError(f"speculators failed:\n{ran.stdout[-2000:]}\n{ran.stderr[-3000:]}")
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Compares, prints a line per entry and writes the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--side", required=True, help="folder(s) with speculators 0.6 and its transformers")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "speculators_eagle.json")
+    args = parser.parse_args()
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    prompt = torch.tensor([[1, 7, 99, 300]])
+    text = target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=125, min_new_tokens=125, do_sample=False
+    )
+    entries = []
+    for name in ("eagle", "hass"):
+        heads = load_heads(ROOT / "model_cards" / name, dtype=torch.float32)
+        entries.append({"heads": f"model_cards/{name}", **ask(args, heads, target, text)})
+        entries.append({"heads": f"model_cards/{name} without bias", **ask(args, without_bias(heads), target, text)})
+    for entry in entries:
+        print(json.dumps(entry))
+    result = {"command": "python -m benchmarks.oracles.compare_speculators_eagle --side SIDE", "entries": entries}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

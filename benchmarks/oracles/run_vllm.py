@@ -1,0 +1,60 @@
+"""Greedy texts and acceptance counts of vLLM, with or without draft heads. Runs in vLLM's environment, which need not
+have this package: `compare_vllm.py` starts it.
+
+    python run_vllm.py REQUEST.json ANSWER.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
+
+def main(request_file: str, answer_file: str) -> None:
+    """Reads what to generate, writes token ids, seconds and vLLM's own counters."""
+    import torch
+    import transformers
+    import vllm
+
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    llm = vllm.LLM(
+        model=request["model"],
+        tokenizer=request["tokenizer"],
+        dtype=request["dtype"],
+        speculative_config=request["speculative_config"],
+        max_model_len=request["max_model_len"],
+        max_num_seqs=1,
+        enforce_eager=True,
+        disable_log_stats=False,
+    )
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"], ignore_eos=True)
+    start = time.perf_counter()
+    texts = []
+    for prompt in request["prompts"]:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        texts.append(list(output.outputs[0].token_ids))
+    answer = {
+        "texts": texts,
+        "seconds": round(time.perf_counter() - start, 2),
+        "counters": {
+            metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "values", None) or metric.value
+            for metric in llm.get_metrics()
+            if "spec_decode" in metric.name
+        },
+        "versions": {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,160 @@
+"""Finding the files of a checkpoint, and reading its JSON, without trusting either."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import CorruptCheckpointError, HeadLoadError
+
+CONFIG = "config.json"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+INDEXES = (SAFETENSORS_INDEX, PICKLE_INDEX)
+# Files weights are looked for in, the first that exists; safetensors before pickles, and last the names that single
+# authors' code writes.
+WEIGHT_FILES = (
+    SAFETENSORS, SAFETENSORS_INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "pytorch_model.bin",
+    PICKLE_INDEX, "medusa_lm_head.pt", "hydra_lm_head.pt",
+)  # fmt: skip
+# Names that `accelerate` gives the weights of a training state, and what lies beside them there and is never read.
+STATE_FILES = (SAFETENSORS, "model_0.safetensors", "pytorch_model.bin", "pytorch_model_0.bin")
+SECOND_MODEL = ("model_1.safetensors", "pytorch_model_1.bin")
+STATE_SIGNS = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
+STATE_FOLDER = re.compile(r"(state|checkpoint)_\d+")
+# The heads of a whole target that was trained with them; of the target's own weights only the embedding is read.
+IN_TARGET = re.compile(r"(?:module\.)?(?:model\.)?medusa_heads?\.(?=\d|blocks\.|lm_heads\.)")
+EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
+MAX_JSON_BYTES = 2**25
+MAX_SHARDS = 1000
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a checkpoint's weights.
+
+    Attributes:
+        files: Those to read.
+        index: Key to file name as a sharded checkpoint's index says, `None` without one.
+        notes: Where they were found, if that is worth saying.
+    """
+
+    files: tuple[Path, ...]
+    index: dict[str, str] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object without repeated names.
+
+    Raises:
+        CorruptCheckpointError: if the file is missing, absurdly large, no JSON, no object, or says something twice.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CorruptCheckpointError(f"{path} has {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}.")
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path} does not exist; a folder of draft heads needs a {path.name}.") from error
+    except CorruptCheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object.")
+    return value
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return value
+
+
+# ------------------------------------------------------------------ folders
+def config_file(folder: Path) -> Path:
+    """`config.json` of a folder; of a training state without one, that of the folder it is in."""
+    own = folder / CONFIG
+    if not own.exists() and _is_state(folder) and (folder.resolve().parent / CONFIG).exists():
+        return folder.resolve().parent / CONFIG
+    return own
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Weight files of a folder: the first of [`WEIGHT_FILES`] that exists, the shards its index names, or those of
+    the one training state in it.
+
+    Raises:
+        HeadLoadError: if there are none, or several training states.
+        CorruptCheckpointError: if an index is none, or a shard is missing.
+    """
+    if (folder / "pytorch_model").is_dir() or any(folder.glob("pytorch_model_fsdp_*")):
+        raise HeadLoadError(
+            f"{folder} is a training state whose weights are scattered over processes (DeepSpeed or FSDP); gather "
+            "them first, with its zero_to_fp32.py or `accelerate merge-weights`."
+        )
+    names = WEIGHT_FILES + (STATE_FILES if _is_state(folder) else ())
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is None:
+        return _files_of_state(folder)
+    if _is_state(folder) and (several := [name for name in SECOND_MODEL if (folder / name).exists()]):
+        raise HeadLoadError(
+            f"{folder} is a training state of several models ({found}, {several[0]}); keep the heads'."
+        )
+    notes = (f"{CONFIG} is that of the folder above",) if config_file(folder).parent != folder else ()
+    if found not in INDEXES:
+        return WeightFiles((folder / found,), notes=notes)
+    index = read_index(folder / found)
+    files = tuple(folder / name for name in sorted({index[key] for key in needed(index)}))
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")
+    return WeightFiles(files, index, notes)
+
+
+def _is_state(folder: Path) -> bool:
+    """Whether a folder was written by `accelerator.save_state`."""
+    return bool(STATE_FOLDER.fullmatch(folder.resolve().name)) or any((folder / sign).exists() for sign in STATE_SIGNS)
+
+
+def _files_of_state(folder: Path) -> WeightFiles:
+    states = sorted(path.name for path in folder.iterdir() if path.is_dir() and STATE_FOLDER.fullmatch(path.name))
+    if len(states) > 1:
+        raise HeadLoadError(f"{folder} holds the training states {states}; pass the folder of one of them.")
+    if not states:
+        raise HeadLoadError(f"{folder} has no weights; expected one of {', '.join(WEIGHT_FILES)}.")
+    inner = weight_files(folder / states[0])
+    return WeightFiles(inner.files, inner.index, (f"weights of the training state {states[0]}",))
+
+
+# ------------------------------------------------------------------ shards
+def read_index(path: Path) -> dict[str, str]:
+    """Key to file name of an index, checked: plain names in the same folder, of the kind the index is for.
+
+    Raises:
+        CorruptCheckpointError: for anything else.
+    """
+    names = read_json(path).get("weight_map")
+    suffixes = (".safetensors",) if path.name == SAFETENSORS_INDEX else (".bin", ".pt")
+    if not isinstance(names, dict) or not names or not all(_is_plain_name(name, suffixes) for name in names.values()):
+        raise CorruptCheckpointError(f"{path} has no proper `weight_map` of file names in the same folder.")
+    if len(set(names.values())) > MAX_SHARDS:
+        raise CorruptCheckpointError(f"{path} names {len(set(names.values()))} files, expected at most {MAX_SHARDS}.")
+    return names
+
+
+def _is_plain_name(name: object, suffixes: tuple[str, ...]) -> bool:
+    return isinstance(name, str) and name.endswith(suffixes) and Path(name).name == name and "\\" not in name
+
+
+def needed(keys: Iterable[str]) -> list[str]:
+    """Keys to read: all, but of a target that carries its heads only these and the embedding."""
+    keys = list(keys)
+    inside = [key for key in keys if IN_TARGET.match(key)]
+    if not inside or len(inside) == len(keys):
+        return keys
+    return inside + [key for key in keys if key.removeprefix("module.") in EMBEDDINGS]

@@ -1,0 +1,39 @@
+"""Commands that serve an export; `{folder}` and `{target}` stand for the export's folder and the target's name."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..modeling import DraftHead
+
+
+def drafted_positions(heads: DraftHead) -> int:
+    """Draft positions to ask an engine for: those of the heads' tree; of POSS heads those of specialist 0."""
+    depth = heads.tree_config.depth
+    if getattr(heads.config, "num_specialists", 1) > 1:
+        return min(depth, max(heads.config.positions_per_specialist, 1))
+    return depth
+
+
+def vllm_command(heads: DraftHead, method: str) -> str:
+    """vLLM drafts chains; the method is named because vLLM otherwise infers it from the path's text."""
+    speculative = {"model": "@", "method": method, "num_speculative_tokens": drafted_positions(heads)}
+    return f"vllm serve {{target}} --speculative-config '{_braced(json.dumps(speculative))}'"
+
+
+def _braced(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}").replace('"@"', '"{folder}"')
+
+
+def sglang_command(heads: DraftHead, algorithm: str) -> str:
+    """SGLang drafts chains (top-k 1) and EAGLE-2's trees."""
+    tree, steps = heads.tree_config, drafted_positions(heads)
+    top_k = tree.top_k if tree.kind == "dynamic" else 1
+    tokens = tree.total_tokens if tree.kind == "dynamic" else steps + 1
+    return (
+        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {{folder}} --speculative-num-steps {steps} "
+        f"--speculative-eagle-topk {top_k} --speculative-num-draft-tokens {tokens}"
+    )
