@@ -16,14 +16,18 @@ from .configuration import DraftHeadConfig, DraftTreeConfig
 from .draft_vocabulary import PRUNED_TOKEN_IDS, PrunableVocabulary
 from .errors import CheckpointValueError, WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
+from .push import push_heads
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+
     from .cache import DraftCache
     from .metrics import GenerationStats
     from .unroll import DraftedPass, TrainingRows
 
 VERIFICATIONS = ("lossless", "typical")
 LOOPS = ("own", "transformers")
+PUSH_OPTIONS = ("commit_message", "commit_description", "private", "revision", "create_pr", "custom_generate")
 
 
 @dataclass(frozen=True)
@@ -320,10 +324,41 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
         """As in transformers; the tree in force is saved as the default tree. Target weights are never saved, but an
         adapter is that the target was trained with together with these heads."""
+        push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
+        hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
         self.config.tree_config = self.tree_config.to_dict()
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self, Path(save_directory), self._bound_to[0] if self._bound_to else None)
-        return super().save_pretrained(save_directory, **kwargs)
+        saved = super().save_pretrained(save_directory, **kwargs)
+        if push:
+            self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
+        return saved
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:
+        """Uploads the heads: weights, config, a model card rendered from facts, its figures, and the adapter of a
+        target that was trained together with them (Medusa-2). Weights of the target are never uploaded.
+
+        Text and metadata that users added to the card, on the Hub or in the folder the heads were loaded from, stay.
+        `training_facts.json` and `eval_results.json` in that folder are what the card says of training and speed.
+
+        Args:
+            repo_id: `org/name`, or a name of one's own; made if it does not exist.
+            commit_message, commit_description, private, token, revision, create_pr, max_shard_size: As in
+                transformers; `revision` is a branch, made if it does not exist.
+            custom_generate: Also upload the code for `generate(custom_generate=repo_id, trust_remote_code=True)`.
+            base_model: The target's Hub id, if the heads were trained with a copy in a folder.
+            facts_from: Folder with the facts, default the one the heads were loaded from.
+            training, evaluations, license, target_license, datasets, language, limits, tags, commit, versions:
+                Facts for the card; see [`model_card.CardFacts`].
+
+        Returns:
+            The commit, with its address, and that of the pull request if one was asked for.
+
+        Raises:
+            HfHubHTTPError: if the Hub refuses, or cannot serve.
+            ValueError: for an unknown fact.
+        """
+        return push_heads(self, repo_id, **options)
 
 
 def trained_weights(heads: DraftHead) -> dict[str, torch.Tensor]:

@@ -50,6 +50,15 @@ class Refused(Exception):
         self.status, self.headers = status, {**named, **headers}
 
 
+def _metadata(card: str) -> object:
+    """The YAML at the top of a card; an empty mapping without it, and what it is not if it is no YAML."""
+    match = re.match(r"---\n(.*?)\n---\n", card, flags=re.DOTALL)
+    try:
+        return yaml.safe_load(match[1]) if match else {}
+    except yaml.YAMLError as error:
+        return str(error)
+
+
 class HubRequests(BaseHTTPRequestHandler):
     """Answers the requests of one connection."""
 
@@ -183,15 +192,11 @@ class HubRequests(BaseHTTPRequestHandler):
 
     def validate_yaml(self) -> None:
         """What the Hub minds first: metadata that is no YAML mapping, and a licence that is none."""
-        match = re.match(r"---\n(.*?)\n---\n", self._json()["content"], flags=re.DOTALL)
-        try:
-            metadata = yaml.safe_load(match[1]) if match else {}
-        except yaml.YAMLError as error:
-            metadata = str(error)
+        metadata = _metadata(self._json()["content"])
         if not isinstance(metadata, dict) or not isinstance(metadata.get("license", ""), str):
             self._send(400, {"errors": [{"message": "metadata must be a mapping"}], "warnings": []})
         else:
-            warnings = [] if match else [{"message": "empty or missing yaml metadata in repo card"}]
+            warnings = [] if metadata else [{"message": "empty or missing yaml metadata in repo card"}]
             self._send(200, {"errors": [], "warnings": warnings})
 
     def model_info(self, repo: Repo, revision: str = "main") -> None:
@@ -202,9 +207,10 @@ class HubRequests(BaseHTTPRequestHandler):
                 {"rfilename": path, "size": len(blob.data), "blobId": blob.git_oid, **self._lfs(blob, "sha256")}
                 for path, blob in commit.files.items()
             ]
-        self._send(
-            200, {"id": repo.name, "sha": commit.sha, "private": repo.private, "siblings": siblings, "tags": []}
-        )
+        readme = commit.files.get("README.md")
+        card = _metadata(readme.data.decode()) if readme else {}
+        facts = {"id": repo.name, "sha": commit.sha, "private": repo.private, "siblings": siblings, "tags": []}
+        self._send(200, facts | ({"cardData": card} if isinstance(card, dict) else {}))
 
     def _lfs(self, blob: Blob, key: str = "oid") -> dict[str, Any]:
         return {"lfs": {key: blob.sha256, "size": len(blob.data), "pointerSize": 134}} if blob.lfs else {}

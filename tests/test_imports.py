@@ -16,7 +16,8 @@ RANKS = {
     "adapters": 1, "sampling": 1, "stopping": 1, "unroll": 1, "layers": 2, "metrics": 2, "masks": 3, "cache": 2,
     "verification": 2, "verification_sampled": 3, "verification_typical": 3,
     "modeling": 3, "heads": 4, "drafting": 4, "auto": 5, "candidates": 5, "compatibility": 5,
-    "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "model_card": 7, "cli": 9, "__main__": 10,
+    "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "cli": 9, "__main__": 10,
+    "figures": 0, "card_sections": 1.2, "model_card": 1.4, "push": 1.6, "custom_generate": 8,
     "tree_measurement": 5, "tree_search": 6,
 }  # fmt: skip
 NO_TRANSFORMERS = {"tree", "metrics", "version", "errors"}

@@ -162,7 +162,7 @@ class _CrossEntropies(torch.autograd.Function):
             # The largest probability is 1 / sum(exp(logits - max)): its log gives the normaliser, log-softmax does not
             # have to be computed (on CPUs it costs several times as much as softmax).
             normaliser = logits.amax(dim=-1) - draft.amax(dim=-1).log()
-            token = normaliser - torch.bmm(probs[:, None], logits[..., None])[:, 0, 0]
+            token = normaliser - (probs * logits).sum(dim=-1)  # on CPUs a quarter of the time of a batched product
             top_k = (top_k_probs * (normaliser[:, None] - logits.gather(-1, top_k_ids))).sum(dim=-1)
         ctx.save_for_backward(draft, probs, top_k_probs, top_k_ids)
         return token, top_k

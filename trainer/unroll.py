@@ -7,8 +7,9 @@ pass (arXiv 2401.15077), HASS and POSS several, each fed with what the pass befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from hf_specheads.features import as_embedding, as_lm_head
 from hf_specheads.modeling import DraftHead
 from hf_specheads.unroll import DraftedPass, TrainingRows, later, row_positions
 
+from .chunks import CHUNK_ROWS, ChunkedPass, send_on
 from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss
 
 DEFAULT_LOSSES = ("feature", "token", "top_k")
@@ -25,10 +27,10 @@ DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
 
 @dataclass(frozen=True)
 class PassLosses:
-    """Losses of one pass, unweighted scalars with a graph.
+    """Losses of one pass, unweighted scalars.
 
     Attributes:
-        values: Loss by name, see [`losses.LOSSES`].
+        values: Loss by name, see [`losses.LOSSES`]; with a graph unless their backward has been run.
         drafted: [B, T, H], drafted features, detached; `None` for heads that draft none.
     """
 
@@ -68,7 +70,7 @@ class PassLosses:
 
 
 class Unroll:
-    """Unrolled training forward of one batch. Call [`next_pass`] `num_passes` times.
+    """Unrolled training forward of one batch: [`next_pass`] `num_passes` times, or [`run_passes`].
 
     Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with what the target says at t + 1.
 
@@ -122,6 +124,7 @@ class Unroll:
     ):
         _check_shapes(features, next_token_ids, target_features, loss_mask, attention_mask, document_ids, position_ids)
         self.losses, self.num_items, self.lk_decay = losses, num_items, lk_decay
+        self.top_k = top_k if "top_k" in losses else 0
         documents = _documents(next_token_ids, None if upstream_masking else attention_mask, document_ids)
         self.documents = documents.flatten()
         self.row_length = documents.shape[1]
@@ -136,47 +139,115 @@ class Unroll:
             upstream_masking=upstream_masking,
             separate_backward=separate_backward,
         )
-        with torch.no_grad():
-            self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [S]
-            self.target_features = target_features.flatten(0, 1)[self.supervised]  # [S, H]
-            labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
-            labels[:, -1] = IGNORED  # what follows the last row is not in the batch
-            self.target = TargetDistribution.from_logits(
-                rows.lm_head(self.target_features),
-                top_k,
-                labels=labels.flatten()[self.supervised],
-                vocabulary=draft_head.draft_vocabulary,
-            )
+        self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
+        self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [S]
+        labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
+        labels[:, -1] = IGNORED  # what follows the last row is not in the batch
+        self._labels = labels.flatten()
+        self._target_features = target_features.flatten(0, 1)
         self._passes = draft_head.unroll(rows, num_passes)
+        self._position = 0
+
+    @torch.no_grad()
+    def target_at(self, rows: torch.Tensor) -> TargetDistribution:
+        """What the target says at supervised rows, int64 [S'] (flat)."""
+        logits = self._lm_head(self._target_features[rows])
+        return TargetDistribution.from_logits(
+            logits, self.top_k, labels=self._labels[rows], vocabulary=self._vocabulary
+        )
+
+    @cached_property
+    def target(self) -> TargetDistribution:
+        """What the target says at all supervised rows."""
+        return self.target_at(self.supervised)
 
     def next_pass(self) -> PassLosses:
-        """Runs the next pass and compares it with the target."""
+        """Runs the next pass and compares it with the target at all supervised rows at once."""
         drafted = next(self._passes)
-        rows, kept = self._rows_of(drafted.offset)
-        values = self._losses(drafted, rows, kept)
+        rows, kept = self._rows_of(drafted.offset, self.supervised)
+        # Rows are selected before `lm_head`, the largest product of a pass.
+        hidden = drafted.hidden.flatten(0, 1)[rows]
+        features = None if drafted.features is None else drafted.features.flatten(0, 1)[rows]
+        values = self._losses(drafted, hidden, features, self.supervised, kept, self.target)
+        self._position += 1
         return PassLosses(values, None if drafted.features is None else drafted.features.detach())
+
+    def run_passes(
+        self,
+        count: int,
+        weigh: Callable[[PassLosses, int], torch.Tensor] | None = None,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> list[PassLosses]:
+        """Runs the next `count` passes, compares them with the target chunk by chunk, and runs their backward.
+
+        Logits of draft and target exist for the rows of one chunk; what the target says there is computed once for all
+        `count` passes. See [`chunks`].
+
+        Args:
+            count: Passes.
+            weigh: Losses of a pass and its position (0-based) -> the scalar to minimise; `None` for losses alone.
+            backward: Backward of such a scalar, `accelerator.backward` in a trainer.
+            chunk_rows: Rows per chunk.
+
+        Returns:
+            Losses of each pass, detached.
+
+        Raises:
+            ValueError: without `num_items`.
+        """
+        if self.num_items is None:
+            raise ValueError("the losses of a chunk are sums over its rows; give `num_items` to divide them by.")
+        passes = [ChunkedPass(next(self._passes)) for _ in range(count)]
+        for supervised in self.supervised.split(chunk_rows):
+            target = self.target_at(supervised)
+            for position, chunked in enumerate(passes, start=self._position):
+                rows, kept = self._rows_of(chunked.drafted.offset, supervised)
+                hidden, features, leaves = chunked.take(rows)
+                values = self._losses(chunked.drafted, hidden, features, supervised, kept, target)
+                chunked.add(values)
+                if weigh is not None:
+                    loss = weigh(PassLosses(values, None), position)
+                    with torch.autocast(loss.device.type, enabled=False):
+                        backward(loss)
+                    chunked.gather(rows, leaves)
+        self._position += count
+        if weigh is not None:
+            with torch.autocast(self.supervised.device.type, enabled=False):
+                send_on(passes)
+        drafted = [chunked.drafted.features for chunked in passes]
+        return [
+            PassLosses(chunked.values, None if features is None else features.detach())
+            for chunked, features in zip(passes, drafted, strict=True)
+        ]
 
     def finish_backward(self) -> None:
         """After the last pass's backward: lets the heads send on gradients gathered at rows that passes share."""
         next(self._passes, None)
 
-    def _rows_of(self, offset: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [S'] (flat) that draft the supervised rows `offset` later, and which supervised rows those are."""
+    def _rows_of(self, offset: int, supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [S'] (flat) that draft the supervised rows `offset` later, and which of them those are."""
         if offset == 0:
-            return self.supervised, None
-        rows = (self.supervised - offset).clamp_min(0)
-        inside = self.supervised % self.row_length >= offset
-        kept = (inside & (self.documents[rows] == self.documents[self.supervised])).nonzero()[:, 0]
+            return supervised, None
+        rows = (supervised - offset).clamp_min(0)
+        inside = supervised % self.row_length >= offset
+        kept = (inside & (self.documents[rows] == self.documents[supervised])).nonzero()[:, 0]
         return rows[kept], kept
 
-    def _losses(self, drafted: DraftedPass, rows: torch.Tensor, kept: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        # Rows are selected before `lm_head`, the largest product of a pass.
-        target = self.target if kept is None else self.target.select(kept)
-        features = None
-        if drafted.features is not None:
-            theirs = self.target_features if kept is None else self.target_features[kept]
-            features = (drafted.features.flatten(0, 1)[rows], theirs)
-        found = DraftedRows(drafted.logits(drafted.hidden.flatten(0, 1)[rows]), target, features, self.lk_decay)
+    def _losses(
+        self,
+        drafted: DraftedPass,
+        hidden: torch.Tensor,
+        features: torch.Tensor | None,
+        supervised: torch.Tensor,
+        kept: torch.Tensor | None,
+        target: TargetDistribution,
+    ) -> dict[str, torch.Tensor]:
+        """Losses of drafted rows [S', *] against those `kept` of the supervised rows, where `target` is."""
+        if kept is not None:
+            target, supervised = target.select(kept), supervised[kept]
+        pair = None if features is None else (features, self._target_features[supervised])
+        found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay)
         names = [name for name in self.losses if features is not None or name != "feature"]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import convert, demo, env, evaluate, export, generate, inspect, train
+from . import convert, demo, env, evaluate, export, generate, inspect, push, train
 
 COMMANDS = {
     "demo": demo,
@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": inspect,
     "convert": convert,
     "export": export,
+    "push": push,
     "env": env,
 }
 

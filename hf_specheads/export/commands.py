@@ -10,11 +10,9 @@ if TYPE_CHECKING:
 
 
 def drafted_positions(heads: DraftHead) -> int:
-    """Draft positions to ask an engine for: those of the heads' tree; of POSS heads those of specialist 0."""
-    depth = heads.tree_config.depth
-    if getattr(heads.config, "num_specialists", 1) > 1:
-        return min(depth, max(heads.config.positions_per_specialist, 1))
-    return depth
+    """Draft positions to ask an engine for: those of the heads' own tree, also of POSS heads, whose specialist 0 then
+    drafts the later ones."""
+    return heads.tree_config.depth
 
 
 def vllm_command(heads: DraftHead, method: str) -> str:
