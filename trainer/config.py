@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .chunks import CHUNK_ROWS
 from .losses import LOSSES
 
 BACKWARDS = ("per_pass", "summed")
@@ -40,9 +41,12 @@ class DraftHeadTrainingArguments(TrainingArguments):
         embedding_noise: alpha of the NEFTune noise U(-1, 1) * alpha / sqrt(length * width) added to the embeddings of
             the tokens that heads read (Hydra, arXiv 2402.05109; for Hydra without a prefix layer, give `feature_noise`
             the same value, scaled `"neftune"`). The default 0.0 adds none, as in Hydra's published recipe.
-        backward: `"per_pass"` runs one backward per pass and frees its graph, as HASS and PosS do; `"summed"` runs one
-            backward through the sum of all passes. The streams are detached, so the gradients are equal; `per_pass`
-            needs the memory of one pass, `summed` of all.
+        backward: `"summed"` runs one backward through all passes, and computes what the target says once; `"per_pass"`
+            runs one backward per pass and frees its graph, as HASS and PosS do, and computes what the target says for
+            every pass. The gradients are equal, because what a pass hands on is detached (where it is not, in
+            EAGLE-3, the backward is always summed). `per_pass` needs less memory and more time.
+        loss_chunk_rows: Rows of which all logits exist at a time: memory of the losses is a few times that times the
+            vocabulary.
         pass_reduction: `"sum"` over passes, as the authors' gradients; `"mean"` divides by `num_passes`, which keeps
             the effective learning rate when the depth changes.
         upstream_masking: Train with the attention of the HASS and PosS training code, in which masked scores count
@@ -73,7 +77,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
     feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
     embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
-    backward: str = field(default="per_pass", metadata={"help": f"One of {BACKWARDS}."})
+    backward: str = field(default="summed", metadata={"help": f"One of {BACKWARDS}."})
+    loss_chunk_rows: int = field(default=CHUNK_ROWS, metadata={"help": "Rows of which all logits exist at a time."})
     pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
@@ -96,6 +101,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
             raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
         _at_least("top_k", self.top_k, 1)
+        _at_least("loss_chunk_rows", self.loss_chunk_rows, 1)
         _at_least("max_length", self.max_length, 3)
         _at_least("eval_acceptance_prompts", self.eval_acceptance_prompts, 0)
         _at_least("eval_prompt_length", self.eval_prompt_length, 1)

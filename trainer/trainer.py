@@ -166,10 +166,7 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         inputs = self._prepare_inputs(inputs)
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        if self.args.backward == "per_pass" and self.model.passes_are_detached:
-            loss = self._backward_per_pass(inputs, num_items_in_batch)
-        else:
-            loss = self._backward_summed(inputs, num_items_in_batch)
+        loss = self.backward_batch(inputs, num_items_in_batch)
         self._micro_step += 1
         if self.accelerator.sync_gradients:
             self._micro_step = 0
@@ -178,27 +175,23 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
         # Trainer logs the mean over processes of what is a share of the whole step's loss.
         return loss * self.args.world_size
 
-    def _backward_per_pass(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+    def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of one batch, the losses chunk by chunk; returns the weighted loss, detached."""
+        apart = self.args.backward == "per_pass" and self.model.passes_are_detached
+        together = 1 if apart else self.num_passes
         total = torch.zeros((), device=self.args.device)
         with self.accelerator.autocast():
-            unroll = self.start_unroll(inputs, num_items, separate_backward=True)
-        for position in range(self.num_passes):
+            unroll = self.start_unroll(inputs, num_items, separate_backward=apart)
+        for first in range(0, self.num_passes, together):
             with self.accelerator.autocast():
-                losses = unroll.next_pass()
-                loss = self.weighted_loss(losses, position)
-            self.accelerator.backward(loss)
-            self._train_losses.add(position, losses)
-            total += loss.detach()
+                passes = unroll.run_passes(
+                    together, self.weighted_loss, self.accelerator.backward, self.args.loss_chunk_rows
+                )
+            for position, losses in enumerate(passes, start=first):
+                self._train_losses.add(position, losses)
+                total += self.weighted_loss(losses, position)
         unroll.finish_backward()
         return total
-
-    def _backward_summed(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
-        with self.accelerator.autocast():
-            loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True, num_items_in_batch=num_items)
-        self.accelerator.backward(loss)
-        for position, losses in enumerate(outputs["passes"]):
-            self._train_losses.add(position, losses)
-        return loss.detach()
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """What the next optimizer step changes."""
@@ -278,8 +271,9 @@ class DraftHeadTrainer(AtomicCheckpoints, Trainer):
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
                 unroll = self.start_unroll(inputs, 1.0, training=False)  # divided by 1: sums over rows
-                for position in range(self.num_passes):
-                    meter.add(position, unroll.next_pass())
+                passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
+                for position, losses in enumerate(passes):
+                    meter.add(position, losses)
             meter.steps += int(unroll.supervised.numel())
         components = meter.drain(per_step_of_all=True)
         loss = 0.0

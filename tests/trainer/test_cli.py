@@ -20,7 +20,7 @@ def test_run_from_a_recipe(workspace, tmp_path, capsys):
     folder = tmp_path / "heads"
     workspace.run(*workspace.options, f"output_dir={folder}", "eval_strategy=steps", "eval_steps=2")
     printed = capsys.readouterr().out
-    for line in ("poss, 2 specialist(s)", "passes: 4, per_pass backward", "16 examples to train on, 4 to evaluate on"):
+    for line in ("poss, 2 specialist(s)", "passes: 4, summed backward", "16 examples to train on, 4 to evaluate on"):
         assert line in printed
     heads = load_heads(str(folder))
     assert heads.config.num_specialists == 2 and heads.config.trained_positions == 4

@@ -11,6 +11,7 @@ from hf_specheads.trainer import DraftHeadTrainingArguments
         ("num_passes", 0, "`num_passes` must be at least 1, got 0"),
         ("token_loss_weight", -0.1, "`token_loss_weight` must be at least 0, got -0.1"),
         ("top_k", 0, "`top_k` must be at least 1"),
+        ("loss_chunk_rows", 0, "`loss_chunk_rows` must be at least 1, got 0"),
         ("feature_noise", -1.0, "`feature_noise` must be at least 0"),
         ("feature_noise_scaling", "gauss", r"`feature_noise_scaling` must be one of .*'eagle'.*, got 'gauss'"),
         ("embedding_noise", -1.0, "`embedding_noise` must be at least 0"),
