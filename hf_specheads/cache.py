@@ -23,8 +23,8 @@ class DraftCache(SlotCache):
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
     """
 
-    def __init__(self, num_specialists: int, static_capacity: int | None = None):
-        super().__init__(static_capacity)
+    def __init__(self, num_specialists: int):
+        super().__init__()
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
         self.valid: torch.Tensor | None = None
         self.drafted_inputs: list[torch.Tensor] = []
@@ -46,6 +46,9 @@ class DraftCache(SlotCache):
         self.valid, self._new_counts = valid, counts
         if valid is not None:
             self.become_ragged(valid.shape[0], valid.device)
+        if self.static:
+            self.reserve(self.longest + valid.shape[1] + 1)
+            self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
     def open_rows(self, rows: int, device: torch.device, and_root: bool = False) -> torch.Tensor:
         """Starts a round: drafted rows are forgotten, and the next forward writes `rows` new rows to commit.
@@ -61,8 +64,9 @@ class DraftCache(SlotCache):
         self.drop_drafted()
         if self.valid is None:
             return self.place(0, rows + and_root, device)
-        self.reserve(self.longest + rows + and_root)
-        self._end = min(max(map(sum, zip(self.counts, self._new_counts, strict=True))) + and_root, self.capacity)
+        if not self.static:
+            self.reserve(self.longest + rows + and_root)
+            self._end = max(map(sum, zip(self.counts, self._new_counts, strict=True))) + and_root
         real = torch.nn.functional.pad(self.valid, (0, 1), value=True) if and_root else self.valid
         rank = real.cumsum(1) - 1
         after = real.sum(1, keepdim=True) + (~real).cumsum(1) - 1
@@ -75,7 +79,8 @@ class DraftCache(SlotCache):
             self.counts = [count + rows for count in self.counts]
             self.lengths = None if self.lengths is None else self.lengths + rows
             return
-        self.counts = [count + new for count, new in zip(self.counts, self._new_counts, strict=True)]
+        if not self.static:
+            self.counts = [count + new for count, new in zip(self.counts, self._new_counts, strict=True)]
         self.lengths = self.lengths + self.valid.sum(1)
         self.valid = self._new_counts = None
 

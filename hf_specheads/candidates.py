@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
+from .compiled import CompiledRounds
 from .drafting import grow_tree
 from .features import asked_hidden_states, select_hidden_states
 from .metrics import GenerationStats
@@ -65,6 +66,14 @@ class NewRows:
         features = None if features is None else features[:, kept.to(features.device)]
         return cls(torch.cat([token_ids[:, kept], token_ids[:, -1:]], dim=1), features)
 
+    def with_validity(self) -> NewRows:
+        """The same, saying of every row whether it is real."""
+        if self.valid is not None:
+            return self
+        batch, rows = self.token_ids.shape[0], self.token_ids.shape[1] - 1
+        valid = torch.ones(batch, rows, dtype=torch.bool, device=self.token_ids.device)
+        return replace(self, valid=valid, counts=[rows] * batch)
+
     def select_rows(self, kept: torch.Tensor) -> NewRows:
         """Some rows of the batch, int64 [B']."""
         features = None if self.features is None else self.features[kept.to(self.features.device)]
@@ -110,6 +119,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         config = target.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.stats = head.last_stats = GenerationStats(profile=head.profile)
+        self.compiled: CompiledRounds | None = None
         self._proposed: list[int] = []
         self._drafted = False
 
@@ -146,12 +156,18 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             return DraftTree.root_only(rows.token_ids[:, -1])
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
+        if self.cache.static:
+            rows = rows.with_validity()
         self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
         self.stats.draft_forwards += depth
         sampler = None
         if self.sampling_processors is not None:
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        return grow_tree(self.head, self.cache, token_ids, features, depth, sampler).to(rows.token_ids.device)
+        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.head.tree_config.depth + 2:
+            tree = self.compiled.grow(self.head, self.cache, token_ids, features, depth)
+        else:
+            tree = grow_tree(self.head, self.cache, token_ids, features, depth, sampler)
+        return tree.to(rows.token_ids.device)
 
     def get_candidates(
         self,

@@ -153,6 +153,11 @@ def refuse_prepared_call(
         )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)
+    if head.compiled and (head.loop == "transformers" or refuse_tree(target, cache)):
+        raise UnsupportedGenerationError(
+            f"`heads.compiled` needs our own loop and a target that takes draft trees, got loop={head.loop!r} and "
+            f"{type(target).__name__} ({refuse_tree(target, cache) or 'it does'}); set `heads.compiled = False`."
+        )
     if batch_size > 1:
         _refuse_batch(target, head, batch_size, config, cache)
     elif head.tree_config.kind != "chain" and (reason := refuse_tree(target, cache)):

@@ -199,15 +199,16 @@ def grow_fixed(
     features: torch.Tensor | None,
     depth: int,
     sampler: DraftSampler | None = None,
+    levels: tuple[FixedLevel, ...] | None = None,
 ) -> DraftTree:
     """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
 
     The head runs once per level on the nodes that have children. Ranks count the most probable children, or, where
     the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
-    Sequoia). Arguments as in [`grow_tree`].
+    Sequoia). Arguments as in [`grow_tree`]; `levels` are those of the tree, made beforehand.
     """
     config = head.tree_config
-    levels = fixed_levels(config.paths, depth, token_ids.device)
+    levels = fixed_levels(config.paths, depth, token_ids.device) if levels is None else levels
     sampler = sampler if config.children == "sampled" else None
     batch = token_ids.shape[0]
     states, logits = head.start_draft(cache, token_ids, features)

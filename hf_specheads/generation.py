@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from .candidates import DraftHeadCandidateGenerator, NewRows
 from .compatibility import refuse_call, refuse_prepared_call, refuse_processors, refuse_tree
+from .compiled import bucket, compiled_rounds
 from .errors import UnsupportedGenerationError
 from .features import FeatureReader
 from .masks import grouped_attention_under_masks
@@ -122,6 +123,16 @@ class RoundLoop:
         chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
         self.cache: TreeCache | ChainCache | None = None
+        self.compiled = compiled_rounds(target, generation_config) if head.compiled else None
+        if self.compiled is not None:
+            self.candidates.compiled = self.compiled
+            self.candidates.cache.fix_capacity(bucket(self.stop.max_length + self.room_for_drafts))
+
+    @property
+    def room_for_drafts(self) -> int:
+        """Slots that a round may need past the tokens of the budget."""
+        tree = self.head.tree_config
+        return tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
 
     @property
     def token_by_token(self) -> bool:
@@ -172,7 +183,10 @@ class RoundLoop:
         if self.head.tree_config.kind == "chain" and refuse_tree(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
-        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype)
+        capacity = None
+        if self.compiled is not None:
+            capacity = bucket(self.stop.max_length + self.head.tree_config.num_nodes)
+        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
 
     # ------------------------------------------------------------------ a round
     def draft(self, rows: NewRows) -> DraftTree:
@@ -185,8 +199,11 @@ class RoundLoop:
     def verify_forward(self, tree: DraftTree) -> Any:
         """One target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
-        inputs = self.cache.forward_inputs(tree) | self.reader.forward_kwargs
-        return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs)
+        asked = self.reader.forward_kwargs
+        if self.compiled is not None and tree.num_nodes == self.head.tree_config.num_nodes:
+            return self.compiled.verify(self.target, self.cache, tree, asked)
+        inputs = self.cache.forward_inputs(tree)
+        return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **asked)
 
     def choose(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active row, by the rule for the way the tree's children were
@@ -219,7 +236,7 @@ class RoundLoop:
         """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
         results, device = list(accepted.values()), tree.token_ids.device
         counts = [len(result.nodes) for result in results]
-        most = max(counts)
+        most = max(counts) if self.compiled is None else self.head.tree_config.depth + 1
         path = torch.tensor([[*result.nodes, *[0] * (most - len(result.nodes))] for result in results], device=device)
         is_prefix = all(result.nodes == list(range(len(result.nodes))) for result in results)
         self.cache.keep_path(path, counts, is_prefix)
@@ -228,7 +245,7 @@ class RoundLoop:
                   for root, result, count in zip(roots, results, counts, strict=True)]  # fmt: skip
         token_ids = torch.tensor(tokens, device=device)
         features = self.reader.features(outputs)
-        if len(set(counts)) == 1:
+        if set(counts) == {most}:
             return NewRows(token_ids, _at_nodes(features, path))
         nodes = torch.tensor([[*[0] * (most - len(r.nodes)), *r.nodes] for r in results], device=device)
         valid = torch.arange(most, device=device) >= most - torch.tensor(counts, device=device)[:, None]

@@ -53,6 +53,8 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
             round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
+        compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
+            for that. How, says the target's `generation_config.compile_config`.
         profile: Record wall seconds by stage in `last_stats.seconds`.
         trace: Keep every draft tree in `last_stats.trees`.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
@@ -78,6 +80,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
         self.posterior_alpha = 0.3
         self.exact_seed = True
         self.loop = "own"
+        self.compiled = False
         self.profile = False
         self.trace = False
         self.last_stats: GenerationStats | None = None

@@ -87,17 +87,18 @@ class SlotCache(Cache):
 
     Attributes:
         capacity: Slots of the buffers; doubled when they are full, unless `static`.
-        static: Whether all slots are always shown, so that shapes never change.
+        static: Whether all slots are always shown, so that shapes never change. Nothing that a compiled step reads is
+            a number of the host then: it would be compiled into it.
         counts: Committed rows of every batch row, on the host; one entry for all while they are the same.
         lengths: The same on the device, int64 [B]; `None` while all rows have the same number.
         start: First slot of the rows written next, where that is the same for all batch rows.
         slots: int64 [B, R], slots of the rows written next, otherwise.
     """
 
-    def __init__(self, static_capacity: int | None = None):
+    def __init__(self):
         super().__init__(layers=[])
-        self.static = static_capacity is not None
-        self.capacity = static_capacity or 0
+        self.static = False
+        self.capacity = 0
         self.counts: list[int] = [0]
         self.lengths: torch.Tensor | None = None
         self.start = 0
@@ -125,8 +126,9 @@ class SlotCache(Cache):
         Returns:
             The slots, int64 [1 or B, rows].
         """
-        self.reserve(self.longest + first + rows)
-        self._end = self.longest + first + rows
+        if not self.static:
+            self.reserve(self.longest + first + rows)
+            self._end = self.longest + first + rows
         index = torch.arange(first, first + rows, device=device)[None]
         if self.lengths is None:
             self.start, self.slots = self.counts[0] + first, None
@@ -146,6 +148,10 @@ class SlotCache(Cache):
             raise RuntimeError(f"this cache has {self.capacity} slots, fixed, and {capacity} are needed.")
         self.capacity = max(capacity, 2 * self.capacity, SMALLEST_CAPACITY)
         self.grow()
+
+    def fix_capacity(self, capacity: int) -> None:
+        """Makes an empty cache one of so many slots, all of which are always shown."""
+        self.capacity, self.static = capacity, True
 
     def grow(self) -> None:
         """Gives every layer buffers of the new capacity."""

@@ -74,7 +74,7 @@ class TreeCache(SlotCache):
         dtype: torch.dtype,
         static_capacity: int | None = None,
     ):
-        super().__init__(static_capacity)
+        super().__init__()
         self.stock, self.dtype = stock, dtype
         self.root_positions = root_positions.expand(*root_positions.shape[:-2], batch, 1)
         self.counts = [stock.get_seq_length()] * batch
@@ -85,8 +85,10 @@ class TreeCache(SlotCache):
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.device = root_positions.device
-        if not self.static:
-            self.capacity = self.longest + FIRST_SLOTS
+        self.capacity = self.longest + FIRST_SLOTS
+        if static_capacity is not None:
+            self.fix_capacity(static_capacity)
+            self.become_ragged(batch, self.device)
         self.groups: list[_Group] = []
         self._take_over(stock)
 
@@ -164,7 +166,7 @@ class TreeCache(SlotCache):
             counts: How many of them count, per batch row.
             is_prefix: Whether all paths are the nodes 0, 1, 2, ...: they are where they belong then.
         """
-        if len(set(self.counts)) > 1 or len(set(counts)) > 1 or self.static:
+        if len(set(counts)) > 1:
             self.become_ragged(len(counts), self.device)
         if not is_prefix:
             lengths = self.known_lengths()

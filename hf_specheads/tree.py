@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -64,13 +63,16 @@ class DraftTree:
             ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0
         )
 
-    @cached_property
+    @property
     def ancestor_mask(self) -> torch.Tensor:
         """bool [B, N, N]: `mask[b, i, j]` says that j is i itself or an ancestor of i.
 
         Doubling: after step s every node knows its ancestors up to 2^s generations back. Kept, because verification
         needs it again after the target's forward.
         """
+        known = getattr(self, "_ancestor_mask", None)  # functools.cached_property locks, which cannot be compiled
+        if known is not None:
+            return known
         batch, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(batch, -1, -1)
         jump = self.parents.clamp_min(0)
@@ -79,6 +81,7 @@ class DraftTree:
             mask = mask | mask.gather(1, jump[:, :, None].expand(-1, -1, nodes))
             jump = jump.gather(1, jump)
             reached = 2 * reached + 1
+        object.__setattr__(self, "_ancestor_mask", mask)
         return mask
 
     def path_to(self, nodes: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,9 @@ def test_rows_of_a_batch_equal_caches_of_their_own(data):
     """Rounds in which every batch row commits another number of rows, padding anywhere among them, rows that leave."""
     batch = data.draw(st.integers(1, 4))
     static = data.draw(st.booleans())
-    cache, alone = DraftCache(1, static_capacity=256 if static else None), [torch.zeros(2, 0, 3) for _ in range(batch)]
+    cache, alone = DraftCache(1), [torch.zeros(2, 0, 3) for _ in range(batch)]
+    if static:
+        cache.fix_capacity(256)
     for _ in range(data.draw(st.integers(1, 5))):
         rows = data.draw(st.integers(1, 6))
         valid = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=rows, max_size=rows),
@@ -83,6 +85,7 @@ def test_rows_of_a_batch_equal_caches_of_their_own(data):
 
 
 def test_a_fixed_capacity_is_not_exceeded():
-    cache = DraftCache(1, static_capacity=8)
+    cache = DraftCache(1)
+    cache.fix_capacity(8)
     with pytest.raises(RuntimeError, match="8 slots"):
-        cache.open_rows(9, torch.device("cpu"))
+        cache.begin_round(torch.ones(1, 8, dtype=torch.bool), [8])
