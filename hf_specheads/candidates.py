@@ -66,6 +66,15 @@ class NewRows:
         features = None if features is None else features[:, kept.to(features.device)]
         return cls(torch.cat([token_ids[:, kept], token_ids[:, -1:]], dim=1), features)
 
+    def followed_by(self, newer: NewRows) -> NewRows:
+        """These rows and those of a plain step after them, which has committed one for every batch row."""
+        token_ids = torch.cat([self.token_ids, newer.token_ids[:, -1:]], dim=1)
+        features = None if self.features is None else torch.cat([self.features, newer.features[:, -1:]], dim=1)
+        if self.valid is None:
+            return NewRows(token_ids, features)
+        valid = torch.nn.functional.pad(self.valid, (0, 1), value=True)
+        return NewRows(token_ids, features, valid, [count + 1 for count in self.counts])
+
     def with_validity(self) -> NewRows:
         """The same, saying of every row whether it is real."""
         if self.valid is not None:

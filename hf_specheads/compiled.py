@@ -79,7 +79,7 @@ class CompiledRounds:
 
     def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, asked: dict[str, Any]) -> Any:
         """The target's forward over a tree; `asked` are its arguments for hidden states."""
-        return self._verify(target, cache, tree, asked)
+        return self._verify(target, cache, tree.packed(), asked)  # views of other strides would be compiled anew
 
 
 # Compiled steps by target and options, so that later calls find them ready.

@@ -20,6 +20,7 @@ from .features import FeatureReader
 from .masks import grouped_attention_under_masks
 from .modeling import DraftHead
 from .outputs import EmittedOutputs
+from .pace import Pace
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
 from .stopping import StopRule
@@ -123,6 +124,9 @@ class RoundLoop:
         chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
         self.cache: TreeCache | ChainCache | None = None
+        self.pace: Pace | None = None
+        if head.adaptive and not (head.trace or self.stats.lossy):
+            self.pace = head.pace_of(self.batch, generation_config)
         self.compiled = compiled_rounds(target, generation_config) if head.compiled else None
         if self.compiled is not None:
             self.candidates.compiled = self.compiled
@@ -145,17 +149,22 @@ class RoundLoop:
         with self.stats.stage("prefill"):
             rows = self.prefill()
         while sequences.active:
+            began, context = time.perf_counter(), max(self.cache.counts)
+            drafts = self.pace is None or self.pace.drafts(context)
             with self.stats.stage("draft"):
-                tree = self.draft(rows)
+                tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
             with self.stats.stage("target"):
                 outputs = self.verify_forward(tree)
             with self.stats.stage("accept"):
                 accepted = self.choose(tree, outputs.logits)
             with self.stats.stage("commit"):
-                rows = self.commit(tree, outputs, accepted)
+                new_rows = self.commit(tree, outputs, accepted)
+                rows = new_rows if tree.num_nodes > 1 else rows.followed_by(new_rows)
                 self.emit(outputs, accepted)
-                self.record(tree, accepted)
-                rows = self.drop_ended(rows, accepted)
+                self.record(tree, accepted, drafts)
+            if self.pace is not None:
+                self.keep_pace(tree, accepted, time.perf_counter() - began, context)
+            rows = self.drop_ended(rows, accepted)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.cache.give_back(keep=self.batch == 1)
         stock = self.model_kwargs["past_key_values"] if self.batch == 1 else None
@@ -200,7 +209,8 @@ class RoundLoop:
         """One target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
         asked = self.reader.forward_kwargs
-        if self.compiled is not None and tree.num_nodes == self.head.tree_config.num_nodes:
+        sizes = (self.head.tree_config.num_nodes, *([] if self.pace is None else [1]))
+        if self.compiled is not None and tree.num_nodes in sizes:
             return self.compiled.verify(self.target, self.cache, tree, asked)
         inputs = self.cache.forward_inputs(tree)
         return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **asked)
@@ -257,8 +267,19 @@ class RoundLoop:
         for row, result in accepted.items():
             self.sequences.append(row, result.token_ids)
 
-    def record(self, tree: DraftTree, accepted: dict[int, Accepted]) -> None:
+    def keep_pace(self, tree: DraftTree, accepted: dict[int, Accepted], seconds: float, context: int) -> None:
+        """What the round cost and bought, for the choice between drafting and plain steps."""
+        if tree.num_nodes == 1:
+            self.pace.record_plain(seconds, context)
+            return
+        emitted = sum(len(result.token_ids) for result in accepted.values())
+        self.pace.record_round(seconds, emitted / len(accepted))
+
+    def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""
+        if not drafts:
+            self.stats.plain_steps += 1
+            return
         for row, result in accepted.items():
             offered = result.num_accepted if result.cut else tree.max_depth
             self.stats.record_round(row, result.num_accepted, offered)
@@ -274,6 +295,8 @@ class RoundLoop:
         self.sequences.stream()
         if not ended or not kept:
             return rows
+        if self.pace is not None:
+            self.pace.conditions_changed()
         index = torch.tensor(kept, device=rows.token_ids.device)
         self.cache.select_rows(index)
         self.candidates.cache.select_rows(index)

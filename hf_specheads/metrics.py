@@ -43,6 +43,8 @@ class GenerationStats:
     Attributes:
         num_accepted: Per batch row, the accepted draft tokens of each round (bonus token not counted).
         offered: Per batch row, the draft positions each round could have accepted.
+        plain_steps: Forwards over a single token, in between rounds, because drafting did not pay
+            (`heads.adaptive`); no rounds, so without effect on the numbers above.
         target_forwards: Forwards of the target, the prefill included.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
         host_syncs: Times the host waited for the device.
@@ -54,6 +56,7 @@ class GenerationStats:
 
     num_accepted: list[list[int]] = field(default_factory=list)
     offered: list[list[int]] = field(default_factory=list)
+    plain_steps: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
     host_syncs: int = 0

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .adapters import adapter_identity, check_adapter, find_adapter, load_adapter, save_adapter_beside
 from .configuration import DraftHeadConfig, DraftTreeConfig
 from .draft_vocabulary import PRUNED_TOKEN_IDS, PrunableVocabulary
 from .errors import CheckpointValueError, WarmStartError, WrongTargetError, refuse_wrong_keys
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
+from .pace import Pace
 from .push import push_heads
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
             round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
+        adaptive: Decode plainly where drafting has not paid, by the wall time of rounds and plain steps of this pair
+            so far, and try again now and then ([`pace`]). The tokens do not depend on it, unless they are drawn in an
+            order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only with
+            `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
         compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
             for that. How, says the target's `generation_config.compile_config`.
         profile: Record wall seconds by stage in `last_stats.seconds`.
@@ -66,6 +71,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
     published: ClassVar[dict[str, Published]] = {}
     # Saved tensors that are no floating-point weights, with their types.
     integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
+    adaptive: bool = True
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -81,6 +87,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
         self.exact_seed = True
         self.loop = "own"
         self.compiled = False
+        self._paces: dict[tuple, Pace] = {}
         self.profile = False
         self.trace = False
         self.last_stats: GenerationStats | None = None
@@ -129,6 +136,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
         if not (self._bound_to and self._bound_to[0] is target):
             self.check_target(target)
             self._pruned.clear()
+            self._paces.clear()
         self._borrowed = (BorrowedModules.of(target),)
         self._bound_to = (target,)
         self._refresh_pruning()
@@ -296,6 +304,11 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
             ) from error
 
     # ------------------------------------------------------------------ options, saving
+    def pace_of(self, batch_size: int, config: GenerationConfig) -> Pace:
+        """Running costs and gains of these heads under the settings of a call; kept for the next such call."""
+        settings = (batch_size, repr(self.tree_config), self.compiled, config.do_sample, config.temperature)
+        return self._paces.setdefault(settings, Pace())
+
     def with_tree(self, **overrides: Any) -> DraftHead:
         """The same heads (weights shared) with another draft tree, for one call:
 

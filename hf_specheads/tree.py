@@ -106,6 +106,12 @@ class DraftTree:
         sampled = None if self.sampled is None else self.sampled.row(row)
         return DraftTree(*(tensor[row : row + 1] for tensor in tensors), self.max_depth, sampled)
 
+    def packed(self) -> DraftTree:
+        """The same with tensors of their own, of the strides their shapes imply."""
+        tensors = (self.token_ids, self.parents, self.depths, self.scores)
+        copies = (tensor.reshape(-1).clone().view(tensor.shape) for tensor in tensors)
+        return DraftTree(*copies, self.max_depth, self.sampled)
+
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""
         tensors = (self.token_ids, self.parents, self.depths, self.scores)

@@ -16,7 +16,7 @@ from targets import own_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_specheads import AutoDraftHead, EagleHead, PossHead
+from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -25,6 +25,12 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def fixed_seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def every_round_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of tiny random models never pay; tests want to see them verified all the same."""
+    monkeypatch.setattr(DraftHead, "adaptive", False)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hf_specheads import UnsupportedGenerationError
 from hf_specheads.compiled import SMALLEST_BUCKET, bucket
 
 NEW = 24
-METHODS = ("eagle", "poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm")
+OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm")
 
 
 def counted(target, heads) -> list[Any]:
@@ -38,11 +38,10 @@ def target():
     return own_target("llama")
 
 
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"), [("eagle", kind) for kind in TREES] + [(m, k) for m in OTHERS for k in ("chain", "dynamic")]
+)
 def test_two_graphs_serve_every_round_of_every_call(method, kind, target):
-    if kind in ("static", "optimal") and method in ("poss-lora", "eagle3", "hydra"):
-        pytest.skip("trees of fixed shape are drafted by the same code for all")
     heads = fresh_heads(target, method, TREES[kind])
     graphs = counted(target, heads)
     for length in (19, 7, 30):
