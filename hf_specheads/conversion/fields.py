@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..configuration import DraftHeadConfig
-from ..errors import HeadConfigError
+from ..errors import CheckpointKeysError, HeadConfigError
 from ..features import weight_fingerprint
 
 SUPPORTED_ROPES = ("linear", "dynamic")
@@ -78,6 +79,25 @@ def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | 
     if embedding is None:
         return {"name": name} if name else None
     return {"name": name, "fingerprint": None if embedding.is_meta else weight_fingerprint(embedding)}
+
+
+def renamed(tensors: dict[str, torch.Tensor], new_name: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """The tensors under other names.
+
+    Raises:
+        CheckpointKeysError: if two come to the same name, which are then two spellings of one.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        if (name := new_name(key)) in result:
+            raise CheckpointKeysError(f"{key} is in the file twice, in two spellings; the file is damaged.")
+        result[name] = tensor
+    return result
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same in type, shape and numbers."""
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...] = SUPPORTED_ROPES) -> dict[str, Any]:

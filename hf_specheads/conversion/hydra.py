@@ -21,7 +21,7 @@ import torch
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
 from ..heads import HydraHead, HydraHeadConfig
-from .fields import Converted, activation, integer, number, rope, special_tokens, target_of
+from .fields import Converted, activation, equal, integer, number, rope, special_tokens, target_of
 
 EMBEDDING = "input_embed_fn.weight"
 PREFIX = "prefix_embeding_layer."
@@ -136,9 +136,7 @@ def _are_tied(
     if tensors[f"hydra_mlp.0.{first}.linear.weight"].is_meta:  # only headers were read
         return False
     return all(
-        torch.equal(
-            tensors[f"hydra_mlp.{head}.{index}.linear.{part}"], tensors[f"hydra_mlp.{head}.{start}.linear.{part}"]
-        )
+        equal(tensors[f"hydra_mlp.{head}.{index}.linear.{part}"], tensors[f"hydra_mlp.{head}.{start}.linear.{part}"])
         for head in range(num_heads)
         for index in range(start, first + step * num_blocks, step)
         for part in ("weight", "bias")

@@ -20,7 +20,7 @@ import torch
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
 from ..heads import MedusaHeadConfig
-from .fields import Converted, boolean, integer, special_tokens, target_of
+from .fields import Converted, boolean, equal, integer, special_tokens, target_of
 from .files import EMBEDDINGS, IN_TARGET
 
 BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
@@ -160,7 +160,7 @@ def _are_tied(blocks: dict[int, list[dict[str, torch.Tensor]]]) -> bool:
     if blocks[0][0]["weight"].is_meta:  # only headers were read
         return False
     return all(
-        torch.equal(parts[name], parts_of_head[0][name])
+        equal(parts[name], parts_of_head[0][name])
         for parts_of_head in blocks.values()
         for parts in parts_of_head[1:]
         for name in ("weight", "bias")
