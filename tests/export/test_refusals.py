@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from hf_specheads import DraftHead, ExportError, WrongTargetError, export_heads, load_heads
 from hf_specheads.export import ALL_DESTINATIONS, DESTINATIONS, needs_target
+from hf_specheads.export.commands import path_note
 
 OTHER_WIDTH = {"own_embedding": True, "hidden_size": 24, "head_dim": 8}
 
@@ -121,7 +122,7 @@ def test_the_bias_of_fc_moves_into_the_embedding(tmp_path: Path, dtype: torch.dt
 @torch.no_grad()
 def test_what_was_measured_of_the_bias_is_said(tmp_path: Path) -> None:
     target = deep_target()
-    exported = export_heads(random_heads("eagle", target), tmp_path / "heads", to="vllm", target=target)
+    exported = export_heads(random_heads("eagle", target), tmp_path / "eagle-heads", to="vllm", target=target)
     (note,) = exported.notes
     assert "largest error of a draft logit" in note and "same favourite token in 100.0%" in note
     again = load_heads(exported.folder)
@@ -151,6 +152,17 @@ def other_target() -> Any:
     from targets import shared_target
 
     return shared_target("llama", num_hidden_layers=8, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "words"),
+    [("eagle", "heads", "reads no method"), ("eagle", "my-eagle3", "reads the method 'eagle3'"),
+     ("eagle", "Eagle-heads", None), ("eagle3", "eagle-heads/eagle3", "reads the method 'eagle'"),
+     ("eagle3", "my-EAGLE3", None)],
+)  # fmt: skip
+def test_the_method_that_vllm_reads_off_the_path(method: str, name: str, words: str | None) -> None:
+    notes = path_note(Path("models") / name, method)
+    assert (words is None) == (notes == []) and all(words in note and f"name {method!r}" in note for note in notes)
 
 
 def test_no_target_weights_are_written_unasked(tmp_path: Path) -> None:
