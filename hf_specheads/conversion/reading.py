@@ -116,6 +116,11 @@ def own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadCo
     if odd := [key for key in raw_config if callable(getattr(config_class, key, None)) or key.startswith("_")]:
         raise HeadConfigError(f"config.json has {odd[:3]}, which are no fields of a config; remove them.")
     _check_target(raw_config.get("target"))
+    if raw_config.get("quantization_config") is not None:
+        raise HeadConfigError(
+            "config.json has a quantization_config: the heads were saved quantised, which is not read; save them as "
+            "they were, and pass `quantization_config` to `AutoModel.from_pretrained` instead."
+        )
     specialists = raw_config.get("num_specialists", 1)
     if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
         raise HeadConfigError(f"config.json has num_specialists={specialists!r}, expected 1 to {MAX_SPECIALISTS}.")

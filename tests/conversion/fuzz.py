@@ -1,6 +1,6 @@
 """Damages valid checkpoints of every layout and watches what `load_heads` makes of them.
 
-    python tests/conversion/fuzz.py --cases 5000        # all of it, with counts per mutation and outcome
+    PYTHONPATH=tests python tests/conversion/fuzz.py --cases 5000        # counts per mutation and outcome
 
 Every case is one of:
     refused          one of this package's own errors, on loading or on binding to the target
@@ -9,7 +9,7 @@ Every case is one of:
                      weights have, and exactly those that the file holds: nothing tells them from the right ones
     other config     loaded, with another value in a field that only the config tells, which is in force
     said             loaded without a field that only the config tells, and the notes name it
-    other layout     loaded as another published layout, of which nothing distinguishes the file (heads without fc.bias)
+    other layout     loaded as another published layout, which is what the file has become (heads without fc.bias)
 and otherwise a failure: another exception, a hang, or heads that draft differently and say nothing.
 """
 
@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
 from layouts import LAYOUTS, target
@@ -248,12 +246,12 @@ def main() -> int:
         counts.setdefault(mutation, Counter())[result.outcome] += 1
         if result.failed:
             failures.append(result)
-            print(result, flush=True)
+            sys.stdout.write(f"{result}\n")
     outcomes = sorted({outcome for counter in counts.values() for outcome in counter})
-    print("| mutation | " + " | ".join(outcomes) + " | all |")
-    print("|---" * (len(outcomes) + 2) + "|")
+    lines = ["| mutation | " + " | ".join(outcomes) + " | all |", "|---" * (len(outcomes) + 2) + "|"]
     for mutation, counter in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
-        print(f"| {mutation} | " + " | ".join(str(counter[o]) for o in outcomes) + f" | {counter.total()} |")
+        lines.append(f"| {mutation} | " + " | ".join(str(counter[o]) for o in outcomes) + f" | {counter.total()} |")
+    sys.stdout.write("\n".join(lines) + "\n")
     return bool(failures)
 
 

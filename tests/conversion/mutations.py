@@ -203,7 +203,7 @@ def retype(folder: Path, rng: random.Random) -> str:
 # ------------------------------------------------------------------ JSON
 def _json(folder: Path, rng: random.Random) -> tuple[Path, dict, dict]:
     """A config or index, its content, and a random object in it that has fields."""
-    path = rng.choice(sorted(folder.glob("*.json")) + [folder / "config.json"])
+    path = rng.choice([*sorted(folder.glob("*.json")), folder / "config.json"])
     content = json.loads(path.read_text())
     inside = [content, *(item for item in content.values() if isinstance(item, dict) and item)]
     return path, content, rng.choice(inside)
