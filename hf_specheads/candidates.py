@@ -147,11 +147,12 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
         self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
-        self.stats.draft_forwards += depth
         sampler = None
         if self.sampling_processors is not None:
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        return grow_tree(self.head, self.cache, token_ids, features, depth, sampler).to(rows.token_ids.device)
+        tree = grow_tree(self.head, self.cache, token_ids, features, depth, sampler)
+        self.stats.draft_forwards += tree.max_depth
+        return tree.to(rows.token_ids.device)
 
     def get_candidates(
         self,
