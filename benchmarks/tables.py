@@ -225,6 +225,40 @@ def training_curve(result: Result) -> str:
     return markdown_table(header, rows) + footnote(result)
 
 
+def bench_train(result: Result) -> str:
+    """One row per family, length and depth: seconds and peak memory of a step, ours and the dense one's."""
+    rows = []
+    for cell in result["cells"]:
+        dense, ours = cell["sides"]["dense"], cell["sides"]["ours"]
+        apart = cell["sides"].get("per_pass", {})
+        rows.append((
+            cell["family"], str(cell["rows"]), str(cell["passes"]), _seconds(dense), _seconds(ours),
+            _range(ours.get("speed_up")), number(_megabytes(dense), 0), number(_megabytes(ours), 0),
+            percent(ours.get("memory_share")), _range(apart.get("speed_up")), percent(apart.get("memory_share")),
+            percent(cell["products_seconds"] / ours["seconds"]["median"]),
+        ))  # fmt: skip
+    header = ("heads", "rows T", "passes D", "dense, s", "ours, s", "dense / ours (range)", "dense, MB", "ours, MB",
+              "ours / dense", "per pass: dense / ours", "per pass: memory", "products / ours")  # fmt: skip
+    first = result["cells"][0]
+    return markdown_table(header, rows) + footnote(
+        result, f"Forward and backward, batch {result['batch']}, hidden size {first['hidden_size']}, vocabulary "
+        f"{first['vocab_size']}, median of {result['repeats']} alternating repeats",
+        "a dash: the dense step needs more memory than the machine has",
+    )  # fmt: skip
+
+
+def _seconds(side: Result) -> str:
+    return number(side["seconds"] and side["seconds"]["median"])
+
+
+def _range(ratio: Result | None) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-"
+
+
+def _megabytes(side: Result) -> float | None:
+    return None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6
+
+
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "methods": methods,
     "tree_kinds": tree_kinds,
@@ -234,4 +268,5 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
     "choose_tree": choose_tree,
     "n_alpha": n_alpha,
     "training_curve": training_curve,
+    "bench_train": bench_train,
 }

@@ -35,6 +35,7 @@ from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead
 from .tree_search import OptimalTree, search_tree
+from .tuning import TuningResult, tune, tune_vocabulary
 from .version import __version__
 
 auto.register()
@@ -67,6 +68,7 @@ __all__ = [
     "PossHeadConfig",
     "PossLoraHead",
     "PossLoraHeadConfig",
+    "TuningResult",
     "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",
@@ -74,4 +76,6 @@ __all__ = [
     "load_heads",
     "search_tree",
     "speculative_generate",
+    "tune",
+    "tune_vocabulary",
 ]

@@ -129,7 +129,8 @@ class AutoDraftHead:
         if from_heads is not None:
             fields |= head_class.fields_of_source(from_heads)
             from_heads.check_target(target)
-            fields["tree_config"] = from_heads.tree_config.to_dict()
+            chosen = from_heads._chosen_tree
+            fields["tree_config"] = from_heads.config.tree_config if chosen is None else chosen.to_dict()
         if "tree_config" in config:
             config["tree_config"] = _full_tree_config(config["tree_config"])
         heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))

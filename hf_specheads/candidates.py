@@ -168,7 +168,6 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if self.cache.static:
             rows = rows.with_validity()
         self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
-        self.stats.draft_forwards += depth
         sampler = None
         if self.sampling_processors is not None:
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
@@ -176,6 +175,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             tree = self.compiled.grow(self.head, self.cache, token_ids, features, depth)
         else:
             tree = grow_tree(self.head, self.cache, token_ids, features, depth, sampler)
+        self.stats.draft_forwards += tree.max_depth
         return tree.to(rows.token_ids.device)
 
     def get_candidates(

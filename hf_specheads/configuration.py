@@ -33,6 +33,8 @@ class DraftTreeConfig:
             distribution (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees). Only with `do_sample=True`;
             greedy decoding takes the most probable ones all the same.
         draft_temperature: The draft logits are divided by it.
+        stop_below: A level is drafted only if the best node of the level before is that probable, i.e. the product of
+            the draft probabilities from the root down to it; one host sync per level. 0 always drafts `depth` levels.
 
     Raises:
         ValueError: if a size is below its minimum, a name is unknown, or `choices` are no tree.
@@ -45,6 +47,7 @@ class DraftTreeConfig:
     choices: tuple[tuple[int, ...], ...] | None = None
     children: str = "top_k"
     draft_temperature: float = 1.0
+    stop_below: float = 0.0
 
     def __post_init__(self) -> None:
         for name, known in (("kind", TREE_KINDS), ("children", CHILDREN)):
@@ -61,6 +64,8 @@ class DraftTreeConfig:
                 raise ValueError(f"`{name}` of a draft tree must be an integer of at least {minimum}, got {value!r}.")
         if not isinstance(self.draft_temperature, (int, float)) or not 0 < self.draft_temperature < float("inf"):
             raise ValueError(f"`draft_temperature` must be a number above 0, got {self.draft_temperature!r}.")
+        if not isinstance(self.stop_below, (int, float)) or not 0 <= self.stop_below < 1:
+            raise ValueError(f"`stop_below` must be a probability from 0 to below 1, got {self.stop_below!r}.")
         if self.children == "sampled":
             self._refuse_biased_sampling()
 
@@ -145,7 +150,9 @@ class DraftHeadConfig(PreTrainedConfig):
         hidden_size: Width h of the draft head's residual stream.
         feature_size: Width H of one target feature (the target's hidden size).
         embedding_size: Width of the target's token embedding (differs from H in a few families).
-        tree_config: Fields of [`DraftTreeConfig`], the default tree of these heads.
+        tree_config: Fields of [`DraftTreeConfig`], the default tree of these heads; `None` for that of the device.
+        tuned: Trees that `heads.tune` found, one entry per `machine`, `dtype` and `threads`; there they come before
+            `tree_config`.
         target: Identity of the target the heads were made for: `name`, `revision`, `model_type`, `num_hidden_layers`
             and `fingerprint` (see [`features.target_fingerprint`]); `None` in files that do not say.
         target_adapter: Of heads trained together with a LoRA adapter of their target, which lies in `target_adapter/`
@@ -166,6 +173,7 @@ class DraftHeadConfig(PreTrainedConfig):
     feature_size: int = 4096
     embedding_size: int = 4096
     tree_config: dict | None = None
+    tuned: list | None = None
     target: dict | None = None
     target_adapter: dict | None = None
     method: str = "eagle"
@@ -179,9 +187,7 @@ class DraftHeadConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.tree_config is None:
-            self.tree_config = DraftTreeConfig().to_dict()
-        if self.tree_config.get("choices") is not None:
+        if self.tree_config is not None and self.tree_config.get("choices") is not None:
             self.tree_config = {**self.tree_config, "choices": tuple(tuple(c) for c in self.tree_config["choices"])}
         super().__post_init__(**kwargs)
 
@@ -196,7 +202,9 @@ class DraftHeadConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Part of `@strict`'s validation at construction."""
-        DraftTreeConfig().replace(**self.tree_config)
+        trees = [] if self.tree_config is None else [self.tree_config]
+        for tree in (*trees, *(entry.get("tree_config") for entry in self.tuned or ())):
+            DraftTreeConfig().replace(**tree)
         self._validate_sizes("vocab_size", "hidden_size", "feature_size", "embedding_size")
         if self.pruned_vocab_size is not None and not 1 <= self.pruned_vocab_size <= self.vocab_size:
             raise ValueError(

@@ -12,7 +12,7 @@ otherwise, so the text stays the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,41 @@ def mapping_of(token_ids: torch.Tensor | Sequence[int], vocab_size: int) -> tupl
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True
     return ids - torch.arange(len(ids)), t2d
+
+
+def count_tokens(texts: Iterable[torch.Tensor | Sequence[int]], vocab_size: int) -> torch.Tensor:
+    """How often every token occurs, int64 [V].
+
+    Args:
+        texts: Token ids, of any shape.
+        vocab_size: V of the target.
+
+    Raises:
+        ValueError: for token ids the target does not have.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for text in texts:
+        ids = torch.as_tensor(text, dtype=torch.long).flatten().cpu()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+            raise ValueError(
+                f"the data has the token id {outside}, outside the target's {vocab_size} ids; tokenize it with "
+                "the target's own tokenizer."
+            )
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """The most frequent tokens by their counts [V], ascending int64 [Vd]; of equally frequent ones, those never seen
+    included, lower ids win.
+
+    Raises:
+        ValueError: for a size that is not between 1 and V.
+    """
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"`size` of a draft vocabulary must be between 1 and {len(counts)}, got {size}.")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 # ---------------------------------------------------------------------- rows of projections to logits
@@ -187,7 +222,8 @@ class PrunableVocabulary:
     def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Any:
         """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for smaller draft forwards:
 
-            heads.prune_draft_vocabulary(frequent_tokens(texts, 8192, target.config.vocab_size))
+            counts = count_tokens(texts, target.config.vocab_size)
+            heads.prune_draft_vocabulary(most_frequent(counts, 8192))
 
         The text of `generate` does not change, only how much of it is drafted. With heads that were trained with a
         draft vocabulary, the tokens that are not in it are dropped. Copies made by [`with_tree`] are pruned as well.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from .cache import DraftCache
+from .configuration import DraftTreeConfig
 from .modeling import DraftHead
 from .sampling import DraftSampler
 from .tree import DraftTree, SampledChildren, select_nodes
@@ -46,6 +48,19 @@ def _top_children(head: DraftHead, logits: torch.Tensor, width: int) -> tuple[to
     return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
 
 
+def gives_up(config: DraftTreeConfig, scores: torch.Tensor) -> bool:
+    """Whether no node about to be expanded is as probable as `stop_below` asks, in any row; a host sync if it asks.
+
+    That a level is left out depends on what was drafted before it, never on what it would have held, so sampled
+    children keep their distribution.
+
+    Args:
+        config: The tree config.
+        scores: [B, K], cumulative log-probabilities of the nodes.
+    """
+    return config.stop_below > 0 and bool((scores < math.log(config.stop_below)).all())
+
+
 # ---------------------------------------------------------------------- dynamic trees
 class _Level:
     """The frontier: K nodes per row about to be expanded.
@@ -82,11 +97,13 @@ def grow_dynamic(
     )
     candidates = [(tokens, torch.zeros_like(tokens), scores)]
     for position in range(1, depth):
+        if gives_up(config, level.scores):
+            break
         level, children = _expand(head, cache, position, level)
         candidates.append(children)
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
     depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
-    return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], config.num_nodes - 1, depth)
+    return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], config.num_nodes - 1, len(candidates))
 
 
 def _expand(
@@ -225,7 +242,7 @@ def grow_fixed(
         rank = level.rank.clamp_max(width - 1)
         tokens, scores = tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]
         parts.append((tokens, level.parent_node, torch.full_like(level.parent_node, position + 1), scores))
-        if len(level.expanded) == 0:
+        if len(level.expanded) == 0 or gives_up(config, scores[:, level.expanded]):
             break
         above = level.parent[level.expanded]
         frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
@@ -236,7 +253,9 @@ def grow_fixed(
     root = DraftTree.root_only(token_ids[:, -1])
     sampled = None
     if sampler is not None:
-        sampled = SampledChildren(torch.cat(drawn_from, 1), *fixed_children(config.paths, depth, token_ids.device))
+        sampled = SampledChildren(
+            torch.cat(drawn_from, 1), *fixed_children(config.paths, len(parts), token_ids.device)
+        )
     return DraftTree(
         token_ids=torch.cat([root.token_ids, *tokens], dim=1),
         parents=torch.cat([root.parents, torch.cat(parents)[None].expand(batch, -1)], dim=1),

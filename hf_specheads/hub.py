@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HFValidationError,
@@ -176,6 +176,7 @@ def _local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
     if Path(repo_or_path).is_dir():
         return Path(repo_or_path)
     repo, config = str(repo_or_path), _config_of(repo_or_path, **hub)
+    hub["revision"] = config.parent.name  # the commit: a repository may change while it is read, and caches ask less
     for file in WEIGHT_FILES:
         found = _download(repo, file, **hub)
         if found is None:
@@ -215,17 +216,24 @@ def name_of(repo_or_path: str | os.PathLike) -> str:
 
 
 def _download(repo: str, file: str, **hub: Any) -> str | None:
-    """Local path of a file of a repository, `None` if the repository does not have it."""
+    """Local path of a file of a repository, `None` if the repository does not have it.
+
+    Raises:
+        HeadLoadError: if it cannot be had, which does not mean that it is missing.
+    """
+    if file != CONFIG and try_to_load_from_cache(repo, file, revision=hub["revision"]) is _CACHED_NO_EXIST:
+        return None
     try:
         return hf_hub_download(repo, file, **hub)
     except LocalEntryNotFoundError as error:
-        if file != CONFIG:
+        if file != CONFIG and (hub["local_files_only"] or is_offline_mode()):
             return None
         raise HeadLoadError(
-            f"{repo!r} is neither a folder nor in the local cache, and the Hub was not asked or not reached; check "
-            "the name, the connection and `local_files_only`."
+            f"{repo!r} is neither a folder nor, with its {file}, in the local cache, and the Hub was not asked or did "
+            "not answer; check the name, the connection and `local_files_only`."
         ) from error
     except EntryNotFoundError:
         return None
     except (*HUB_ERRORS, HFValidationError, OfflineModeIsEnabled) as error:
-        raise HeadLoadError(f"{repo!r} cannot be fetched: {str(error).splitlines()[0]}") from error
+        reason = " ".join(line for line in str(error).splitlines()[:3] if line)
+        raise HeadLoadError(f"{repo!r} cannot be fetched: {reason}") from error

@@ -18,6 +18,7 @@ from .errors import CheckpointValueError, WarmStartError, WrongTargetError, refu
 from .features import BorrowedModules, fingerprints_match, target_fingerprint, target_identity, target_sizes
 from .pace import Pace
 from .push import push_heads
+from .tree_defaults import DefaultTrees
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -39,11 +40,12 @@ class Published:
     papers: tuple[str, ...] = ()
 
 
-class DraftHead(PrunableVocabulary, PreTrainedModel):
+class DraftHead(DefaultTrees, PrunableVocabulary, PreTrainedModel):
     """Base class of all draft heads; hand one to `generate(assistant_model=...)`.
 
     Attributes:
-        tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call.
+        tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call. Left alone, it is the one
+            tuned on this machine ([`tune`]), else the saved one, else the default of the device.
         verification: `"lossless"`: the output has exactly the target's distribution. `"typical"` (Medusa, section
             2.3.1): with `do_sample=True`, accepts what the target finds likely enough, and takes the most probable
             token after it. **Lossy**: faster, and the text follows another distribution (`last_stats.lossy` says so);
@@ -80,7 +82,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
 
     def __init__(self, config: DraftHeadConfig):
         super().__init__(config)
-        self.tree_config = DraftTreeConfig().replace(**config.tree_config)
+        self.forget_tree()
         self.verification = "lossless"
         self.posterior_threshold = 0.09
         self.posterior_alpha = 0.3
@@ -139,6 +141,7 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
             self._paces.clear()
         self._borrowed = (BorrowedModules.of(target),)
         self._bound_to = (target,)
+        self._found_tree = None  # the number of threads may have changed
         self._refresh_pruning()
         return self
 
@@ -276,7 +279,16 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
             raise WarmStartError(
                 f"`from_heads` must be loaded {cls.__name__} heads, got {type(source).__name__}; pass load_heads(...)."
             )
-        kept = ("tree_config", "target", "method", "train_max_length", "architectures", "dtype", "pruned_vocab_size")
+        kept = (
+            "tree_config",
+            "tuned",
+            "target",
+            "method",
+            "train_max_length",
+            "architectures",
+            "dtype",
+            "pruned_vocab_size",
+        )
         return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
 
@@ -338,11 +350,12 @@ class DraftHead(PrunableVocabulary, PreTrainedModel):
         return (heads, info) if output_loading_info else heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
-        """As in transformers; the tree in force is saved as the default tree. Target weights are never saved, but an
-        adapter is that the target was trained with together with these heads."""
+        """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
+        machine. Target weights are never saved, but an adapter is that the target was trained with together with
+        these heads."""
         push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
         hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
-        self.config.tree_config = self.tree_config.to_dict()
+        self.write_trees()
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self, Path(save_directory), self._bound_to[0] if self._bound_to else None)
         saved = super().save_pretrained(save_directory, **kwargs)

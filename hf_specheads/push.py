@@ -84,7 +84,7 @@ def push_heads(
     with tempfile.TemporaryDirectory() as temporary:
         folder, source = Path(temporary), facts_from or heads.name_or_path
         heads.save_pretrained(folder, max_shard_size=max_shard_size)
-        _name_target(folder / "config.json", base_model)
+        name_target(folder / "config.json", base_model)
         if source and os.path.isdir(source):
             _copy_facts(Path(source), folder)
         for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
@@ -107,14 +107,16 @@ def push_heads(
         )
 
 
-def complete_folder(folder: Path, repo_id: str, api: HfApi, *, revision: str | None = None, **card: Any) -> Path:
+def complete_folder(
+    folder: Path, repo_id: str, api: HfApi | None, *, revision: str | None = None, **card: Any
+) -> Path:
     """Draws the figures of a folder of heads and writes its card, with what users wrote into earlier ones: the one on
     the Hub, which counts most, and the README in the folder.
 
     Args:
         folder: With config, weights and facts.
         repo_id: Where it will be pushed.
-        api: Asks the Hub for the card that is there, and for the target's licence.
+        api: Asks the Hub for the card that is there, and for the target's licence; `None` asks nobody.
         revision: Branch that will be pushed to.
         **card: Fields of [`CardFacts`].
 
@@ -122,14 +124,14 @@ def complete_folder(folder: Path, repo_id: str, api: HfApi, *, revision: str | N
         The card's path.
     """
     if can_draw():
-        draw_figures(folder, read_evaluations(folder / EVAL_RESULTS))
+        draw_figures(folder, card.get("evaluations") or read_evaluations(folder / EVAL_RESULTS))
     else:
         logger.warning("no figures in the model card: they need matplotlib (`pip install matplotlib`).")
     facts = collect_facts(folder, **{**card, "name": repo_id})
     if facts.target_license is None and (found := target_licence(facts, api)):
         facts.target_license = f"The licence of the target, {target_link(facts)}, is `{found}`."
     path = folder / "README.md"
-    earlier = [published_card(api, repo_id, revision), path]
+    earlier = [published_card(api, repo_id, revision) if api is not None else None, path]
     texts = [file.read_text(encoding="utf-8") for file in earlier if file is not None and file.is_file()]
     path.write_text(render_card(facts, *texts), encoding="utf-8")
     return path
@@ -149,11 +151,11 @@ def published_card(api: HfApi, repo_id: str, revision: str | None = None) -> Pat
         return None
 
 
-def target_licence(facts: CardFacts, api: HfApi) -> str | None:
+def target_licence(facts: CardFacts, api: HfApi | None) -> str | None:
     """Licence id in the card of the target, on the Hub or in its folder; `None` if it cannot be found."""
     name = (facts.config.get("target") or {}).get("name")
     try:
-        if is_hub_id(name) and not os.path.isdir(name):
+        if api is not None and is_hub_id(name) and not os.path.isdir(name):
             licence = (api.model_info(name).card_data or {}).get("license")
         else:
             licence = ModelCard.load(Path(name) / "README.md").data.get("license")
@@ -162,7 +164,7 @@ def target_licence(facts: CardFacts, api: HfApi) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _name_target(config: Path, base_model: str | None) -> None:
+def name_target(config: Path, base_model: str | None) -> None:
     """Writes the target's Hub id into the pushed config; of a folder on this machine only its last part remains."""
     fields = json.loads(config.read_text(encoding="utf-8"))
     target = dict(fields.get("target") or {})

@@ -132,7 +132,10 @@ def speculators_eagle(norms: bool) -> Tensors:
 
 
 def qk_norms(tensors: Tensors) -> Tensors:
-    return tensors | {f"layers.0.self_attn.{x}_norm.weight": torch.rand(HEAD_DIM) + 0.5 for x in "qk"}
+    generator = torch.Generator().manual_seed(2)
+    return tensors | {
+        f"layers.0.self_attn.{x}_norm.weight": torch.rand(HEAD_DIM, generator=generator) + 0.5 for x in "qk"
+    }
 
 
 def speculators_config(kind: str, **fields: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class TableHead(DraftHead):
 
     def __init__(self, seed: int, rows: int, tied: bool = False, broken_level: int | None = None, **tree):
         torch.nn.Module.__init__(self)
+        self.register_buffer("pruned_token_ids", None)
         self.tree_config = DraftTreeConfig(**tree)
         self.seed, self.rows, self.tied, self.broken_level = seed, rows, tied, broken_level
         self.drafted: list[list[tuple[int, ...]]] = []  # per row, the paths of all drafted rows so far

@@ -11,7 +11,6 @@ import torch
 from checkpoints import LLAMA_CONFIG, VOCAB, eagle_tensors, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-import hf_specheads.hub
 from hf_specheads import DraftTreeConfig, PossHead, load_heads
 from hf_specheads.errors import (
     CheckpointKeysError,
@@ -98,40 +97,9 @@ def test_positions_of_own_heads_are_not_overridden(saved: Path) -> None:
         load_heads(saved, positions_per_specialist=3)
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_hub_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickled: bool) -> None:
-    """The files of a repository are asked for one by one: config, safetensors, and pickled weights last."""
-    source = write_checkpoint(tmp_path, eagle_tensors(2), pickled=pickled)
-    asked = []
-
-    def download(repo: str, file: str, *, revision=None, token=None, local_files_only=False) -> str:
-        asked.append(file)
-        assert (repo, revision, token, local_files_only) == ("lab/PosS3-x", "v1", "secret", True)
-        if not (source / file).exists():
-            raise hf_specheads.hub.EntryNotFoundError(file)
-        return str(source / file)
-
-    monkeypatch.setattr(hf_specheads.hub, "hf_hub_download", download)
-    heads = load_heads("lab/PosS3-x", revision="v1", token="secret", local_files_only=True)
-    assert heads.config.positions_per_specialist == 3 and heads.name_or_path == "lab/PosS3-x"
-    assert asked[:2] == ["config.json", "model.safetensors"] and ("pytorch_model.bin" in asked) == pickled
-
-
-def test_foreign_repositories_are_refused_before_their_weights(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"hydra_num_heads": 1, "hydra_head_arch": "cross-attn"}))
-
-    def download(repo: str, file: str, **kwargs: object) -> str:
-        assert file == "config.json"
-        return str(tmp_path / file)
-
-    monkeypatch.setattr(hf_specheads.hub, "hf_hub_download", download)
-    with pytest.raises(UnknownFormatError, match="Hydra"):
-        load_heads("lab/hydra")
-
-
 # ------------------------------------------------------------------ what is refused
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(HeadLoadError, match="neither a folder nor in the local cache"):
+    with pytest.raises(HeadLoadError, match="neither a folder nor"):
         load_heads("no-such-lab/no-such-heads")
     for name in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c", ""):
         with pytest.raises(HeadLoadError):

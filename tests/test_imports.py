@@ -18,8 +18,10 @@ RANKS = {
     "modeling": 3, "heads": 4, "drafting": 4, "auto": 5, "candidates": 5, "compatibility": 5,
     "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "cli": 9, "__main__": 10,
     "figures": 0, "card_sections": 1.2, "model_card": 1.4, "push": 1.6, "custom_generate": 8,
-    "tree_measurement": 5, "tree_search": 6,
+    "tree_measurement": 5, "tree_search": 6, "tree_defaults": 2, "tree_replay": 5, "round_timing": 6, "tuning": 7,
 }  # fmt: skip
+# Methods that hand over to a layer above, which they import when called.
+HANDED_OVER = {("tree_defaults", "tuning")}
 NO_TRANSFORMERS = {"tree", "metrics", "version", "errors"}
 
 
@@ -64,6 +66,8 @@ def test_imports_point_one_way(path: Path) -> None:
     for name in imports_at_run_time(path):
         parts = name.split(".")
         if parts[0] != "hf_specheads" or len(parts) == 1 or parts[1] == here or parts[1] not in RANKS:
+            continue
+        if (here, parts[1]) in HANDED_OVER:
             continue
         assert RANKS[parts[1]] < RANKS[here], f"{path.relative_to(ROOT)} imports {name}, which is not below it"
 

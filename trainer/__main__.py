@@ -153,9 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.train(resume_from_checkpoint=checkpoint)
     hours = (time.time() - started) / 3600
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
-    trainer.save_model(output)
+    trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
+    trainer.save_model(output)  # and pushes, under push_to_hub=true
     if trainer.is_world_process_zero():
-        path = write_facts(training_facts(trainer, recipe=recipe.to_dict(), metrics=metrics, hours=hours), output)
+        path = write_facts(training_facts(trainer, **trainer.run_facts), output)
         summary = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k in ("eval_loss", "eval_acceptance_length"))
         print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
         print(f"heads and {path.name} are in {output}")

@@ -12,13 +12,13 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-PARTIAL = ".partial-checkpoint"
+PARTIAL = "_partial-checkpoint"  # pushes leave out what begins with an underscore
 
 
 class AtomicCheckpoints:
     """Mixin for `Trainer`: a process killed while saving leaves the previous checkpoint the newest.
 
-    Trainer writes into `<output_dir>/.partial-checkpoint/`, a name that resuming does not look at; the finished folder
+    Trainer writes into `<output_dir>/_partial-checkpoint/`, a name that resuming does not look at; the finished folder
     is then renamed to `checkpoint-<step>`. `train(resume_from_checkpoint=True)` therefore finds complete folders only.
     """
 

@@ -6,13 +6,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .trainer import DraftHeadTrainer
+if TYPE_CHECKING:
+    from .trainer import DraftHeadTrainer
 
 FACTS = "training_facts.json"
 PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
@@ -29,6 +31,22 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str | None:
+    """Commit of the checkout this package runs from, `-dirty` if files differ; `None` for an installed package."""
+    try:
+        if _git("rev-parse", "--show-prefix") != "trainer/":  # another repository that this package is installed in
+            return None
+        return _git("describe", "--always", "--abbrev=40", "--dirty") or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout.strip()
+
+
 def hardware(trainer: DraftHeadTrainer) -> dict[str, Any]:
     """Device, number of processes and CPU threads of a run."""
     device = trainer.args.device
@@ -42,7 +60,7 @@ def hardware(trainer: DraftHeadTrainer) -> dict[str, Any]:
 
 
 def training_facts(
-    trainer: DraftHeadTrainer, *, recipe: dict[str, Any], metrics: dict[str, float], hours: float
+    trainer: DraftHeadTrainer, *, recipe: dict[str, Any], metrics: dict[str, float], hours: float | None
 ) -> dict[str, Any]:
     """What was trained, on what, how long and to what end, as plain values.
 
@@ -57,6 +75,7 @@ def training_facts(
     return {
         "command": " ".join(sys.argv),
         "versions": versions(),
+        "commit": commit(),
         "hardware": hardware(trainer),
         "recipe": recipe,
         "method": heads.config.method,
@@ -70,7 +89,7 @@ def training_facts(
         "epochs": trainer.state.epoch,
         "examples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "arguments": json.loads(args.to_json_string()),
-        "hours": round(hours, 4),
+        "hours": None if hours is None else round(hours, 4),
         "metrics": metrics,
         "log_history": trainer.state.log_history,
     }

@@ -20,15 +20,17 @@ from .checkpoints import AtomicCheckpoints
 from .config import DraftHeadTrainingArguments
 from .data import cut_prompts, default_collator, prepare_dataset
 from .evaluation import LossMeter, generation_metrics
+from .publishing import HubCards
 from .target_features import FrozenTarget, feature_noise, noisy_embedding, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
 
-class DraftHeadTrainer(AtomicCheckpoints, Trainer):
+class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
     """Trains draft heads of any family on what a frozen target says.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
     first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
+    What is pushed to the Hub has the model card of draft heads; see [`publishing.HubCards`].
 
     Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
     step does not depend on how its batch is split over processes and accumulation steps.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hf_specheads.draft_vocabulary import count_tokens, most_frequent
+
 from .data import complete_example
 
 logger = logging.getLogger(__name__)
@@ -27,18 +29,9 @@ def frequent_tokens(dataset: Iterable[Mapping[str, Any]], size: int, vocab_size:
     Raises:
         ValueError: for a size that is not between 1 and V, or token ids above V.
     """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(f"`size` of a draft vocabulary must be between 1 and {vocab_size}, got {size}.")
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for example in dataset:
-        ids, mask = (torch.tensor(values) for values in complete_example(example))
-        if ids.numel() and int(ids.max()) >= vocab_size:
-            raise ValueError(
-                f"the data has the token id {int(ids.max())}, above the target's {vocab_size} ids; tokenize it with "
-                "the target's own tokenizer."
-            )
-        counts += torch.bincount(ids[mask.bool()], minlength=vocab_size)
-    chosen = counts.sort(descending=True, stable=True).indices[:size]
+    supervised = (torch.tensor(ids)[torch.tensor(mask).bool()] for ids, mask in map(complete_example, dataset))
+    counts = count_tokens(supervised, vocab_size)
+    chosen = most_frequent(counts, size)
     share = counts[chosen].sum() / counts.sum().clamp_min(1)
     logger.info("%d of %d tokens make up %.1f %% of the supervised ones.", size, vocab_size, 100 * share)
-    return chosen.sort().values
+    return chosen

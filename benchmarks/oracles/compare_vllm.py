@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "vllm.json")
+    parser.add_argument("--update", action="store_true", help="keep the entries of other heads in the output file")
     return parser.parse_args()
 
 
@@ -167,6 +168,10 @@ def main() -> None:
                 print(f"{name} to {to}: refused, {error}")
                 continue
             print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
+    if args.update and args.output.exists():
+        done = {(entry["heads"], entry["to"]) for entry in entries}
+        kept = json.loads(args.output.read_text(encoding="utf-8"))["entries"]
+        entries = [entry for entry in kept if (entry["heads"], entry["to"]) not in done] + entries
     result = {
         "command": "python -m benchmarks.oracles.compare_vllm --python ENV/bin/python",
         "dtype": args.dtype,

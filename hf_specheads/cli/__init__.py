@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import convert, demo, env, evaluate, export, generate, inspect, push, train
+from . import convert, demo, env, evaluate, export, generate, inspect, push, train, tune
 
 COMMANDS = {
     "demo": demo,
@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": convert,
     "export": export,
     "push": push,
+    "tune": tune,
     "env": env,
 }
 

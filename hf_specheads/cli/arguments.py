@@ -32,12 +32,17 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Target and heads, their type and place."""
+    parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
+    add_target_arguments(parser)
+    add_heads_arguments(parser)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, its type and place."""
     parser.add_argument("--target", required=True, help="target model: folder or Hub id")
-    parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: as stored)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
-    add_heads_arguments(parser)
 
 
 def tree_overrides(args: argparse.Namespace) -> dict[str, Any]:

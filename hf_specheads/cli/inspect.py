@@ -37,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def describe(heads: DraftHead) -> dict[str, Any]:
     """Facts about loaded heads, as plain values."""
     state = {key: tensor for key, tensor in heads.state_dict().items() if key not in heads.all_tied_weights_keys}
-    return {
-        **_facts(heads.config, type(heads).__name__, state),
-        "tree_config": heads.tree_config.to_dict(),
-    }
+    facts = _facts(heads.config, type(heads).__name__, state)
+    return facts if heads._chosen_tree is None else facts | {"tree_config": heads.tree_config.to_dict()}
 
 
 def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +59,8 @@ def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, A
         "draft_vocabulary": f"{drafted} of {config.vocab_size} tokens" if drafted else "the target's",
         "sizes": {name: getattr(config, name, None) for name in SIZES},
         "rope_parameters": getattr(config, "rope_parameters", None),
-        "tree_config": dict(config.tree_config),
+        "tree_config": "the default of the device" if config.tree_config is None else dict(config.tree_config),
+        "tuned_on": [f"{entry['machine']}, {entry['dtype']}" for entry in config.tuned or ()],
         "target": {**target, "fingerprint": fingerprint},
     }
 

@@ -19,6 +19,7 @@ from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpoi
 from .files import WeightFiles, needed
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 # Types by the names safetensors gives them; weights are of few of them, but a message should name the others.
 DTYPE_NAMES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -223,6 +224,8 @@ def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "meta"):
             raise CheckpointShapeError(f"{key} in {where} is no dense tensor ({tensor.layout}, {tensor.device}).")
         too_large = tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+        if tensor.dtype not in WEIGHT_DTYPES + INTEGER_DTYPES:
+            raise CheckpointValueError(_no_weight(key, tensor, where))
         if 0 in tensor.shape or max(tensor.shape, default=1) > MAX_DIMENSION or too_large:
             raise CheckpointShapeError(f"{key} in {where} has the impossible shape {tuple(tensor.shape)}.")
         if tensor.dtype in WEIGHT_DTYPES and not tensor.is_meta:
@@ -260,16 +263,20 @@ def check_dtypes(
             if tensor.dtype != wanted:
                 raise CheckpointValueError(f"{key} in {where} is of type {tensor.dtype}, expected {wanted}.")
         elif tensor.dtype not in WEIGHT_DTYPES:
-            raise CheckpointValueError(
-                f"{key} in {where} is of type {tensor.dtype}; weights of draft heads are fp16, bf16 or fp32. "
-                "Quantised heads are not supported."
-            )
+            raise CheckpointValueError(_no_weight(key, tensor, where))
     by_type = {tensor.dtype: key for key, tensor in tensors.items()}
     if torch.float16 in by_type and torch.bfloat16 in by_type:
         raise CheckpointValueError(
             f"{by_type[torch.float16]} in {where} is fp16 and {by_type[torch.bfloat16]} is bf16; one of the two is "
             "misread, and the file is damaged."
         )
+
+
+def _no_weight(key: str, tensor: torch.Tensor, where: Path) -> str:
+    return (
+        f"{key} in {where} is of type {tensor.dtype}; weights of draft heads are fp16, bf16 or fp32. Quantised heads "
+        "are not supported."
+    )
 
 
 def usual_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:

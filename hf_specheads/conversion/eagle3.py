@@ -24,7 +24,7 @@ from ..errors import (
     refuse_wrong_keys,
 )
 from ..heads import Eagle3HeadConfig
-from .fields import Converted, activation, boolean, integer, number, rope, special_tokens
+from .fields import Converted, activation, boolean, integer, number, renamed, rope, special_tokens
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
@@ -62,7 +62,7 @@ def convert(
     """
     notes: list[str] = []
     eagle_config = _modelopt_config(raw_config)
-    tensors = {_our_name(key): tensor for key, tensor in tensors.items()}
+    tensors = renamed(tensors, _our_name)
     flags = {flag: bool(boolean(raw_config, flag)) for flag in FLAGS}
     _check_keys(tensors, flags)
     sizes = _sizes(raw_config, tensors, notes)

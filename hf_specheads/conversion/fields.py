@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..configuration import DraftHeadConfig
-from ..errors import HeadConfigError
+from ..errors import CheckpointKeysError, CheckpointValueError, HeadConfigError
 from ..features import weight_fingerprint
 
 SUPPORTED_ROPES = ("linear", "dynamic")
@@ -18,6 +19,7 @@ ROPE_FIELDS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+KNOWN_ROPE_FIELDS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *sum(ROPE_FIELDS.values(), ())}
 DEFAULT_ROPE_BASE = 10000.0
 MAX_NUMBER = 1e30
 
@@ -80,12 +82,54 @@ def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | 
     return {"name": name, "fingerprint": None if embedding.is_meta else weight_fingerprint(embedding)}
 
 
+def renamed(tensors: dict[str, torch.Tensor], new_name: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """The tensors under other names.
+
+    Raises:
+        CheckpointKeysError: if two come to the same name, which are then two spellings of one.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        if (name := new_name(key)) in result:
+            raise CheckpointKeysError(f"{key} is in the file twice, in two spellings; the file is damaged.")
+        result[name] = tensor
+    return result
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same in type, shape and numbers."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def are_copies(blocks: list[list[dict[str, torch.Tensor]]]) -> bool:
+    """Whether the blocks of every head are copies of one, as the authors' code saves a module that it uses again.
+
+    Args:
+        blocks: Weights of the blocks of every head, by the names of their parts.
+
+    Raises:
+        CheckpointValueError: if some are copies and others are not: then one of them is damaged.
+    """
+    pairs = [(block, head[0]) for head in blocks for block in head[1:]]
+    if pairs and any(tensor.is_meta for tensor in pairs[0][0].values()):  # only headers were read
+        return False
+    copies = [all(equal(block[part], first[part]) for part in first) for block, first in pairs]
+    if any(copies) and not all(copies):
+        raise CheckpointValueError(
+            f"{sum(copies)} of {len(copies)} blocks repeat the first one of their head, the others do not; files have "
+            "copies of one block, or all different ones, so this one is damaged. Download it again."
+        )
+    return all(copies)
+
+
 def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...] = SUPPORTED_ROPES) -> dict[str, Any]:
     """The **draft** config's rope base, else 10000, never the target's; scaling as the authors' code knows it."""
     parameters = raw_config.get("rope_parameters") or {}
     scaling = raw_config.get("rope_scaling") or parameters
     if not isinstance(parameters, dict) or not isinstance(scaling, dict):
         raise HeadConfigError(f"config.json has rope_scaling={scaling!r}, expected an object.")
+    if unknown := sorted((set(parameters) | set(scaling)) - KNOWN_ROPE_FIELDS):
+        raise HeadConfigError(f"config.json has {unknown[:3]} among its rope parameters; these heads know none such.")
     source = parameters if parameters.get("rope_theta") is not None else raw_config
     stated = {config.get("rope_theta") for config in (parameters, raw_config) if _is_number(config.get("rope_theta"))}
     if len(stated) > 1:

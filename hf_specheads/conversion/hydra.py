@@ -21,7 +21,7 @@ import torch
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError, refuse_wrong_keys
 from ..heads import HydraHead, HydraHeadConfig
-from .fields import Converted, activation, integer, number, rope, special_tokens, target_of
+from .fields import Converted, activation, are_copies, integer, number, rope, special_tokens, target_of
 
 EMBEDDING = "input_embed_fn.weight"
 PREFIX = "prefix_embeding_layer."
@@ -63,7 +63,7 @@ def convert(
         **_sizes(raw_config, tensors, first, grounded),
         "num_heads": num_heads,
         "num_blocks": num_blocks,
-        "tied_blocks": _are_tied(tensors, num_heads, num_blocks, step, first, grounded),
+        "tied_blocks": are_copies(_repeated(tensors, num_heads, num_blocks, step, first, grounded)),
         "grounded": grounded,
         "head_arch": "prefix-mlp" if prefixed else "mlp",
         "hidden_state_offset": _offset(raw_config),
@@ -128,21 +128,15 @@ def _names(
     return names | {f"{PREFIX}norm.weight": ("prefix.norm.weight", 0)}
 
 
-def _are_tied(
+def _repeated(
     tensors: dict[str, torch.Tensor], num_heads: int, num_blocks: int, step: int, first: int, grounded: bool
-) -> bool:
-    """Whether the later blocks of every head (all, of ungrounded heads) are equal copies."""
-    start = first + step * int(grounded)
-    if tensors[f"hydra_mlp.0.{first}.linear.weight"].is_meta:  # only headers were read
-        return False
-    return all(
-        torch.equal(
-            tensors[f"hydra_mlp.{head}.{index}.linear.{part}"], tensors[f"hydra_mlp.{head}.{start}.linear.{part}"]
-        )
+) -> list[list[dict[str, torch.Tensor]]]:
+    """The blocks of every head that the authors' code repeats: all after the first, of ungrounded heads all."""
+    places = range(first + step * int(grounded), first + step * num_blocks, step)
+    return [
+        [{part: tensors[f"hydra_mlp.{head}.{place}.linear.{part}"] for part in ("weight", "bias")} for place in places]
         for head in range(num_heads)
-        for index in range(start, first + step * num_blocks, step)
-        for part in ("weight", "bias")
-    )
+    ]
 
 
 # ------------------------------------------------------------------ sizes and fields

@@ -20,7 +20,7 @@ import torch
 from ..auto import build_config
 from ..errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
 from ..heads import MedusaHeadConfig
-from .fields import Converted, boolean, integer, special_tokens, target_of
+from .fields import Converted, are_copies, boolean, integer, special_tokens, target_of
 from .files import EMBEDDINGS, IN_TARGET
 
 BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
@@ -57,7 +57,7 @@ def convert(
     ours, embedding = _heads_alone(tensors, name, notes)
     blocks, projections = _parts(ours, boolean(raw_config, "medusa_fc_bias"))
     num_heads, num_blocks = len(blocks), len(next(iter(blocks.values())))
-    tied = _are_tied(blocks)
+    tied = are_copies(list(blocks.values()))
     sizes = _sizes(raw_config, blocks, projections, notes)
     if raw_config.get("medusa_num_heads", num_heads) != num_heads:
         notes.append(f"{num_heads} heads, as the weights say (config.json: {raw_config['medusa_num_heads']!r})")
@@ -153,18 +153,6 @@ def _check_numbering(
             f"projections to the vocabulary exist for heads {sorted(projections)}, expected one after the {count} "
             f"block(s) of each of the {len(blocks)} heads, or none."
         )
-
-
-def _are_tied(blocks: dict[int, list[dict[str, torch.Tensor]]]) -> bool:
-    """The authors' code repeats one block, and its files list every copy."""
-    if blocks[0][0]["weight"].is_meta:  # only headers were read
-        return False
-    return all(
-        torch.equal(parts[name], parts_of_head[0][name])
-        for parts_of_head in blocks.values()
-        for parts in parts_of_head[1:]
-        for name in ("weight", "bias")
-    )
 
 
 # ------------------------------------------------------------------ sizes

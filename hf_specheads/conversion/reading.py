@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadCo
         raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
     if odd := [key for key in raw_config if callable(getattr(config_class, key, None)) or key.startswith("_")]:
         raise HeadConfigError(f"config.json has {odd[:3]}, which are no fields of a config; remove them.")
+    _check_target(raw_config.get("target"))
+    if raw_config.get("quantization_config") is not None:
+        raise HeadConfigError(
+            "config.json has a quantization_config: the heads were saved quantised, which is not read; save them as "
+            "they were, and pass `quantization_config` to `AutoModel.from_pretrained` instead."
+        )
     specialists = raw_config.get("num_specialists", 1)
     if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
         raise HeadConfigError(f"config.json has num_specialists={specialists!r}, expected 1 to {MAX_SPECIALISTS}.")
@@ -127,6 +134,20 @@ def own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadCo
         return build_config(config_class, fields)
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
         raise HeadConfigError(f"config.json is not usable: {error}") from error
+
+
+def _check_target(target: object) -> None:
+    """The identity of the target, as far as it is there, must be one."""
+    if target is None:
+        return
+    fingerprint = target.get("fingerprint") if isinstance(target, dict) else None
+    plain = fingerprint is None or (
+        isinstance(fingerprint, list) and all(isinstance(entry, (int, float)) for entry in fingerprint)
+    )
+    if not isinstance(target, dict) or not plain or not isinstance(target.get("name"), (str, NoneType)):
+        raise HeadConfigError(
+            f"config.json has target={str(target)[:80]}, expected a name and a fingerprint, or null."
+        )
 
 
 def _check_against_config(tensors: dict[str, torch.Tensor], config: DraftHeadConfig) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointKeysError, HeadConfigError, UnknownFormatError
 from . import eagle, eagle3
-from .fields import Converted, boolean
+from .fields import Converted, boolean, renamed
 
 EAGLE, EAGLE3 = "eagle", "eagle3"
 KIND = "speculators_model_type"
@@ -113,10 +113,8 @@ def _eagle_tensors(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor])
                 f"config.json says {field}={str(stated).lower()}, and the file has {'a' if key in tensors else 'no'} "
                 f"tensor {key}; one of the two is damaged."
             )
-    renamed: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        ours = EAGLE_KEYS.get(key) or re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", key))
-        if ours in renamed:
-            raise CheckpointKeysError(f"{key} is there twice, under two names; the file is damaged.")
-        renamed[ours] = tensor
-    return renamed
+    return renamed(tensors, _eagle_name)
+
+
+def _eagle_name(key: str) -> str:
+    return EAGLE_KEYS.get(key) or re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", key))

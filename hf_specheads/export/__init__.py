@@ -21,7 +21,7 @@ from ..errors import ExportError
 from ..heads import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
 from ..modeling import DraftHead
 from . import eagle, eagle3, hydra, medusa, speculators
-from .commands import sglang_command, vllm_command
+from .commands import path_note, sglang_command, vllm_command
 from .layout import Layout, common_notes, scales_embeddings, target_name
 
 # Where heads of a family can go; the authors' own layout last.
@@ -95,6 +95,8 @@ def export_heads(
     else:
         save_file(tensors, folder / made.weight_file, metadata={"format": "pt"})
     files = ("config.json", made.weight_file)
+    if to == "vllm":
+        made.notes += path_note(folder, "eagle3" if family is Eagle3Head else "eagle")
     return Exported(folder, to, files, tuple(made.notes), _command(made.command, heads, folder, target))
 
 

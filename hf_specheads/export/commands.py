@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ def vllm_command(heads: DraftHead, method: str) -> str:
     """vLLM drafts chains; the method is named because vLLM otherwise infers it from the path's text."""
     speculative = {"model": "@", "method": method, "num_speculative_tokens": drafted_positions(heads)}
     return f"vllm serve {{target}} --speculative-config '{_braced(json.dumps(speculative))}'"
+
+
+def path_note(folder: Path, method: str) -> list[str]:
+    """vLLM infers a method that nobody names from the text of the path; said where it would be another one."""
+    text = str(folder).lower()
+    inferred = "eagle" if "eagle-" in text else "eagle3" if "eagle3" in text else None
+    if inferred == method:
+        return []
+    found = "no method" if inferred is None else f"the method {inferred!r}"
+    return [f"vLLM reads {found} off this path: name {method!r} as the command below does"]
 
 
 def _braced(text: str) -> str:

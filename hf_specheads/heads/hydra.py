@@ -10,7 +10,7 @@ concatenation.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..cache import DraftCache
-from ..configuration import DraftHeadConfig
+from ..configuration import DraftHeadConfig, DraftTreeConfig
 from ..errors import WrongTargetError
 from ..layers import DraftDecoderLayer, validate_layer
 from ..modeling import DraftHead, Published
@@ -73,11 +73,6 @@ class HydraHeadConfig(LayerHeadConfig):
     hidden_state_offset: int = 0
     dropout: float = 0.0
     trained_positions: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.tree_config is None:
-            self.tree_config = default_tree(max(self.num_heads, 1)).to_dict()
-        super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -251,6 +246,10 @@ class HydraHead(DraftHead):
         return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
+    @property
+    def published_tree(self) -> DraftTreeConfig:
+        return default_tree(self.config.num_heads)
+
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return (-1 - self.config.hidden_state_offset,)

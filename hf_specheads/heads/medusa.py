@@ -8,7 +8,7 @@ draft cache. A tree is the product of what the heads say, so every node of a lev
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -51,11 +51,6 @@ class MedusaHeadConfig(DraftHeadConfig):
     tied_blocks: bool = True
     lm_head: str = "own"
     trained_positions: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.tree_config is None:
-            self.tree_config = default_tree(max(self.num_heads, 1)).to_dict()
-        super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -157,6 +152,10 @@ class MedusaHead(DraftHead):
         return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
+    @property
+    def published_tree(self) -> DraftTreeConfig:
+        return default_tree(self.config.num_heads)
+
     @property
     def max_draft_positions(self) -> int:
         return self.config.num_heads

@@ -175,7 +175,7 @@ class PossLoraHead(PossHead):
         fields = {name: value for name, value in self.config.to_dict().items() if name not in left_out}
         heads = PossHead(PossHeadConfig.from_dict({**fields, "method": PossHeadConfig.method}))
         heads.to(device=self.device, dtype=self.dtype).start_from(self)
-        heads.tree_config = self.tree_config
+        heads._chosen_tree = self._chosen_tree
         return heads.train(self.training)
 
     @classmethod

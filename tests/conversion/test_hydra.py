@@ -41,7 +41,7 @@ def test_every_tensor_finds_its_place(tmp_path: Path, prefixed: bool, grounded: 
     assert (config.num_heads, config.num_blocks, config.tied_blocks, config.grounded) == (3, 3, tied, grounded)
     assert (config.head_arch, config.lm_head) == ("prefix-mlp" if prefixed else "mlp", "own")
     assert (config.vocab_size, config.hidden_size, config.embedding_size) == (VOCAB, HIDDEN, HIDDEN)
-    assert heads.tree_config.kind == "static" and heads.tree_config.depth == 3
+    assert heads.published_tree.kind == "static" and heads.published_tree.depth == 3
     state, (step, first) = heads.state_dict(), (2, 1) if prefixed else (1, 0)
     for head in range(3):
         for part in ("weight", "bias"):

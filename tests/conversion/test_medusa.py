@@ -51,7 +51,7 @@ def test_v1(tmp_path: Path, name: str, blocks: int, tied: bool) -> None:
     assert config.num_heads == 5 and config.num_blocks == blocks  # config.json says 2 heads of one block
     assert config.tied_blocks == tied and config.lm_head == "own" and config.vocab_size == VOCAB
     assert config.target["name"] == "org/target"
-    assert heads.tree_config.kind == "static" and heads.tree_config.depth == 4
+    assert heads.published_tree.kind == "static" and heads.published_tree.depth == 4
     assert_same_function(heads, tensors, blocks)
 
 

@@ -183,6 +183,7 @@ def test_dropout_only_in_training(head_arch: str) -> None:
 def test_a_nodes_children_follow_from_its_whole_path() -> None:
     target = shared_target("llama")
     heads = random_hydra(target)
+    heads.tree_config = heads.published_tree
     for blocks in heads.blocks:
         blocks[0].residual.weight.data[:, 32:] *= 4  # tokens that weigh more
     features, cache = torch.randn(1, 6, 32), heads.new_draft_cache()

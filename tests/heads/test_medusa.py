@@ -67,6 +67,7 @@ def test_blocks_and_projections(options: dict) -> None:
 def test_every_node_of_a_level_gets_the_same_children() -> None:
     target = shared_target("llama")
     heads = random_medusa(target).bind(target)
+    heads.tree_config = heads.published_tree
     features, cache = torch.randn(1, 6, 32), heads.new_draft_cache()
     tree = grow_tree(heads, cache, torch.arange(3, 10)[None], features, depth=4)
     assert isinstance(cache, DraftCache) and not cache.layers and cache.committed == 6
@@ -243,7 +244,7 @@ def test_default_tree_is_as_deep_as_there_are_heads() -> None:
     assert len(MEDUSA_CHOICES) == 63
     sizes = {"vocab_size": 9, "hidden_size": 8, "feature_size": 8, "embedding_size": 8}
     for count, depth in ((1, 1), (3, 3), (4, 4), (5, 4)):
-        tree = MedusaHead(MedusaHeadConfig(**sizes, num_heads=count)).tree_config
+        tree = MedusaHead(MedusaHeadConfig(**sizes, num_heads=count)).published_tree
         assert tree.kind == "static" and tree.depth == depth
         assert tree.choices == tuple(path for path in MEDUSA_CHOICES if len(path) <= depth)
 

@@ -1,0 +1,233 @@
+"""Step time and peak memory of training against a step written with dense masks and whole logits.
+
+    python -m benchmarks.bench_train            # four lengths, three depths
+    python -m benchmarks.bench_train --full     # depths 1 to 8
+
+Both sides compute the same gradients of the same heads (`benchmarks/dense_unroll.py` is the other side), forward and
+backward of one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own
+grows during one step; there, memory is given back when freed, so that it is not what the allocator keeps. "Products"
+are the matrix products that any step needs, timed alone: the limit of what can be gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specheads import AutoDraftHead
+from hf_specheads.modeling import DraftHead
+from hf_specheads.trainer import Unroll
+
+from .common import add_output_argument, count_parameters, write_result
+from .dense_unroll import dense_step
+
+FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_per_specialist": 3}, "eagle3": {}}
+WEIGHTS = {"feature": 1.0, "token": 0.1}
+CHUNK = 256
+MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
+
+Cell = dict[str, Any]  # family, rows (T), passes (D), and the sizes of the target
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--families", nargs="+", default=["poss", "eagle3"], choices=list(FAMILIES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096], help="rows T of a batch")
+    parser.add_argument("--passes", nargs="+", type=int, default=[1, 3, 6], help="draft positions D")
+    parser.add_argument("--full", action="store_true", help="all draft positions from 1 to 8")
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--vocab_size", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    add_output_argument(parser)
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------- one step of each side
+def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
+    """A random target, of which a step only needs embedding and `lm_head`, and heads for it."""
+    torch.manual_seed(0)
+    width = cell["hidden_size"]
+    config = LlamaConfig(vocab_size=cell["vocab_size"], hidden_size=width, intermediate_size=8 * width // 3,
+                         num_hidden_layers=8, num_attention_heads=max(width // 64, 1))  # fmt: skip
+    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    return target, AutoDraftHead.from_target(target, cell["family"], **FAMILIES[cell["family"]]).bind(target).train()
+
+
+def make_steps(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> dict[str, Callable[[], Any]]:
+    """Forward and backward by side: `dense`, `ours`, and `per_pass`, ours with a backward for every pass."""
+    rows, passes = cell["rows"], cell["passes"]
+    generator = torch.Generator().manual_seed(1)
+    width = target.config.hidden_size
+    levels = 1 if heads.passes_are_detached else len(heads.feature_layers)
+    batch = {
+        "features": torch.randn(1, rows, levels * width, generator=generator),
+        "next_token_ids": torch.randint(0, cell["vocab_size"], (1, rows), generator=generator),
+        "target_features": torch.randn(1, rows, width, generator=generator),
+        "embed_tokens": target.get_input_embeddings(),
+        "lm_head": target.lm_head,
+        "num_passes": passes,
+    }
+    steps = {
+        "dense": partial(dense_step, heads, **batch, weights=WEIGHTS),
+        "ours": partial(our_step, heads, batch, passes),
+    }
+    if heads.passes_are_detached:
+        steps["per_pass"] = partial(our_step, heads, batch, 1)
+    return steps
+
+
+def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
+    """As [`trainer.DraftHeadTrainer`] does it, with `together` passes per backward."""
+    rows = batch["next_token_ids"].shape[1]
+    unroll = Unroll(
+        heads,
+        **batch,
+        loss_mask=torch.ones(1, rows),
+        attention_mask=None,
+        losses=tuple(WEIGHTS),
+        num_items=float(rows),
+        separate_backward=together < batch["num_passes"],
+    )
+    for _ in range(0, batch["num_passes"], together):
+        unroll.run_passes(together, lambda losses, _: losses.weighted(**WEIGHTS), chunk_rows=CHUNK)
+    unroll.finish_backward()
+
+
+def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> float:
+    """Seconds of the products of a step alone: every layer's forward and both its gradients, `lm_head` likewise (one
+    gradient where it is the target's), once per pass, and the target's own logits once."""
+    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
+    layers = [module.weight.detach() for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
+    layers.append(heads.fc.weight.detach())
+    own = getattr(heads, "lm_head", None)
+    output = target.lm_head.weight if own is None else own.weight.detach()
+    rows = {size: torch.randn(cell["rows"], size) for weight in (*layers, output) for size in weight.shape}
+
+    def run() -> None:
+        for _ in range(cell["passes"]):
+            for weight in layers:
+                outputs, inputs = (rows[size] for size in weight.shape)
+                _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs
+            for chunk in chunks:
+                outputs, inputs = (rows[size][:chunk] for size in output.shape)
+                _ = inputs @ output.T, outputs @ output, None if own is None else outputs.T @ inputs
+        for chunk in chunks:
+            _ = rows[output.shape[1]][:chunk] @ output.T
+
+    run()
+    return statistics.median(timed(run) for _ in range(3))
+
+
+# ---------------------------------------------------------------------- measurement
+def timed(step: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
+    """Growth of the resident set in one step, at most; `None` if it needs more memory than the machine has to give.
+
+    Runs in a process of its own. A step of a few rows before it loads what kernels keep.
+    """
+    torch.set_num_threads(threads)
+    limit = int(MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * resource.getpagesize())
+    target, heads = make_pair(cell)
+    make_steps({**cell, "rows": 16, "passes": 1}, target, heads)[side]()
+    heads.zero_grad()
+    step = make_steps(cell, target, heads)[side]
+    gc.collect()
+    before = resident_bytes()
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        step()
+    except (RuntimeError, MemoryError):  # torch's allocator has no error of its own
+        return None
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return max(grown, resource.getpagesize())  # the kernel counts a little late
+
+
+def gradient_difference(heads: DraftHead, one: Callable[[], Any], other: Callable[[], Any]) -> float:
+    """Largest difference of a parameter's gradients over their largest element, the worst parameter."""
+    found = []
+    for step in (one, other):
+        heads.zero_grad()
+        step()
+        found.append([p.grad.clone() for p in heads.parameters() if p.grad is not None])
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
+
+
+def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None]) -> dict[str, Any]:
+    """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
+    target, heads = make_pair(cell)
+    steps = make_steps(cell, target, heads)
+    peaks = {side: run_apart(cell, side, torch.get_num_threads()) for side in steps}
+    fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
+    seconds: dict[str, list[float]] = {side: [] for side in fitting}
+    difference = gradient_difference(heads, steps["dense"], steps["ours"]) if "dense" in fitting else None
+    for _ in range(repeats):
+        for side, step in fitting.items():
+            heads.zero_grad()
+            gc.collect()
+            seconds[side].append(timed(step))
+    sides = {
+        side: {"seconds": _median_and_range(seconds[side]) if side in fitting else None, "peak_bytes": peaks[side]}
+        for side in steps
+    }
+    result = {"products_seconds": products_seconds(cell, target, heads), "gradient_difference": difference}
+    if "dense" in fitting:
+        for side in [side for side in fitting if side != "dense"]:
+            ratios = [dense / ours for dense, ours in zip(seconds["dense"], seconds[side], strict=True)]
+            sides[side]["speed_up"] = _median_and_range(ratios)
+            sides[side]["memory_share"] = peaks[side] / peaks["dense"]
+    return {**cell, "head_parameters": count_parameters(heads), **result, "sides": sides}
+
+
+def _median_and_range(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def main() -> None:
+    args = parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    depths = list(range(1, 9)) if args.full else args.passes
+    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.bench_train"])
+    cells = []
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for family in args.families:
+            for rows in args.lengths:
+                for passes in depths:
+                    cell = {"family": family, "rows": rows, "passes": passes, **sizes}
+                    cells.append(
+                        measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result())
+                    )
+                    print({**cell, "sides": cells[-1]["sides"]}, flush=True)
+    result = {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
+    print(write_result(args.output, "bench_train", result))
+
+
+if __name__ == "__main__":
+    main()

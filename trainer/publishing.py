@@ -1,0 +1,94 @@
+"""What a trainer pushes: the heads with the model card, the facts and the figures of draft heads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import CONFIG_NAME
+
+from hf_specheads.adapters import ADAPTER_FOLDER
+from hf_specheads.model_card import EVAL_RESULTS
+from hf_specheads.push import complete_folder, name_target
+
+from .facts import training_facts, write_facts
+
+POS_ACC = r"eval_pos_acc_(\d+)"
+MEASURED_IN_TRAINING = "held-out data, at the end of training"
+
+
+class HubCards:
+    """Mixin for `Trainer`: `push_to_hub` and the pushes of `push_to_hub=True` carry a card of draft heads.
+
+    Attributes:
+        run_facts: What the trainer cannot know of its run, for [`facts.training_facts`]: `recipe`, `metrics`, `hours`.
+    """
+
+    run_facts: dict[str, Any] | None = None
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,  # noqa: A002 (the name in Trainer)
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        dataset: str | list[str] | None = None,
+        **card: Any,
+    ) -> None:
+        """Writes facts, figures and the card into `output_dir`; what users wrote into the card, there or on the Hub,
+        stays.
+
+        Args:
+            language, license, tags, dataset: For the card's metadata.
+            model_name: Title, if there is no repository to be named after.
+            finetuned_from: Hub id of the target, if it was trained with a copy in a folder.
+            **card: Other fields of [`hf_specheads.model_card.CardFacts`], e.g. `limits`.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        repo_id = getattr(self, "hub_model_id", None)
+        if repo_id or finetuned_from:
+            name_target(folder / CONFIG_NAME, finetuned_from)
+        write_facts(self._facts(), folder)
+        given = {"language": language, "tags": tags, "datasets": dataset}
+        known = {name: [value] if isinstance(value, str) else value for name, value in given.items() if value}
+        known |= {"license": license} if license else {}
+        if not (folder / EVAL_RESULTS).exists() and (measured := self._measured()):
+            known["evaluations"] = [measured]
+        known["num_parameters"] = sum(p.numel() for p in self.model.parameters())
+        api = HfApi(token=self.args.hub_token, library_name="hf-specheads") if repo_id else None
+        name = repo_id or model_name or folder.resolve().name
+        complete_folder(folder, name, api, revision=self.args.hub_revision, **{**known, **card})
+
+    def _facts(self) -> dict[str, Any]:
+        logged = [entry["train_runtime"] for entry in self.state.log_history if "train_runtime" in entry]
+        hours = sum(logged) / 3600 if logged else None
+        return training_facts(self, **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})})
+
+    def _measured(self) -> dict[str, Any] | None:
+        """The last evaluation's acceptance, as `specheads eval --json` writes it."""
+        entries = [entry for entry in self.state.log_history if "eval_acceptance_length" in entry]
+        if not entries:
+            return None
+        positions = {int(m[1]): value for key, value in entries[-1].items() if (m := re.fullmatch(POS_ACC, key))}
+        return {
+            "task": MEASURED_IN_TRAINING,
+            "acceptance_length": entries[-1]["eval_acceptance_length"],
+            "pos_acc": [positions[position] for position in sorted(positions)],
+        }
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As in Trainer, with the card, and with the adapter of a target that is trained along."""
+        checkpoint, folder = Path(checkpoint_folder), Path(self.args.output_dir)
+        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
+            shutil.copyfile(checkpoint / CONFIG_NAME, folder / CONFIG_NAME)
+            if (checkpoint / ADAPTER_FOLDER).is_dir():
+                shutil.copytree(checkpoint / ADAPTER_FOLDER, folder / ADAPTER_FOLDER, dirs_exist_ok=True)
+            self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
