@@ -153,6 +153,11 @@ def refuse_prepared_call(
         )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)
+    if head.compiled and head.tree_config.stop_below > 0:
+        raise UnsupportedGenerationError(
+            f"`heads.compiled` drafts trees of one shape, and stop_below={head.tree_config.stop_below} leaves levels "
+            "out; use `heads.with_tree(stop_below=0.0)` or `heads.compiled = False`."
+        )
     if head.compiled and (head.loop == "transformers" or refuse_tree(target, cache)):
         raise UnsupportedGenerationError(
             f"`heads.compiled` needs our own loop and a target that takes draft trees, got loop={head.loop!r} and "

@@ -99,6 +99,11 @@ def test_a_longer_budget_is_another_capacity(target):
 
 
 def test_what_cannot_be_compiled_is_refused():
+    target = shared_target("llama")
+    heads = random_heads(target, stop_below=0.1)
+    heads.compiled = True
+    with pytest.raises(UnsupportedGenerationError, match="stop_below"):
+        plain(target, prompt(), NEW, assistant_model=heads)
     bloom = shared_target("bloom")
     heads = random_heads(bloom, kind="chain")
     heads.compiled = True
