@@ -183,6 +183,10 @@ class DraftHead(DefaultTrees, PrunableVocabulary, PreTrainedModel):
         """Draft logits in fp32, [..., H] -> [..., Vd]; Vd is V unless the heads have a [`draft_vocabulary`]."""
         return self.project(features)
 
+    def get_input_embeddings(self) -> torch.nn.Module | None:
+        """The heads' own token embedding; `None` where they borrow the target's. Quantisers ask for it."""
+        return self._modules.get("embed_tokens")
+
     # ------------------------------------------------------------------ what a family may state about itself
     @property
     def feature_layers(self) -> tuple[int, ...]:
