@@ -67,9 +67,15 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
-def load_bound_heads(target: PreTrainedModel, folder: str, **tree_overrides: Any) -> DraftHead:
-    """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it."""
+def load_bound_heads(
+    target: PreTrainedModel, folder: str, adaptive: bool = False, **tree_overrides: Any
+) -> DraftHead:
+    """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
+
+    They draft every round, for a fair comparison of heads, unless `adaptive`.
+    """
     heads = load_heads(folder, dtype=target.dtype, **tree_overrides)
+    heads.adaptive = adaptive
     if heads.config.target_adapter is not None:
         heads.load_target_adapter(target)
     return heads.bind(target)

@@ -8,13 +8,31 @@ the time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .modeling import DraftHead
 
 TRIAL_SHARE = 0.02  # of the wall time of plain steps, for rounds that turn out not to pay
 ROUNDS_BEFORE_A_VERDICT = 4
 PLAIN_STEPS_BEFORE_A_VERDICT = 2
 ROUND_WEIGHT = 1 / 8  # of the newest round in the running means, once there are as many
 GROWN = 2.0  # a plain step is timed again when the context has grown by this factor
+
+
+@contextmanager
+def every_round_drafts(heads: DraftHead) -> Iterator[DraftHead]:
+    """While this lasts these heads, and copies made of them, draft every round whether it pays or not: for measuring
+    them."""
+    before = heads.adaptive
+    heads.adaptive = False
+    try:
+        yield heads
+    finally:
+        heads.adaptive = before
 
 
 @dataclass

@@ -90,7 +90,7 @@ def time_rounds(
     for repeat in range(repeats + 1):
         for key, tree in trees.items():
             timed = heads.with_tree(**tree.to_dict())
-            timed.profile = True
+            timed.profile, timed.adaptive = True, False
             timed_generation(target, prompts[repeat % len(prompts)], assistant_model=timed, **options)
             stats = timed.last_stats
             if repeat and stats is not None and stats.rounds:  # the first run of a tree is no measure

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from .configuration import DraftTreeConfig
 from .draft_vocabulary import count_tokens, most_frequent
 from .metrics import acceptance_length
+from .pace import every_round_drafts
 from .round_timing import Prompts, TimedRounds, text_of, time_rounds, timed_generation
 from .tree_defaults import machine_key, without_machine
 from .tree_replay import RecordedDrafts, accepted_by_ranks, favourite_paths, record_drafts, replay_dynamic, walk
@@ -276,7 +277,8 @@ def confirm_trees(
     def run(side: int, index: int, **changes: Any) -> tuple[int, float]:
         tree = sides[side]
         assistant = {} if tree is None else {"assistant_model": heads.with_tree(**tree.to_dict())}
-        return timed_generation(target, prompts[index], **assistant, **{**options, **changes})
+        with every_round_drafts(assistant.get("assistant_model", heads)):
+            return timed_generation(target, prompts[index], **assistant, **{**options, **changes})
 
     def rate(side: int, pick: Any = statistics.median) -> float:
         return len(prompts) / sum(pick(seconds) for seconds in runs[side])
@@ -365,7 +367,8 @@ def tune_vocabulary(
         for index, prompt in enumerate(prompts):
             for size, ids in chosen.items():
                 heads.prune_draft_vocabulary(ids).bind(target)  # the rows are copied before the clock starts
-                tokens, spent = timed_generation(target, prompt, assistant_model=heads, **options)
+                with every_round_drafts(heads):
+                    tokens, spent = timed_generation(target, prompt, assistant_model=heads, **options)
                 seconds[size][index].append(spent / tokens)
                 lengths[size] += heads.last_stats.num_accepted
     found = [

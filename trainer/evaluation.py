@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_specheads.metrics import acceptance_length, position_acceptance
 from hf_specheads.modeling import DraftHead
+from hf_specheads.pace import every_round_drafts
 
 from .config import DraftHeadTrainingArguments
 from .unroll import DEFAULT_LOSSES, PassLosses
@@ -80,13 +81,14 @@ def generation_metrics(
     heads.eval()
     for prompt in prompts[args.process_index :: args.world_size]:
         ids = torch.tensor([prompt], device=target.device)
-        target.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            assistant_model=heads,
-            do_sample=False,
-            max_new_tokens=args.eval_max_new_tokens,
-        )
+        with every_round_drafts(heads):
+            target.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=heads,
+                do_sample=False,
+                max_new_tokens=args.eval_max_new_tokens,
+            )
         accepted += heads.last_stats.num_accepted
         offered += heads.last_stats.offered
     heads.train(was_training)

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints a summary; 1 if a text differs from the plain one."""
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
+    heads.adaptive = False  # the heads are measured, not the choice of when to use them
     warm_up(target, heads, encode(tokenizer, target, prompts[0]))
     summary = Summary()
     for index, prompt in enumerate(prompts, start=1):
