@@ -1,8 +1,8 @@
 """Measurements of the shipped pair, or of any other target and heads; results are JSON with their provenance.
 
-    python -m benchmarks.speedup         tokens per second against plain generate and transformers' own methods
+    python -m benchmarks.bench_speedup         tokens per second against plain generate and transformers' own methods
     python -m benchmarks.acceptance      acceptance length and pos-acc of several heads, at several depths
-    python -m benchmarks.round           where the wall time of a round goes
+    python -m benchmarks.bench_round           where the wall time of a round goes
     python -m benchmarks.choose_tree     which draft tree is fastest on this machine
     python -m benchmarks.training_curve  acceptance length over training compute
     python -m benchmarks.render_readme   puts the tables into README.md

@@ -63,7 +63,10 @@ class DraftCache(SlotCache):
         """
         self.drop_drafted()
         if self.valid is None:
-            return self.place(0, rows + and_root, device)
+            self.place(0, rows + and_root)
+            if self.slots is not None:
+                return self.slots
+            return torch.arange(self.start, self.start + rows + and_root, device=device)[None]
         if not self.static:
             self.reserve(self.longest + rows + and_root)
             self._end = max(map(sum, zip(self.counts, self._new_counts, strict=True))) + and_root
@@ -92,8 +95,11 @@ class DraftCache(SlotCache):
         seen = torch.arange(self.shown()[1], device=length.device) < length[:, None]
         return additive_mask(seen[:, None, None], dtype)
 
-    def tree_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]."""
+    def tree_mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]; `None`
+        where all are."""
+        if visible is None:
+            return None
         return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
 
     def take_level(self, specialist: int) -> int:

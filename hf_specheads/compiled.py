@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .cache import DraftCache
-from .drafting import FixedLevel, fixed_levels, grow_dynamic, grow_fixed
+from .drafting import grow_dynamic, grow_fixed
+from .fixed_trees import TreeShape, fixed_shape
 from .modeling import DraftHead
 from .target_cache import TreeCache
 from .tree import DraftTree
@@ -36,11 +37,11 @@ def _grow(
     token_ids: torch.Tensor,
     features: torch.Tensor | None,
     depth: int,
-    levels: tuple[FixedLevel, ...] | None,
+    shape: TreeShape | None,
 ) -> DraftTree:
-    if levels is None:
+    if shape is None:
         return grow_dynamic(head, cache, token_ids, features, depth)
-    return grow_fixed(head, cache, token_ids, features, depth, None, levels)
+    return grow_fixed(head, cache, token_ids, features, depth, None, shape)
 
 
 def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, asked: dict[str, Any]) -> Any:
@@ -72,10 +73,10 @@ class CompiledRounds:
         self, head: DraftHead, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
     ) -> DraftTree:
         """As [`drafting.grow_tree`]."""
-        levels = None
+        shape = None
         if head.tree_config.kind != "dynamic":
-            levels = fixed_levels(head.tree_config.paths, depth, token_ids.device)
-        return self._grow(head, cache, token_ids, features, depth, levels)
+            shape = fixed_shape(head.tree_config.paths, depth, token_ids.device)
+        return self._grow(head, cache, token_ids, features, depth, shape)
 
     def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, asked: dict[str, Any]) -> Any:
         """The target's forward over a tree; `asked` are its arguments for hidden states."""

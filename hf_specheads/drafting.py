@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from .cache import DraftCache
 from .configuration import DraftTreeConfig
+from .fixed_trees import FixedLevel, TreeShape, fixed_children, fixed_shape
 from .modeling import DraftHead
 from .sampling import DraftSampler
 from .tree import DraftTree, SampledChildren, select_nodes
@@ -41,7 +40,9 @@ def grow_tree(
 
 def _top_children(head: DraftHead, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
-    scores, tokens = torch.log_softmax(logits / head.tree_config.draft_temperature, dim=-1).topk(width, dim=-1)
+    temperature = head.tree_config.draft_temperature
+    logits = logits if temperature == 1 else logits / temperature
+    scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
     if head.draft_vocabulary is not None:
         tokens = head.draft_vocabulary[tokens]
     # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
@@ -131,71 +132,6 @@ def _expand(
 
 
 # ---------------------------------------------------------------------- trees of a shape known beforehand
-@dataclass(frozen=True)
-class FixedLevel:
-    """One level of a tree of fixed shape; n nodes, of which e have children.
-
-    Attributes:
-        width: Children to take per node of the level above: the highest rank + 1.
-        parent: int64 [n], each node's parent, counted among the e nodes of the level above that have children.
-        rank: int64 [n], which child of its parent each node is.
-        parent_node: int64 [n], index of the parent in the whole tree.
-        expanded: int64 [e], nodes of this level that have children.
-        visible: bool [e, R], which of the R expanded nodes so far (the root not counted) each expanded node descends
-            from, itself included.
-    """
-
-    width: int
-    parent: torch.Tensor
-    rank: torch.Tensor
-    parent_node: torch.Tensor
-    expanded: torch.Tensor
-    visible: torch.Tensor
-
-
-@lru_cache(maxsize=64)
-def fixed_levels(paths: tuple[tuple[int, ...], ...], depth: int, device: torch.device) -> tuple[FixedLevel, ...]:
-    """The levels of a tree given by its paths of child ranks (sorted by length), cut at `depth`."""
-    paths = tuple(path for path in paths if len(path) <= depth)
-    inner = {path[:-1] for path in paths}
-    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-    drafted = [path for path in paths if path in inner]
-    levels = []
-    above: list[tuple[int, ...]] = [()]
-    for length in range(1, depth + 1):
-        here = [path for path in paths if len(path) == length]
-        if not here:
-            break
-        expanded = [path for path in here if path in inner]
-        seen = [path for path in drafted if len(path) <= length]
-        visible = [[path[: len(other)] == other for other in seen] for path in expanded]
-        levels.append(
-            FixedLevel(
-                width=1 + max(path[-1] for path in here),
-                parent=torch.tensor([above.index(path[:-1]) for path in here], device=device),
-                rank=torch.tensor([path[-1] for path in here], device=device),
-                parent_node=torch.tensor([node_of[path[:-1]] for path in here], device=device),
-                expanded=torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
-                visible=torch.tensor(visible, dtype=torch.bool, device=device).view(len(expanded), len(seen)),
-            )
-        )
-        above = expanded
-    return tuple(levels)
-
-
-@lru_cache(maxsize=64)
-def fixed_children(
-    paths: tuple[tuple[int, ...], ...], depth: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes with children [E], level by level, and their children by rank [E, R], -1 for none; as [`fixed_levels`]."""
-    paths = tuple(path for path in paths if len(path) <= depth)
-    inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
-    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-    ranks = range(1 + max(path[-1] for path in paths))
-    children = [[node_of.get((*path, rank), -1) for rank in ranks] for path in inner]
-    return torch.tensor([node_of[path] for path in inner], device=device), torch.tensor(children, device=device)
-
-
 def _drawn_children(
     head: DraftHead, logits: torch.Tensor, width: int, paths: torch.Tensor, sampler: DraftSampler
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,51 +152,67 @@ def grow_fixed(
     features: torch.Tensor | None,
     depth: int,
     sampler: DraftSampler | None = None,
-    levels: tuple[FixedLevel, ...] | None = None,
+    shape: TreeShape | None = None,
 ) -> DraftTree:
     """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
 
     The head runs once per level on the nodes that have children. Ranks count the most probable children, or, where
     the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
-    Sequoia). Arguments as in [`grow_tree`]; `levels` are those of the tree, made beforehand.
+    Sequoia). Arguments as in [`grow_tree`]; `shape` is that of the tree, made beforehand.
     """
     config = head.tree_config
-    levels = fixed_levels(config.paths, depth, token_ids.device) if levels is None else levels
+    shape = fixed_shape(config.paths, depth, token_ids.device) if shape is None else shape
     sampler = sampler if config.children == "sampled" else None
     batch = token_ids.shape[0]
     states, logits = head.start_draft(cache, token_ids, features)
     parent_scores = logits.new_zeros(batch, 1)
     paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
     parts, drawn_from = [], []
-    for position, level in enumerate(levels):
+    for position, level in enumerate(shape.levels, start=1):
         width = min(level.width, logits.shape[-1])
         if sampler is None:
             scores, tokens = _top_children(head, logits, width)
         else:
             scores, tokens, probs = _drawn_children(head, logits, width, paths, sampler)
             drawn_from.append(probs)
-        rank = level.rank.clamp_max(width - 1)
-        tokens, scores = tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]
-        parts.append((tokens, level.parent_node, torch.full_like(level.parent_node, position + 1), scores))
+        tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
+        parts.append((tokens, scores))
         if len(level.expanded) == 0 or gives_up(config, scores[:, level.expanded]):
             break
-        above = level.parent[level.expanded]
-        frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
-        paths = torch.cat([paths[:, above], frontier[..., None]], dim=-1)
-        visible = level.visible[None].expand(batch, -1, -1)
-        states, logits = head.extend_draft(cache, position + 1, frontier, states[:, above], visible)
-    tokens, parents, depths, scores = zip(*parts, strict=True)
-    root = DraftTree.root_only(token_ids[:, -1])
+        frontier, parent_scores = tokens, scores
+        if not level.link:
+            above = level.parent[level.expanded]
+            frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
+            states, paths = states[:, above], paths[:, above]
+        if sampler is not None:
+            paths = torch.cat([paths, frontier[..., None]], dim=-1)
+        in_step = level.sees_all and cache.lengths is None
+        visible = None if in_step else level.visible[None].expand(batch, -1, -1)
+        states, logits = head.extend_draft(cache, position, frontier, states, visible)
+    if len(parts) < len(shape.levels):
+        shape = fixed_shape(config.paths, len(parts), token_ids.device)
     sampled = None
     if sampler is not None:
         sampled = SampledChildren(
             torch.cat(drawn_from, 1), *fixed_children(config.paths, len(parts), token_ids.device)
         )
+    tokens, scores = zip(*parts, strict=True)
     return DraftTree(
-        token_ids=torch.cat([root.token_ids, *tokens], dim=1),
-        parents=torch.cat([root.parents, torch.cat(parents)[None].expand(batch, -1)], dim=1),
-        depths=torch.cat([root.depths, torch.cat(depths)[None].expand(batch, -1)], dim=1),
-        scores=torch.cat([root.scores, *scores], dim=1),
+        token_ids=torch.cat([token_ids[:, -1:], *tokens], dim=1),
+        parents=shape.parents.expand(batch, -1),
+        depths=shape.depths.expand(batch, -1),
+        scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
         max_depth=len(parts),
         sampled=sampled,
+        shape=shape,
     )
+
+
+def _nodes_of(
+    level: FixedLevel, tokens: torch.Tensor, scores: torch.Tensor, parent_scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and cumulative scores [B, n] of a level's nodes, from all children [B, K, width] of the level above."""
+    if level.link:
+        return tokens[:, 0, :1], parent_scores + scores[:, 0, :1]
+    rank = level.rank.clamp_max(tokens.shape[2] - 1)
+    return tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]

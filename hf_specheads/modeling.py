@@ -232,7 +232,7 @@ class DraftHead(DefaultTrees, PrunableVocabulary, PreTrainedModel):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predicts draft position `position` (0-based) from the K frontier nodes.
 
@@ -242,7 +242,8 @@ class DraftHead(DefaultTrees, PrunableVocabulary, PreTrainedModel):
             token_ids: [B, K], tokens of the frontier nodes.
             features: [B, K, *], states of their parents.
             visible: bool [B, K, R], which of the R drafted rows (frontiers so far, this one last; levels may differ
-                in size) each node may see: its ancestors and itself.
+                in size) each node may see: its ancestors and itself. `None` for the one node of a chain, which sees
+                all `position` of them.
 
         Returns:
             States [B, K, *] and draft logits [B, K, V].

@@ -120,21 +120,16 @@ class SlotCache(Cache):
             return 0, self.capacity
         return 0 if window is None else max(min(self.counts) - window + 1, 0), self._end
 
-    def place(self, first: int, rows: int, device: torch.device) -> torch.Tensor:
-        """The next forward writes `rows` rows, from the slot `first` after the committed ones.
-
-        Returns:
-            The slots, int64 [1 or B, rows].
-        """
+    def place(self, first: int, rows: int) -> None:
+        """The next forward writes `rows` rows, from the slot `first` after the committed ones."""
         if not self.static:
             self.reserve(self.longest + first + rows)
             self._end = self.longest + first + rows
-        index = torch.arange(first, first + rows, device=device)[None]
         if self.lengths is None:
             self.start, self.slots = self.counts[0] + first, None
-            return index + self.counts[0]
+            return
+        index = torch.arange(first, first + rows, device=self.lengths.device)
         self.slots = self.lengths[:, None] + index
-        return self.slots
 
     def reserve(self, capacity: int) -> None:
         """Makes room for so many slots.

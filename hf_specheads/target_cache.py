@@ -133,7 +133,7 @@ class TreeCache(SlotCache):
     # ------------------------------------------------------------------ a round
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
         """Arguments of the one forward over a tree, whose rows are written into the slots after the committed ones."""
-        self.place(0, tree.num_nodes, self.device)
+        self.place(0, tree.num_nodes)
         return {
             "attention_mask": self.attention_masks(tree),
             "position_ids": tree_position_ids(self.root_positions, tree),

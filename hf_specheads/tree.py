@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .fixed_trees import TreeShape
+
 
 @dataclass(frozen=True)
 class SampledChildren:
@@ -41,6 +43,7 @@ class DraftTree:
         scores: fp32 [B, N], sum of draft log-probabilities from the root (root 0).
         max_depth: Upper bound D of `depths`, known without looking at the tensors.
         sampled: How the children were drawn; `None` where they are the draft's most probable tokens.
+        shape: Masks and paths of a shape that was known beforehand; `None` where they have to be made.
     """
 
     token_ids: torch.Tensor
@@ -49,6 +52,7 @@ class DraftTree:
     scores: torch.Tensor
     max_depth: int
     sampled: SampledChildren | None = None
+    shape: TreeShape | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -70,6 +74,8 @@ class DraftTree:
         Doubling: after step s every node knows its ancestors up to 2^s generations back. Kept, because verification
         needs it again after the target's forward.
         """
+        if self.shape is not None:
+            return self.shape.ancestor_mask.expand(self.parents.shape[0], -1, -1)
         known = getattr(self, "_ancestor_mask", None)  # functools.cached_property locks, which cannot be compiled
         if known is not None:
             return known
@@ -90,6 +96,8 @@ class DraftTree:
         Args:
             nodes: int64 [B], the node each path ends in.
         """
+        if self.shape is not None:
+            return self.shape.paths[nodes]
         current, steps = nodes, [nodes]
         for _ in range(self.max_depth):
             current = self.parents.gather(1, current[:, None])[:, 0].clamp_min(0)
@@ -104,19 +112,22 @@ class DraftTree:
         """The tree of one batch row."""
         tensors = (self.token_ids, self.parents, self.depths, self.scores)
         sampled = None if self.sampled is None else self.sampled.row(row)
-        return DraftTree(*(tensor[row : row + 1] for tensor in tensors), self.max_depth, sampled)
+        return DraftTree(*(tensor[row : row + 1] for tensor in tensors), self.max_depth, sampled, self.shape)
 
     def packed(self) -> DraftTree:
         """The same with tensors of their own, of the strides their shapes imply."""
         tensors = (self.token_ids, self.parents, self.depths, self.scores)
         copies = (tensor.reshape(-1).clone().view(tensor.shape) for tensor in tensors)
-        return DraftTree(*copies, self.max_depth, self.sampled)
+        return DraftTree(*copies, self.max_depth, self.sampled, self.shape)
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""
+        if self.token_ids.device == device:
+            return self
         tensors = (self.token_ids, self.parents, self.depths, self.scores)
         sampled = None if self.sampled is None else self.sampled.to(device)
-        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth, sampled)
+        shape = None if self.shape is None else self.shape.to(device)
+        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth, sampled, shape)
 
 
 def select_nodes(

@@ -65,6 +65,7 @@ class StubHead(DraftHead):
         return features[:, -1:], torch.stack(logits)
 
     def extend_draft(self, cache, position, token_ids, features, visible):
+        visible = torch.ones(1, 1, position, dtype=torch.bool) if visible is None else visible
         expected = [self._token(row, n + position) for row, n in cache.numbered()]
         self.levels.append(torch.stack([ids == (-1 if token is None else token)
                                         for ids, token in zip(token_ids, expected, strict=True)]))  # fmt: skip

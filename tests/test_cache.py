@@ -21,7 +21,7 @@ def test_drafted_rows_end_with_their_round():
         assert cache.open_rows(3, rows.device).tolist() == [[0, 1, 2]]
         write(cache, rows[:, :, :3], layer)
     cache.commit(3)
-    cache.place(0, 4, rows.device)
+    cache.place(0, 4)
     write(cache, rows[:, :, 3:7])
     cache.drafted_inputs.append(rows)
     cache.take_level(0)
@@ -70,7 +70,7 @@ def test_rows_of_a_batch_equal_caches_of_their_own(data):
             assert (mask[row, 0, 0] == 0).tolist() == [slot < own.shape[1] for slot in range(keys.shape[2])]
         drafted = torch.randn(batch, 2, 4, 3)
         visible = torch.rand(batch, 4, 4) < 0.5
-        cache.place(0, 4, states.device)
+        cache.place(0, 4)
         keys, mask = write(cache, drafted), cache.tree_mask(visible, states.dtype)
         for row, own in enumerate(alone):
             seen = torch.cat([own, drafted[row]], dim=1)

@@ -11,6 +11,7 @@ from test_drafting import TableHead
 from test_identity_matrix import TREES
 
 from hf_specheads import DraftTreeConfig
+from hf_specheads.cache import DraftCache
 from hf_specheads.drafting import gives_up, grow_tree
 
 
@@ -21,7 +22,9 @@ def test_levels_after_an_improbable_frontier_are_left_out(kind):
     cut = Counter()
     for seed in range(12):
         heads = [TableHead(seed, 1, **config.replace(stop_below=stop).to_dict()) for stop in (0.0, 0.05)]
-        whole, tree = (grow_tree(one, None, torch.zeros(1, 2).long(), torch.zeros(1, 1, 2), 4) for one in heads)
+        whole, tree = (
+            grow_tree(one, DraftCache(0), torch.zeros(1, 2).long(), torch.zeros(1, 1, 2), 4) for one in heads
+        )
         levels = 1
         while levels < 4 and expanded_scores(whole, levels, kind).exp().max() >= 0.05:
             levels += 1

@@ -293,13 +293,13 @@ class DraftLanguageModel(DraftHead):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        nodes, rows = token_ids.shape[1], position if visible is None else visible.shape[2]
         # The root's row comes first of the round's rows, and every node sees it.
-        visible = torch.nn.functional.pad(visible, (1, 0), value=True)
-        nodes = token_ids.shape[1]
-        cache.place(visible.shape[2] - nodes, nodes, token_ids.device)
-        mask = cache.tree_mask(visible, self.dtype)
+        cache.place(1 + rows - nodes, nodes)
+        seen = None if visible is None else torch.nn.functional.pad(visible, (1, 0), value=True)
+        mask = cache.tree_mask(seen, self.dtype)
         root = cache.known_lengths()
         root = root[:, None] if isinstance(root, torch.Tensor) else root
         return self._forward(cache, token_ids, torch.full_like(token_ids, position) + root, mask)

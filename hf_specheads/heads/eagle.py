@@ -153,7 +153,7 @@ class EagleHead(SpecialistHead):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         drafted, logits = super().extend_draft(cache, position, token_ids, features, visible)
         return (self._with_token(token_ids, drafted) if self.reads_own_token else drafted), logits

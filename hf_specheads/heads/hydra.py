@@ -281,7 +281,7 @@ class HydraHead(DraftHead):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; a node's state is its parent's with the node's own embedding appended."""
         if not self.config.grounded:

@@ -178,7 +178,7 @@ class MedusaHead(DraftHead):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; all nodes of a level have the same state and the same logits, computed once."""
         logits = self.position_logits(features[:, :1], position)

@@ -158,7 +158,7 @@ class SpecialistHead(DraftHead):
         position: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        visible: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nodes = token_ids.shape[1]
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
@@ -168,7 +168,7 @@ class SpecialistHead(DraftHead):
         first = cache.take_level(specialist)
         before, levels = cache.drafted_inputs[:first], cache.drafted_inputs[first:]
         rows = torch.cat(levels, dim=1)
-        cache.place(sum(level.shape[1] for level in before), rows.shape[1], rows.device)
+        cache.place(sum(level.shape[1] for level in before), rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
         drafted = self(rows, self._level_positions(cache, first, levels), mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
@@ -177,6 +177,8 @@ class SpecialistHead(DraftHead):
     def _level_positions(cache: DraftCache, first: int, levels: list[torch.Tensor]) -> torch.Tensor:
         """int64 [B, rows of the levels]: nodes of a level share a position, one after that of the level above."""
         lengths = cache.known_lengths()
+        if len(levels) == 1 and not isinstance(lengths, torch.Tensor):
+            return torch.full_like(levels[0][:, :, 0], lengths + first, dtype=torch.long)
         lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
         parts = [torch.full_like(level[:, :, 0], first + i, dtype=torch.long) for i, level in enumerate(levels)]
         return torch.cat(parts, dim=1) + lengths

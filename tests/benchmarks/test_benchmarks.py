@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import acceptance, choose_tree, common, methods, speedup, training_curve, tree_kinds
-from benchmarks import round as round_benchmark
+from benchmarks import bench_round as round_benchmark
 
 ROUND_STAGES = {"draft", "target", "accept", "compact", "loop", "whole round"}
 
@@ -150,7 +150,7 @@ def test_training_curve_refuses_folders_without_a_curve(pair):
 
 def test_results_name_no_folder_outside_the_repository(monkeypatch):
     inside = str(common.ROOT / "model_cards" / "poss3")
-    monkeypatch.setattr("sys.argv", ["/x/benchmarks/round.py", "--heads", inside, "/elsewhere/heads/poss3", "eagle"])
+    monkeypatch.setattr("sys.argv", ["/x/benchmarks/bench_round.py", "--heads", inside, "/elsewhere/heads/poss3", "eagle"])
     facts = common.provenance()
-    assert facts["command"] == "python -m benchmarks.round --heads model_cards/poss3 poss3 eagle"
+    assert facts["command"] == "python -m benchmarks.bench_round --heads model_cards/poss3 poss3 eagle"
     assert {"commit", "date", "processor", "threads", "versions"} <= set(facts)

@@ -1,6 +1,6 @@
 """Where the wall time of a round goes, and how much of it is outside the bare model forwards.
 
-    python -m benchmarks.round --heads model_cards/poss3
+    python -m benchmarks.bench_round --heads model_cards/poss3
 
 Bare forwards are timed in place, inside real rounds: the target's forward over the tree (mask, positions and cache as
 it gets them), and the heads' `fuse`, `forward` and `draft_logits`. Everything else of a round (building masks and
@@ -37,7 +37,7 @@ from .common import (
     write_result,
 )
 
-STAGES = ("draft", "target", "accept", "compact")
+STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
 
 

@@ -1,0 +1,114 @@
+"""Trees of a shape known beforehand (chains, static and optimal trees): levels, masks and paths, made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+Paths = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class FixedLevel:
+    """One level of a tree of fixed shape; n nodes, of which e have children.
+
+    Attributes:
+        width: Children to take per node of the level above: the highest rank + 1.
+        parent: int64 [n], each node's parent, counted among the e nodes of the level above that have children.
+        rank: int64 [n], which child of its parent each node is.
+        parent_node: int64 [n], index of the parent in the whole tree.
+        expanded: int64 [e], nodes of this level that have children.
+        visible: bool [e, R], which of the R expanded nodes so far (the root not counted) each expanded node descends
+            from, itself included.
+        link: Whether the level is a link of a chain: one node, the favourite child of the only node above.
+        sees_all: Whether its expanded nodes descend from all expanded nodes so far.
+    """
+
+    width: int
+    parent: torch.Tensor
+    rank: torch.Tensor
+    parent_node: torch.Tensor
+    expanded: torch.Tensor
+    visible: torch.Tensor
+    link: bool
+    sees_all: bool
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A whole tree of N nodes and D levels.
+
+    Attributes:
+        levels: Its levels, the root's not among them.
+        parents, depths: int64 [1, N], as in [`DraftTree`].
+        ancestor_mask: bool [1, N, N], as in [`DraftTree`].
+        paths: int64 [N, D + 1], nodes from the root to each node, padded at the end with the node itself.
+    """
+
+    levels: tuple[FixedLevel, ...]
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestor_mask: torch.Tensor
+    paths: torch.Tensor
+
+    def to(self, device: torch.device) -> TreeShape:
+        """The same for verification on another device; levels, which only drafting needs, stay."""
+        tensors = (self.parents, self.depths, self.ancestor_mask, self.paths)
+        return TreeShape(self.levels, *(tensor.to(device) for tensor in tensors))
+
+
+@lru_cache(maxsize=128)
+def fixed_shape(paths: Paths, depth: int, device: torch.device) -> TreeShape:
+    """The shape of a tree given by its paths of child ranks (sorted by length), cut at `depth`."""
+    paths = tuple(path for path in paths if len(path) <= depth)
+    nodes = ((), *paths)
+    node_of = {path: node for node, path in enumerate(nodes)}
+    depth = max(map(len, paths))
+    way = [[node_of[path[:length]] for length in range(depth + 1)] for path in nodes]
+    table = torch.tensor(way, device=device)
+    return TreeShape(
+        levels=_levels(paths, depth, node_of, device),
+        parents=torch.tensor([[-1, *(node_of[path[:-1]] for path in paths)]], device=device),
+        depths=torch.tensor([[len(path) for path in nodes]], device=device),
+        ancestor_mask=(table[:, :, None] == torch.arange(len(nodes), device=device)).any(1)[None],
+        paths=table,
+    )
+
+
+def _levels(paths: Paths, depth: int, node_of: dict, device: torch.device) -> tuple[FixedLevel, ...]:
+    inner = {path[:-1] for path in paths}
+    drafted = [path for path in paths if path in inner]
+    levels = []
+    above: list[tuple[int, ...]] = [()]
+    for length in range(1, depth + 1):
+        here = [path for path in paths if len(path) == length]
+        expanded = [path for path in here if path in inner]
+        seen = [path for path in drafted if len(path) <= length]
+        visible = [[path[: len(other)] == other for other in seen] for path in expanded]
+        levels.append(
+            FixedLevel(
+                width=1 + max(path[-1] for path in here),
+                parent=torch.tensor([above.index(path[:-1]) for path in here], device=device),
+                rank=torch.tensor([path[-1] for path in here], device=device),
+                parent_node=torch.tensor([node_of[path[:-1]] for path in here], device=device),
+                expanded=torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
+                visible=torch.tensor(visible, dtype=torch.bool, device=device).view(len(expanded), len(seen)),
+                link=len(above) == len(here) == 1 and here[0][-1] == 0,
+                sees_all=all(all(row) for row in visible),
+            )
+        )
+        above = expanded
+    return tuple(levels)
+
+
+@lru_cache(maxsize=128)
+def fixed_children(paths: Paths, depth: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nodes with children [E], level by level, and their children by rank [E, R], -1 for none; as [`fixed_shape`]."""
+    paths = tuple(path for path in paths if len(path) <= depth)
+    inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
+    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    ranks = range(1 + max(path[-1] for path in paths))
+    children = [[node_of.get((*path, rank), -1) for rank in ranks] for path in inner]
+    return torch.tensor([node_of[path] for path in inner], device=device), torch.tensor(children, device=device)
