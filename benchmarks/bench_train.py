@@ -229,7 +229,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.bench_train"])
+    context.set_forkserver_preload(["benchmarks.dense_unroll", "benchmarks.common", "hf_specheads.trainer"])
     cells = []
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for cell in chosen_cells(args):
