@@ -1,7 +1,7 @@
 """Step time and peak memory of training against a step written with dense masks and whole logits.
 
-    python -m benchmarks.bench_train            # four lengths, three depths
-    python -m benchmarks.bench_train --full     # depths 1 to 8
+    python -m benchmarks.bench_train            # POSS at four lengths and three depths, EAGLE-3 at two lengths
+    python -m benchmarks.bench_train --full     # both at four lengths and all depths from 1 to 8
 
 Both sides compute the same gradients of the same heads (`benchmarks/dense_unroll.py` is the other side), forward and
 backward of one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -38,22 +39,35 @@ FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_p
 WEIGHTS = {"feature": 1.0, "token": 0.1}
 CHUNK = 256
 MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
+LENGTHS, DEPTH = (512, 1024, 2048, 4096), 6
+GRID = [("poss", rows, passes) for rows in LENGTHS for passes in (1, 3, DEPTH)]
+GRID += [("eagle3", rows, DEPTH) for rows in LENGTHS[1:3]]
 
 Cell = dict[str, Any]  # family, rows (T), passes (D), and the sizes of the target
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--families", nargs="+", default=["poss", "eagle3"], choices=list(FAMILIES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096], help="rows T of a batch")
-    parser.add_argument("--passes", nargs="+", type=int, default=[1, 3, 6], help="draft positions D")
-    parser.add_argument("--full", action="store_true", help="all draft positions from 1 to 8")
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="instead of the default grid")
+    parser.add_argument("--lengths", nargs="+", type=int, help="rows T of a batch, instead of the default grid")
+    parser.add_argument("--passes", nargs="+", type=int, help="draft positions D, instead of the default grid")
+    parser.add_argument("--full", action="store_true", help="all lengths and all draft positions from 1 to 8")
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     add_output_argument(parser)
     return parser.parse_args()
+
+
+def chosen_cells(args: argparse.Namespace) -> list[Cell]:
+    """The default grid, or the product of what the arguments say, the rest of it as in the default grid."""
+    grid = GRID
+    if args.full or args.families or args.lengths or args.passes:
+        depths = args.passes or (range(1, 9) if args.full else [DEPTH])
+        grid = list(itertools.product(args.families or ["poss", "eagle3"], args.lengths or LENGTHS, depths))
+    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
+    return [{"family": family, "rows": rows, "passes": passes, **sizes} for family, rows, passes in grid]
 
 
 # ---------------------------------------------------------------------- one step of each side
@@ -166,35 +180,38 @@ def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     return max(grown, resource.getpagesize())  # the kernel counts a little late
 
 
-def gradient_difference(heads: DraftHead, one: Callable[[], Any], other: Callable[[], Any]) -> float:
-    """Largest difference of a parameter's gradients over their largest element, the worst parameter."""
-    found = []
-    for step in (one, other):
-        heads.zero_grad()
-        step()
-        found.append([p.grad.clone() for p in heads.parameters() if p.grad is not None])
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
+def gradients(heads: DraftHead) -> list[torch.Tensor]:
+    """Of the last step, taken away."""
+    found = [parameter.grad for parameter in heads.parameters() if parameter.grad is not None]
+    heads.zero_grad()
+    return found
 
 
 def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None]) -> dict[str, Any]:
     """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
     target, heads = make_pair(cell)
+    for warm_up in make_steps({**cell, "rows": 16, "passes": 1}, target, heads).values():
+        warm_up()
+    heads.zero_grad()
     steps = make_steps(cell, target, heads)
     peaks = {side: run_apart(cell, side, torch.get_num_threads()) for side in steps}
     fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
     seconds: dict[str, list[float]] = {side: [] for side in fitting}
-    difference = gradient_difference(heads, steps["dense"], steps["ours"]) if "dense" in fitting else None
+    found: dict[str, list[torch.Tensor]] = {}
     for _ in range(repeats):
         for side, step in fitting.items():
-            heads.zero_grad()
             gc.collect()
             seconds[side].append(timed(step))
+            found[side] = gradients(heads)
     sides = {
         side: {"seconds": _median_and_range(seconds[side]) if side in fitting else None, "peak_bytes": peaks[side]}
         for side in steps
     }
-    result = {"products_seconds": products_seconds(cell, target, heads), "gradient_difference": difference}
+    result: dict[str, Any] = {"products_seconds": products_seconds(cell, target, heads)}
     if "dense" in fitting:
+        # Of a parameter's gradients, over the largest element: the worst parameter.
+        pairs = zip(found["dense"], found["ours"], strict=True)
+        result["gradient_difference"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
         for side in [side for side in fitting if side != "dense"]:
             ratios = [dense / ours for dense, ours in zip(seconds["dense"], seconds[side], strict=True)]
             sides[side]["speed_up"] = _median_and_range(ratios)
@@ -210,21 +227,14 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    depths = list(range(1, 9)) if args.full else args.passes
-    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.bench_train"])
+    context.set_forkserver_preload(["benchmarks.dense_unroll", "benchmarks.common", "hf_specheads.trainer"])
     cells = []
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        for family in args.families:
-            for rows in args.lengths:
-                for passes in depths:
-                    cell = {"family": family, "rows": rows, "passes": passes, **sizes}
-                    cells.append(
-                        measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result())
-                    )
-                    print({**cell, "sides": cells[-1]["sides"]}, flush=True)
+        for cell in chosen_cells(args):
+            cells.append(measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result()))
+            print(cells[-1], flush=True)
     result = {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
     print(write_result(args.output, "bench_train", result))
 

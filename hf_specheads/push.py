@@ -168,10 +168,12 @@ def name_target(config: Path, base_model: str | None) -> None:
     """Writes the target's Hub id into the pushed config; of a folder on this machine only its last part remains."""
     fields = json.loads(config.read_text(encoding="utf-8"))
     target = dict(fields.get("target") or {})
-    name = base_model or target.get("name")
-    if name is None:
+    name = target.get("name")
+    if name is not None and (os.path.isdir(name) or not is_hub_id(name)):
+        name = Path(name).name
+    if not (base_model or name):
         return
-    fields["target"] = target | {"name": name if is_hub_id(name) else Path(name).name}
+    fields["target"] = target | {"name": base_model or name}
     config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

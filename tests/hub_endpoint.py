@@ -7,6 +7,8 @@ of huggingface_hub 2.4. Use it through the fixture `hub` (conftest.py):
     hub.publish("lab/heads", folder)                      # a repository as if it had been there
     hub.run(load_digest, "lab/heads", revision="main")    # in a process whose Hub this is (HF_ENDPOINT)
     hub.fail("GET .*safetensors", cut_after=100)          # the next download breaks off after 100 bytes
+
+`python tests/hub_endpoint.py 7007` runs it by hand, on port 7007, until it is stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import json
 import multiprocessing
 import os
 import re
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -129,7 +133,7 @@ class HubEndpoint:
         seen: Requests in the order of their answers.
     """
 
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, port: int = 0):
         from hub_requests import HubRequests
 
         self.repos: dict[str, Repo] = {}
@@ -139,7 +143,7 @@ class HubEndpoint:
         self.lock = threading.Lock()
         self.home = home
         handler = type("Handler", (HubRequests,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self._client: ProcessPoolExecutor | None = None
@@ -246,3 +250,21 @@ class HubEndpoint:
             self._client.shutdown(wait=True, cancel_futures=True)
         self._server.shutdown()
         self._server.server_close()
+
+
+def main() -> None:
+    """Serves until it is stopped; says which variables point a client here."""
+    from hub_endpoint import HubEndpoint  # not `__main__`: both files know one set of classes
+
+    with tempfile.TemporaryDirectory() as home:
+        endpoint = HubEndpoint(Path(home), int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+        sys.stdout.write(f"export HF_ENDPOINT={endpoint.url} HF_TOKEN={WRITER} HF_HUB_DISABLE_XET=1\n")
+        sys.stdout.flush()
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            endpoint.close()
+
+
+if __name__ == "__main__":
+    main()

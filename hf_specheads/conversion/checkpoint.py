@@ -38,6 +38,7 @@ UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
     ImportError, OverflowError, MemoryError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile,
 )  # fmt: skip
+UNREADABLE_ARCHIVE = (OSError, EOFError, RuntimeError, OverflowError, struct.error, zipfile.BadZipFile, UnicodeError)
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]
 
 # ------------------------------------------------------------------ pickles
 def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    _check_archive(file)
-    options = {"mmap": True, "map_location": "meta"} if headers_only and zipfile.is_zipfile(file) else {}
+    _check_archive(file, checksums=not headers_only)
+    options = {"mmap": True, "map_location": "meta"} if headers_only and _is_archive(file) else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -183,19 +184,40 @@ def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_archive(file: Path) -> None:
-    """Refuses compressed archives: torch writes none, and a small one can unpack to any size."""
-    if not zipfile.is_zipfile(file):
+def _check_archive(file: Path, *, checksums: bool) -> None:
+    """Refuses archives that torch does not write: compressed ones, of which a small one can unpack to any size, and
+    entries with attributes, for which torch's reader returns memory that nobody filled. Torch does not look at
+    checksums either.
+
+    Raises:
+        CorruptCheckpointError: also if a checksum is wrong.
+    """
+    if not _is_archive(file):
         return
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+            plain = all(_is_plain_entry(entry) for entry in entries)
+            fits = sum(entry.file_size for entry in entries) <= file.stat().st_size
+            if not plain or not fits or len({entry.filename for entry in entries}) != len(entries):
+                raise CorruptCheckpointError(f"{file} is no archive as torch writes them; ask for safetensors.")
+            damaged = archive.testzip() if checksums else None
+    except UNREADABLE_ARCHIVE as error:
         raise CorruptCheckpointError(f"{file} is a damaged archive ({error}); download it again.") from error
-    names = [entry.filename for entry in entries]
-    packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-    if packed or len(set(names)) != len(names) or sum(entry.file_size for entry in entries) > file.stat().st_size:
-        raise CorruptCheckpointError(f"{file} is no archive as torch writes them; ask its author for safetensors.")
+    if damaged:
+        raise CorruptCheckpointError(f"{damaged} in {file} does not have its checksum; download the file again.")
+
+
+def _is_archive(file: Path) -> bool:
+    """Whether torch takes a file for an archive, or Python does."""
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(file)
+
+
+def _is_plain_entry(entry: zipfile.ZipInfo) -> bool:
+    attributes = (entry.external_attr, entry.internal_attr, entry.volume, entry.flag_bits & 1)
+    stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+    return stored and not entry.is_dir() and not any(attributes)
 
 
 def _check_storages(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

@@ -130,18 +130,25 @@ def test_no_tensor_of_all_logits_nor_of_rows_by_rows(frozen, method):
     assert 0 < largest.elements < rows * VOCAB < rows * rows
 
 
-def test_under_autocast(frozen):
-    """A trained `lm_head` in bf16: all chunks reuse one cast of its weight."""
-    heads = make_heads(frozen, "eagle3", feature_layers=(0, 1, -1)).bind(frozen).train()
+@pytest.mark.parametrize("method", ["eagle3", "poss", "hydra"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_under_autocast(frozen, method, apart):
+    """In bf16 chunks reuse one cast of every weight; gradients stay fp32, and near those without autocast."""
+    heads = make_heads(frozen, method, **METHODS[method]).bind(frozen).train()
+    apart = apart and heads.passes_are_detached
     found = []
-    for chunk_rows in (3, 1000):
-        unroll = make_unroll(heads, frozen, ("token",))
-        with torch.autocast("cpu", torch.bfloat16):
-            unroll.run_passes(PASSES, lambda losses, _: losses.token_loss, chunk_rows=chunk_rows)
+    for enabled in (False, True):
+        unroll = make_unroll(heads, frozen, ("token",), separate_backward=apart)
+        together = 1 if apart else PASSES
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for _ in range(0, PASSES, together):
+                unroll.run_passes(together, lambda losses, _: losses.token_loss, chunk_rows=3)
+            unroll.finish_backward()
         found.append(gradients(heads))
     for name, gradient in found[0].items():
-        assert gradient.dtype == torch.float32
-        torch.testing.assert_close(gradient, found[1][name], rtol=0, atol=0.03 * float(gradient.abs().max()), msg=name)
+        theirs = found[1][name]
+        assert theirs.dtype == torch.float32
+        assert torch.cosine_similarity(theirs.flatten(), gradient.flatten(), dim=0) > 0.98, name
 
 
 def test_chunks_need_a_divisor(frozen, heads):
