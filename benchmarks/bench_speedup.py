@@ -1,6 +1,6 @@
 """Tokens per second of plain `generate` and with heads, on the same prompts, interleaved; checks that texts agree.
 
-    python -m benchmarks.bench_speedup --target model_cards/target --heads model_cards/poss3 model_cards/eagle --baselines
+    python -m benchmarks.bench_speedup --heads model_cards/poss3 model_cards/eagle --baselines
 
 `--baselines` adds transformers' own prompt lookup, `--assistant` a small assistant model. Exits with 1 if a text of
 ours differs from the plain one.

@@ -67,9 +67,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
-def load_bound_heads(
-    target: PreTrainedModel, folder: str, adaptive: bool = False, **tree_overrides: Any
-) -> DraftHead:
+def load_bound_heads(target: PreTrainedModel, folder: str, adaptive: bool = False, **tree_overrides: Any) -> DraftHead:
     """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
 
     They draft every round, for a fair comparison of heads, unless `adaptive`.

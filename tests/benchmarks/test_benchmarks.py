@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import acceptance, choose_tree, common, methods, speedup, training_curve, tree_kinds
-from benchmarks import bench_round as round_benchmark
+from benchmarks import (
+    acceptance,
+    bench_round,
+    bench_speedup,
+    choose_tree,
+    common,
+    methods,
+    training_curve,
+    tree_kinds,
+)
 
-ROUND_STAGES = {"draft", "target", "accept", "compact", "loop", "whole round"}
+ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
 
 
 def result_of(folder: Path, name: str) -> dict:
@@ -21,7 +29,7 @@ def result_of(folder: Path, name: str) -> dict:
 def test_speedup_compares_all_sides_and_finds_the_texts_identical(arguments, pair):
     more = ("--repeats", "2", "--baselines", "--assistant", str(pair / "target"))
     results = arguments("speedup", ["eagle", "poss"], *more)
-    assert speedup.main() == 0
+    assert bench_speedup.main() == 0
     (sides,) = result_of(results, "speedup")["prompt_sets"].values()
     assert list(sides)[:3] == ["plain generate", "eagle", "poss"]
     assert len(sides) == 5
@@ -43,7 +51,7 @@ def test_speedup_fails_when_a_text_differs(arguments, monkeypatch):
         return ([*ids[:-1], 5 if ids[-1] != 5 else 6] if "assistant_model" in options else ids), seconds
 
     monkeypatch.setattr(common, "timed_generate", wrong)
-    assert speedup.main() == 1
+    assert bench_speedup.main() == 1
 
 
 def test_methods_measures_every_head_greedy_and_sampled(arguments):
@@ -87,7 +95,7 @@ def test_acceptance_reports_every_family_and_depth(arguments, pair):
 
 def test_round_splits_the_whole_round_into_stages(arguments):
     results = arguments("round", ["poss"], "--repeats", "1")
-    round_benchmark.main()
+    bench_round.main()
     result = result_of(results, "round")
     assert set(result["stages"]) == ROUND_STAGES
     parts = sum(stage["milliseconds"] for name, stage in result["stages"].items() if name != "whole round")
@@ -98,7 +106,7 @@ def test_round_splits_the_whole_round_into_stages(arguments):
 
 def test_timed_calls_leave_the_object_as_it_was(target):
     before = target.forward
-    with round_benchmark.timed_calls(target, "forward") as seconds:
+    with bench_round.timed_calls(target, "forward") as seconds:
         target(input_ids=torch.tensor([[5]]))
     assert len(seconds) == 1
     assert target.forward == before
@@ -150,7 +158,7 @@ def test_training_curve_refuses_folders_without_a_curve(pair):
 
 def test_results_name_no_folder_outside_the_repository(monkeypatch):
     inside = str(common.ROOT / "model_cards" / "poss3")
-    monkeypatch.setattr("sys.argv", ["/x/benchmarks/bench_round.py", "--heads", inside, "/elsewhere/heads/poss3", "eagle"])
+    monkeypatch.setattr("sys.argv", ["/x/benchmarks/bench_round.py", "--heads", inside, "/away/heads/poss3", "eagle"])
     facts = common.provenance()
     assert facts["command"] == "python -m benchmarks.bench_round --heads model_cards/poss3 poss3 eagle"
     assert {"commit", "date", "processor", "threads", "versions"} <= set(facts)
