@@ -81,10 +81,15 @@ def load_bound_heads(target: PreTrainedModel, folder: str, adaptive: bool = Fals
 
 def load_prompts(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:
     """Tokenised prompts of a set in `benchmarks/prompts`, or of a .jsonl file with `prompt` entries."""
+    texts = prompt_texts(name, limit)
+    return [dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) for text in texts]
+
+
+def prompt_texts(name: str, limit: int | None = None) -> list[str]:
+    """The same prompts as text."""
     path = Path(name) if name.endswith(".jsonl") else PROMPTS / f"{name}.jsonl"
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    encoded = (tokenizer(e["prompt"], return_tensors="pt", return_token_type_ids=False) for e in entries[:limit])
-    return [dict(inputs) for inputs in encoded]
+    return [entry["prompt"] for entry in entries[:limit]]
 
 
 def count_parameters(model: PreTrainedModel) -> int:

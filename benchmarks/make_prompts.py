@@ -4,7 +4,8 @@
 
 A prompt is the beginning of a top-level function or class, cut at the end of a line. Files, definitions and lengths
 are drawn by hashes, so the same Python version gives the same prompts. `held_out.jsonl` is for reporting;
-`tuning.jsonl`, cut from other files, is for choosing options such as the default draft tree.
+`tuning.jsonl`, cut from other files, is for choosing options such as the default draft tree. `long.jsonl` holds whole
+beginnings of held-out files, longer than what heads were trained on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
 PROMPTS = Path(__file__).parent / "prompts"
 MIN_TOKENS, MAX_TOKENS = 40, 200
 SIZES = {"held_out": 24, "tuning": 12}
+LONG_TOKENS, LONG_FILES = 1536, 12
 PER_FILE = 2
 LINES_AFTER = 8  # of the definition must remain, so that there is something to continue
 
@@ -77,12 +79,29 @@ def make(tokenizer: PreTrainedTokenizerBase, root: Path) -> dict[str, list[dict[
     return sets
 
 
+def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, str]]:
+    """The first LONG_TOKENS tokens, at least, of held-out files that go on after them."""
+    prompts = []
+    for path in corpus_files(root):
+        lines = path.read_text(encoding="utf-8").splitlines() if is_held_out(path, root) else []
+        length, end = 0, 0
+        while end < len(lines) - 4 * LINES_AFTER and length < LONG_TOKENS:
+            length += len(tokenizer(lines[end] + "\n", add_special_tokens=False)["input_ids"])
+            end += 1
+        if length >= LONG_TOKENS:
+            text = "\n".join(lines[:end]).rstrip()
+            prompts.append({"name": path.relative_to(root).as_posix(), "prompt": text})
+    prompts.sort(key=lambda prompt: draw(prompt["name"], "long"))
+    return sorted(prompts[:LONG_FILES], key=lambda prompt: prompt["name"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokenizer", type=Path, default=Path("model_cards/target"))
     args = parser.parse_args()
     root = Path(sysconfig.get_paths()["stdlib"])
-    for name, prompts in make(AutoTokenizer.from_pretrained(args.tokenizer), root).items():
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    for name, prompts in {**make(tokenizer, root), "long": make_long(tokenizer, root)}.items():
         text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
         (PROMPTS / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{name}: {len(prompts)} prompts from Python {platform.python_version()}'s standard library")

@@ -1,0 +1,145 @@
+"""Rounds on pre-allocated slots against rounds on transformers' `DynamicCache`, by length of the context.
+
+    python -m benchmarks.bench_cache
+
+Both sides run the same forward of a random Llama over the same tree and keep the same path of it. On `DynamicCache`,
+every forward copies the whole cache to append to it, and a path is kept by moving its rows and narrowing the tensors;
+on slots, rows are written in place and one indexed copy moves the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_specheads.masks import grouped_attention_under_masks
+from hf_specheads.target_cache import TreeCache
+from hf_specheads.tree import DraftTree
+
+from .common import write_result
+
+ROUNDS = 12
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    return parser.parse_args()
+
+
+def random_target(args: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama of random weights, grouped keys."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size, num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64, num_key_value_heads=max(args.hidden_size // 256, 1),
+        vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+
+
+def comb(nodes: int) -> tuple[DraftTree, list[int]]:
+    """A tree whose accepted path is every other node, at most eight of them: rows have to move."""
+    path = list(range(0, nodes, 2))[:8]
+    parents = [-1] + [max((p for p in path if p < node), default=0) for node in range(1, nodes)]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = torch.arange(nodes)[None] + 5
+    tree = DraftTree(tokens, torch.tensor([parents]), torch.tensor([depths]), tokens.float(), max(depths))
+    return tree, path
+
+
+class Slots:
+    """Ours."""
+
+    def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
+        self.target = target
+        self.cache = TreeCache(stock, target, 1, None, torch.tensor([[length]]), target.dtype)
+
+    def round(self, tree: DraftTree, path: list[int]) -> None:
+        self.target(tree.token_ids, use_cache=True, **self.cache.forward_inputs(tree))
+        self.cache.keep_path(torch.tensor([path]), [len(path)], path == list(range(len(path))))
+
+
+class Dynamic:
+    """transformers' cache; masks are those of slots, which have the same contents."""
+
+    def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
+        self.target, self.cache, self.length = target, stock, length
+
+    def round(self, tree: DraftTree, path: list[int]) -> None:
+        nodes, length = tree.num_nodes, self.length
+        allowed = torch.cat([torch.ones(1, nodes, length, dtype=torch.bool), tree.ancestor_mask], dim=-1)
+        mask = torch.where(allowed, 0.0, torch.finfo(self.target.dtype).min).to(self.target.dtype)[:, None]
+        self.target(
+            tree.token_ids, use_cache=True, past_key_values=self.cache, attention_mask=mask,
+            position_ids=length + tree.depths,
+        )  # fmt: skip
+        index = torch.tensor([length + node for node in path])
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                states[:, :, length : length + len(path)] = states[:, :, index]
+                setattr(layer, name, states[:, :, : length + len(path)])
+        self.length += len(path)
+
+
+@torch.no_grad()
+def measure(target: LlamaForCausalLM, length: int, nodes: int) -> dict[str, Any]:
+    """Milliseconds per round of both, in turns."""
+    torch.manual_seed(0)
+    prompt = torch.randint(5, 4000, (1, length))
+    tree, path = comb(nodes)
+    sides = {}
+    for name, side in (("slots", Slots), ("dynamic", Dynamic)):
+        stock = DynamicCache(config=target.config)
+        for start in range(0, length, 2048):
+            target(prompt[:, start : start + 2048], past_key_values=stock, use_cache=True, logits_to_keep=1)
+        sides[name] = side(target, stock, length)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    with grouped_attention_under_masks(target):
+        for number in range(ROUNDS + 2):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                started = time.perf_counter()
+                sides[name].round(tree, path)
+                if number >= 2:
+                    seconds[name].append(time.perf_counter() - started)
+    ratios = [b / a for a, b in zip(seconds["slots"], seconds["dynamic"], strict=True)]
+    return {
+        "slots_milliseconds": 1000 * statistics.median(seconds["slots"]),
+        "dynamic_milliseconds": 1000 * statistics.median(seconds["dynamic"]),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    target = random_target(args)
+    cells = {str(length): {str(nodes): measure(target, length, nodes) for nodes in args.nodes}
+             for length in args.lengths}  # fmt: skip
+    result = {
+        "parameters": sum(p.numel() for p in target.parameters()),
+        "layers": args.layers,
+        "key_value_width": target.config.num_key_value_heads * 64,
+        "dtype": args.dtype,
+        "rounds": ROUNDS,
+        "lengths": cells,
+    }
+    print(write_result(args.output, "cache", result))
+
+
+if __name__ == "__main__":
+    main()
