@@ -84,13 +84,11 @@ def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, 
     prompts = []
     for path in corpus_files(root):
         lines = path.read_text(encoding="utf-8").splitlines() if is_held_out(path, root) else []
-        length, end = 0, 0
-        while end < len(lines) - 4 * LINES_AFTER and length < LONG_TOKENS:
-            length += len(tokenizer(lines[end] + "\n", add_special_tokens=False)["input_ids"])
-            end += 1
-        if length >= LONG_TOKENS:
+        for end in range(LINES_AFTER, len(lines) - 4 * LINES_AFTER, LINES_AFTER):
             text = "\n".join(lines[:end]).rstrip()
-            prompts.append({"name": path.relative_to(root).as_posix(), "prompt": text})
+            if len(tokenizer(text, add_special_tokens=False)["input_ids"]) >= LONG_TOKENS:
+                prompts.append({"name": path.relative_to(root).as_posix(), "prompt": text})
+                break
     prompts.sort(key=lambda prompt: draw(prompt["name"], "long"))
     return sorted(prompts[:LONG_FILES], key=lambda prompt: prompt["name"])
 
