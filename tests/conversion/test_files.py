@@ -19,11 +19,13 @@ from safetensors.torch import save
 
 from hf_specheads import load_heads
 from hf_specheads.conversion.files import MAX_JSON_BYTES, SAFETENSORS_INDEX
+from hf_specheads.conversion.reading import SILENT_FIELDS
 from hf_specheads.errors import (
     CheckpointKeysError,
     CheckpointShapeError,
     CheckpointValueError,
     CorruptCheckpointError,
+    HeadConfigError,
     HeadLoadError,
     MissingArgumentError,
 )
@@ -236,6 +238,31 @@ def test_absurd_numbers_are_no_trouble(name: str, change: dict, tmp_path: Path) 
     except HeadLoadError:
         return
     assert heads.num_parameters() < 10**5
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("ours")])
+def test_fields_of_our_own_that_no_tensor_betrays(name: str, tmp_path: Path) -> None:
+    """Without one of them the default would be another function."""
+    files = LAYOUTS[name].files()
+    silent = [field for field in SILENT_FIELDS if field in files["config.json"]]
+    assert len(silent) > 1
+    for field in silent:
+        config = {key: value for key, value in files["config.json"].items() if key != field}
+        with pytest.raises(HeadConfigError, match=f"lacks .*{field}"):
+            load_heads(LAYOUTS[name].write(tmp_path / field, files | {"config.json": config}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"quantization_config": {"load_in_4bit": True}}, {"quantization_config": 0}, {"target": 3}, {"target": {"name": 3}},
+     {"target": {"fingerprint": -1}}, {"target": {"fingerprint": ["x"]}}, {"save_pretrained": 1}, {"_name": "x"},
+     {"num_specialists": 500}],
+)  # fmt: skip
+def test_fields_of_our_own_that_are_refused(change: dict, tmp_path: Path) -> None:
+    files = LAYOUTS["ours-poss"].files()
+    files["config.json"] |= change
+    with pytest.raises(HeadConfigError, match=r"config\.json (has|says)"):
+        load_heads(LAYOUTS["ours-poss"].write(tmp_path, files))
 
 
 # ------------------------------------------------------------------ shards
