@@ -40,8 +40,8 @@ def test_fields_of_our_own_that_no_tensor_betrays(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "change",
     [{"quantization_config": {"load_in_4bit": True}}, {"quantization_config": 0}, {"target": 3},
-     {"target": {"name": 3}}, {"target": {"fingerprint": -1}}, {"target": {"fingerprint": ["x"]}}, {"save_pretrained": 1}, {"_name": "x"},
-     {"num_specialists": 500}],
+     {"target": {"name": 3}}, {"target": {"fingerprint": -1}}, {"target": {"fingerprint": ["x"]}},
+     {"save_pretrained": 1}, {"_name": "x"}, {"num_specialists": 500}],
 )  # fmt: skip
 def test_fields_of_our_own_that_are_refused(change: dict, tmp_path: Path) -> None:
     files = LAYOUTS["ours-poss"].files()
