@@ -224,7 +224,7 @@ def test_what_was_fetched_is_not_fetched_again(hub: HubEndpoint, poss_heads, fol
     assert len(hub.requests("GET /storage/")) == len(shards)
 
 
-@pytest.mark.parametrize("how", [{"status": 500}, {"status": 503}, {"delay": 1.3}], ids=str)
+@pytest.mark.parametrize("how", [{"status": 500}, {"status": 503}, {"delay": 2.4}], ids=str)
 def test_a_passing_failure_is_survived(hub: HubEndpoint, folder: Path, how: dict[str, Any]) -> None:
     name = hub.new_name()
     hub.publish(name, folder)
