@@ -180,7 +180,7 @@ def find_adapter(heads: DraftHead, source: str | Path | None, **hub: Any) -> Pat
 
     Args:
         heads: Heads that were trained with one.
-        source: Folder or Hub id of the heads, default where they were loaded from.
+        source: Folder or Hub id of the heads, default where they were loaded from, at the commit they are of.
         hub: `revision`, `token`, ... of a Hub id.
 
     Raises:
@@ -188,6 +188,8 @@ def find_adapter(heads: DraftHead, source: str | Path | None, **hub: Any) -> Pat
     """
     if heads.config.target_adapter is None:
         raise HeadLoadError("these heads were trained for the target as it is; there is no adapter to load.")
+    if source is None and hub.get("revision") is None:
+        hub["revision"] = getattr(heads.config, "_commit_hash", None)
     source = str(source or heads.config.name_or_path)
     folder = Path(source)
     if source and not folder.is_dir():

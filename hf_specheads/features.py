@@ -34,14 +34,21 @@ def as_embedding(embedding: torch.Tensor | nn.Module) -> Callable[[torch.Tensor]
     return embedding
 
 
-def as_lm_head(lm_head: torch.Tensor | nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A map from features [..., H] to logits [..., V] from a weight [V, H] or from the target's own module."""
+def as_lm_head(
+    lm_head: torch.Tensor | nn.Module, dtype: torch.dtype | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A map from features [..., H] to logits [..., V] from a weight [V, H] or from the target's own module.
+
+    Args:
+        lm_head: Either of them.
+        dtype: Of the target, what a quantised module without a weight of floating point is given.
+    """
     if isinstance(lm_head, torch.Tensor):
         return lambda features: F.linear(features.to(lm_head.dtype), lm_head)
     weight = getattr(lm_head, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype.is_floating_point:
-        return lambda features: lm_head(features.to(weight.dtype))
-    return lm_head
+        dtype = weight.dtype
+    return lm_head if dtype is None else lambda features: lm_head(features.to(dtype))
 
 
 def target_sizes(target: PreTrainedModel) -> dict[str, int]:
@@ -134,7 +141,7 @@ class BorrowedModules:
     @classmethod
     def of(cls, target: PreTrainedModel) -> BorrowedModules:
         embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        return cls(embedding, as_lm_head(lm_head), _execution_device(lm_head, target))
+        return cls(embedding, as_lm_head(lm_head, target.dtype), _execution_device(lm_head, target))
 
 
 def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch.Tensor:

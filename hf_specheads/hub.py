@@ -90,6 +90,8 @@ def load_heads(
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
     announce(name, found)
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
+    if not Path(repo_or_path).is_dir():
+        heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
     return heads.eval()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .modeling import DraftHead
 
 TOP_KS = (1, 2, 3, 4, 5, 6, 8)
+STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
 SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # nodes, root included
 
 
@@ -131,6 +132,7 @@ def predict(record: RecordedDrafts, rounds: TimedRounds, **tree: Any) -> list[Tu
     """
     found = [_predicted(record, c, accepted_by_ranks(record, c.paths), rounds.of_chain(c.depth))
              for c in _chains(record.depth, tree)]  # fmt: skip
+    found += _stopping_chains(record, rounds, tree)
     if rounds.tree_target:
         found += _dynamic_trees(record, rounds, tree)
         found += _fixed_trees(record, rounds, tree)
@@ -139,6 +141,16 @@ def predict(record: RecordedDrafts, rounds: TimedRounds, **tree: Any) -> list[Tu
 
 def _chains(depth: int, tree: dict[str, Any]) -> list[DraftTreeConfig]:
     return [DraftTreeConfig(kind="chain", depth=d, top_k=1, total_tokens=d + 1, **tree) for d in range(1, depth + 1)]
+
+
+def _stopping_chains(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, Any]) -> Iterable[TunedTree]:
+    """Chains as deep as drafts were recorded, given up where the draft is no longer sure of itself."""
+    depth, whole = record.depth, _chains(record.depth, tree)[-1]
+    accepted, replayed = accepted_by_ranks(record, whole.paths), replay_dynamic(record, depth, 1)
+    seconds = torch.tensor([0.0, *(rounds.of_chain(levels) for levels in range(1, depth + 1))], dtype=torch.float64)
+    for stop in STOPS if depth > 1 else ():
+        levels = replayed.levels(stop)
+        yield _predicted(record, whole.replace(stop_below=stop), torch.minimum(accepted, levels), seconds[levels])
 
 
 def _predicted(
@@ -179,7 +191,7 @@ def shortlist(candidates: Sequence[TunedTree], size: int) -> list[TunedTree]:
     firsts = [next((c for c in candidates if c.tree.kind == kind), None) for kind in ("chain", "static", "dynamic")]
     for one in (*(first for first in firsts if first is not None), *candidates):
         tree = one.tree
-        shape = (tree.kind, tree.depth, tree.top_k if tree.kind == "dynamic" else tree.total_tokens)
+        shape = (tree.kind, tree.stop_below, tree.depth, tree.top_k if tree.kind == "dynamic" else tree.total_tokens)
         if shape not in seen and len(chosen) < size:
             seen.add(shape)
             chosen.append(one)

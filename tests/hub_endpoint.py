@@ -170,8 +170,8 @@ class HubEndpoint:
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DOWNLOAD_TIMEOUT": "1",
-            "HF_HUB_ETAG_TIMEOUT": "1",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "2",
+            "HF_HUB_ETAG_TIMEOUT": "2",
             "HF_TOKEN": token or "",
             "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0",
         }

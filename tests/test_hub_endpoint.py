@@ -150,7 +150,7 @@ def test_faults(hub: HubEndpoint, folder: Path) -> None:
     hub.fail("HEAD .*config.json", status=501)  # unlike 500, an error no client tries again
     assert hub.run(error_of, download, name, "config.json")[0] == LocalEntryNotFoundError.__name__
     hub.fail("HEAD .*config.json", status=500)
-    hub.fail("HEAD .*config.json", delay=1.3)  # longer than the client waits
+    hub.fail("HEAD .*config.json", delay=2.4)  # longer than the client waits
     assert hub.run(download, name, "config.json") == b'{"a": 1}'
     assert [seen.status for seen in hub.requests("HEAD .*config.json")][:3] == [501, 500, 200]
     hub.fail("POST .*/commit/", status=500)

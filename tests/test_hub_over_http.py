@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from checkpoints import eagle_tensors, write_checkpoint
 from hub_endpoint import READER, HubEndpoint
+from huggingface_hub import is_offline_mode
 from safetensors.torch import load_file
 from targets import own_target, plain, prompt
 from transformers import AutoConfig, AutoModel
@@ -20,13 +19,6 @@ from transformers import AutoConfig, AutoModel
 from hf_specheads import AutoDraftHead, PossHead, load_heads
 from hf_specheads.adapters import add_adapter
 from hf_specheads.errors import HeadLoadError
-
-LOADED = """
-import sys
-from hf_specheads import load_heads
-for name in sys.argv[1:]:
-    print(load_heads(name).dtype)
-"""
 
 
 # ------------------------------------------------------------------ what runs in the client's process
@@ -44,10 +36,10 @@ def auto(kind: str, name: str, **options: Any) -> tuple[str, str, str]:
     return type(model).__name__, str(model.dtype), str(getattr(model, "device", ""))
 
 
-def adapted_text(name: str, ids: torch.Tensor) -> torch.Tensor:
+def adapted_text(name: str, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """Text of a target with the adapter that lies beside the heads in their repository."""
     target = own_target("llama")
-    heads = load_heads(name)
+    heads = load_heads(name, **options)
     heads.load_target_adapter(target)
     found = plain(target, ids, 20, assistant_model=heads)
     assert torch.equal(found, plain(target, ids, 20))
@@ -135,16 +127,21 @@ def test_private_repositories(hub: HubEndpoint, folder: Path) -> None:
 
 
 def test_the_adapter_comes_along(hub: HubEndpoint, tmp_path: Path) -> None:
-    target = own_target("llama")
+    """Of the commit the heads are of, also where the branch has moved on."""
+    target, name, ids = own_target("llama"), hub.new_name(), prompt()
     add_adapter(target, rank=2, alpha=4, modules="q_proj")
-    for key, parameter in target.named_parameters():
-        if "lora_B" in key:
-            parameter.data.normal_()
-    AutoDraftHead.from_target(target, "medusa").bind(target).save_pretrained(tmp_path)
-    name, ids = hub.new_name(), prompt()
-    hub.publish(name, tmp_path)
-    assert torch.equal(hub.run(adapted_text, name, ids), plain(target, ids, 20))
-    assert not torch.equal(plain(own_target("llama"), ids, 20), plain(target, ids, 20))
+    texts = [plain(target, ids, 20)]
+    for revision in ("v1", "v2"):
+        for key, parameter in target.named_parameters():
+            if "lora_B" in key:
+                parameter.data.normal_()
+        AutoDraftHead.from_target(target, "medusa").bind(target).save_pretrained(tmp_path)
+        commit = hub.publish(name, tmp_path)
+        hub.repos[name].refs[f"refs/tags/{revision}"] = commit.sha
+        texts.append(plain(target, ids, 20))
+    assert not any(torch.equal(texts[i], texts[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert torch.equal(hub.run(adapted_text, name, ids), texts[2])
+    assert torch.equal(hub.run(adapted_text, name, ids, revision="v1"), texts[1])
 
 
 def test_auto_classes(hub: HubEndpoint, folder: Path) -> None:
@@ -172,29 +169,19 @@ def test_the_second_load_fetches_nothing(hub: HubEndpoint, folder: Path) -> None
     assert same(hub.run(weights, name), folder)
 
 
-def test_offline(hub: HubEndpoint, folder: Path) -> None:
-    """HF_HUB_OFFLINE is read once, so this is a process of its own."""
+def test_offline(hub: HubEndpoint, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which runs offline as all tests do, with the cache that the other one filled."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and is_offline_mode()
     name, other = hub.new_name(), hub.new_name()
     hub.publish(name, folder)
     hub.publish(other, folder)
     hub.run(weights, name)
     hub.seen.clear()
-    environment = hub.environment() | {"HF_HUB_OFFLINE": "1"}
-    command = (
-        "import sys\nfrom hf_specheads import load_heads\nfor name in sys.argv[1:]:\n    print(load_heads(name).dtype)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", command, name, other], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["torch.float32"]
-    assert f"HeadLoadError: '{other}' is neither a folder nor" in done.stderr
-    assert hub.seen == []
-
-
-def test_offline_in_this_process(hub: HubEndpoint, folder: Path) -> None:
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.home / "hub"))
+    assert same(dict(load_heads(name).state_dict()), folder)
     with pytest.raises(HeadLoadError, match="neither a folder nor"):
-        load_heads(hub.new_name())
+        load_heads(other)
+    assert hub.seen == []
 
 
 # ------------------------------------------------------------------ a Hub that fails
@@ -224,7 +211,7 @@ def test_what_was_fetched_is_not_fetched_again(hub: HubEndpoint, poss_heads, fol
     assert len(hub.requests("GET /storage/")) == len(shards)
 
 
-@pytest.mark.parametrize("how", [{"status": 500}, {"status": 503}, {"delay": 1.3}], ids=str)
+@pytest.mark.parametrize("how", [{"status": 500}, {"status": 503}, {"delay": 2.4}], ids=str)
 def test_a_passing_failure_is_survived(hub: HubEndpoint, folder: Path, how: dict[str, Any]) -> None:
     name = hub.new_name()
     hub.publish(name, folder)

@@ -83,15 +83,42 @@ def test_a_folder_on_some_machine_is_no_base_model(poss_heads: PossHead, tmp_pat
 
 def test_what_a_user_wrote_stays(folder: Path) -> None:
     first = write_card(folder, license="apache-2.0").read_text()
-    edited = first.replace("library_name:", "co2_eq_emissions: 3\nlibrary_name:")
+    edited = first.replace("library_name:", "co2_eq_emissions: 3\nlibrary_name:").replace(
+        "- poss\n", "- poss\n- mine\n"
+    )
     edited = edited.replace(BEGIN, "Read this first.\n\n" + BEGIN) + "\n## My notes\n\nWorks with tea.\n"
     (folder / "README.md").write_text(edited)
     again = write_card(folder).read_text()
-    assert "Read this first." in again and "## My notes\n\nWorks with tea." in again
-    assert metadata_of(again)["co2_eq_emissions"] == 3
+    assert (
+        again.index("Read this first.") < again.index(BEGIN) < again.index(END) < again.index("## My notes\n\nWorks")
+    )
+    assert metadata_of(again)["co2_eq_emissions"] == 3 and "mine" in metadata_of(again)["tags"]
     assert metadata_of(again)["license"] == "apache-2.0"  # not known this time, so the earlier value stays
     assert again.count(BEGIN) == again.count(END) == again.count("# poss-heads") == 1
     assert write_card(folder).read_text() == again
+
+
+def test_several_readmes(folder: Path) -> None:
+    """Sections of both are kept; of one heading, or one value, the first README's."""
+    facts = collect_facts(folder)
+    plain = render_card(facts)
+    hub = plain.replace("library_name:", "language: de\nlibrary_name:") + "\n## Notes\n\nNew.\n\nMore.\n"
+    local = plain.replace("library_name:", "language: en\nco2: 3\nlibrary_name:")
+    local += "\n## Notes\n\nOld.\n\n## Thanks\n\nTo all.\n"
+    text = render_card(facts, hub, None, local)
+    assert "## Notes\n\nNew.\n\nMore.\n\n## Thanks\n\nTo all." in text and "Old." not in text
+    assert metadata_of(text)["language"] == "de" and metadata_of(text)["co2"] == 3
+    assert render_card(facts, text, hub, local) == text
+
+
+def test_results_of_every_task_stand_under_its_name(folder: Path) -> None:
+    results = [RESULTS, RESULTS | {"task": "other", "acceptance_length": 1.5}]
+    (folder / "eval_results.json").write_text(json.dumps(results))
+    found = metadata_of(write_card(folder).read_text())["model-index"][0]["results"]
+    assert [(r["dataset"]["name"], r["metrics"][0]["value"]) for r in found] == [
+        ("held-out functions", 3.214),
+        ("other", 1.5),
+    ]
 
 
 def test_a_readme_of_other_origin_is_kept_below(folder: Path) -> None:

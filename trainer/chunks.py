@@ -56,8 +56,8 @@ class ChunkedPass:
                 grads.flatten(0, 1)[rows] = leaf.grad
 
 
-def send_on(passes: Sequence[ChunkedPass]) -> None:
-    """The backward from the drafted rows through the heads, of all passes together."""
+def send_on(passes: Sequence[ChunkedPass], others: Sequence[torch.Tensor] = ()) -> None:
+    """The backward from the drafted rows through the heads, of all passes and of `others`, scalars, together."""
     pairs = [pair for chunked in passes for pair in zip(chunked.sources, chunked.grads, strict=True)]
-    pairs = [(source, grads) for source, grads in pairs if grads is not None]
+    pairs = [(loss, None) for loss in others] + [(source, grads) for source, grads in pairs if grads is not None]
     torch.autograd.backward([source for source, _ in pairs], [grads for _, grads in pairs])

@@ -226,14 +226,9 @@ class JointTrainer(DraftHeadTrainer):
         self._train_target_losses.steps += int(self.accelerator.sync_gradients and not alone)
         return loss
 
-    def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
-        """As in [`DraftHeadTrainer`], but in one graph, the target's, which its own loss shares."""
-        with self.accelerator.autocast():
-            loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True, num_items_in_batch=num_items)
-        self.accelerator.backward(loss)
-        for position, losses in enumerate(outputs["passes"]):
-            self._train_losses.add(position, losses)
-        return loss.detach()
+    def shared_losses(self) -> list[torch.Tensor]:
+        """The target's own loss of the batch, which runs through the graph that the heads' rows come from."""
+        return [] if self._target_loss is None else [self.args.target_loss_weight * self._target_loss]
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.accelerator.clip_grad_norm_(self.trained_parameters(), self.args.max_grad_norm)

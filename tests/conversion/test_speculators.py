@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from hf_specheads import load_heads
 from hf_specheads.cache import DraftCache
 from hf_specheads.errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
+from hf_specheads.unroll import TrainingRows
 
 EPS = LLAMA_CONFIG["rms_norm_eps"]
 EAGLE3_LAYER = SPECULATORS_EAGLE3["transformer_layer_config"]
@@ -141,3 +142,31 @@ def test_all_three_norms_or_none(name: str, tmp_path: Path) -> None:
         weights = {k: tensor for k, tensor in files["model.safetensors"].items() if k != key}
         with pytest.raises(CheckpointKeysError):
             load_heads(LAYOUTS[name].write(tmp_path / key, files | {"model.safetensors": weights}))
+
+
+def test_training_reads_the_norms_as_drafting_does(tmp_path: Path) -> None:
+    """The last row of the first two passes against two draft positions; all three norms get gradients."""
+    heads = load_heads(write_checkpoint(tmp_path, eagle_tensors(embedding=False) | hass_norms())).bind(target())
+    ids, features = torch.randint(3, VOCAB, (1, 8)), torch.randn(1, 7, HIDDEN)
+    borrowed = heads.borrowed
+    rows = TrainingRows(
+        features=features,
+        token_ids=ids[:, :-1],
+        next_token_ids=ids[:, 1:],
+        documents=torch.zeros(1, 7, dtype=torch.long),
+        position_ids=torch.arange(7)[None],
+        embed=borrowed.embed_tokens,
+        lm_head=borrowed.lm_head,
+    )
+    first, second = heads.unroll(rows, 2)
+    cache = heads.new_draft_cache()
+    _, logits = heads.start_draft(cache, ids, features)
+    torch.testing.assert_close(first.logits(first.hidden[:, -1:]), logits, atol=1e-5, rtol=1e-4)
+    # The second pass reads what the first drafted one row before: one committed row fewer, and its token drafted.
+    cache = heads.new_draft_cache()
+    state, _ = heads.start_draft(cache, ids[:, :-1], features[:, :-1])
+    _, logits = heads.extend_draft(cache, 1, ids[:, -1:], state, torch.ones(1, 1, 1, dtype=torch.bool))
+    torch.testing.assert_close(second.logits(second.hidden[:, -1:]), logits, atol=1e-5, rtol=1e-4)
+    first.logits(first.hidden).square().mean().backward()
+    norms = (heads.embed_layernorm, heads.layers[0].input_layernorm, heads.lm_head_layernorm)
+    assert all(norm.weight.grad is not None and norm.weight.grad.abs().sum() > 0 for norm in norms)

@@ -94,6 +94,17 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert set(ALL_DESTINATIONS) == {to for known in DESTINATIONS.values() for to in known}
 
 
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    heads = random_heads("eagle", fc_bias=False)
+    heads.layers[0].to("meta")
+    with pytest.raises(ExportError, match=r"layers.0.*other weights are offloaded"):
+        export_heads(heads, tmp_path / "a", to="vllm")
+    heads = random_heads("eagle", fc_bias=False)
+    heads.is_quantized = True  # as transformers marks them
+    with pytest.raises(ExportError, match="without `quantization_config`"):
+        export_heads(heads, tmp_path / "b", to="vllm")
+
+
 # ------------------------------------------------------------------ the bias of fc
 def fused(heads: DraftHead, folder: Path, embeddings: torch.Tensor, rows: torch.Tensor, features: torch.Tensor):
     """What `fc` makes of tokens and features in heads and in their export."""

@@ -352,3 +352,27 @@ def test_kl_is_what_self_distillation_says() -> None:
     p, q = torch.randn(4, 9).log_softmax(-1), torch.randn(4, 9).log_softmax(-1)
     expected = (p.exp() * (p - q)).sum(-1)
     torch.testing.assert_close(F.kl_div(q, p, reduction="none", log_target=True).sum(-1), expected)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_losses_in_chunks_have_the_gradients_of_one_graph(make_joint, method):
+    """Of the heads and of the adapter, whose graph the target's own loss shares with every pass."""
+    target = make_target()
+    options = {"num_heads": 3} if method == "medusa" else {}
+    heads = AutoDraftHead.from_target(target, method, **options)
+    trainer = make_joint(target=target, model=heads, num_passes=3, feature_loss_weight=1.0, loss_chunk_rows=5)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(3)])
+    items = torch.tensor(20.0)
+    with torch.no_grad():
+        for parameter in trainer.adapter:
+            parameter.normal_(std=0.2)  # a fresh adapter has zeros that stop its gradient
+    found = []
+    for backward in (lambda: trainer.compute_loss(heads, batch, num_items_in_batch=items).backward(),
+                     lambda: trainer.backward_batch(batch, items)):  # fmt: skip
+        for parameter in trainer.trained_parameters():
+            parameter.grad = None
+        backward()
+        found.append([parameter.grad.clone() for parameter in trainer.trained_parameters()])
+    for whole, chunks in zip(*found, strict=True):
+        assert whole.any()
+        torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-6)

@@ -190,6 +190,15 @@ def test_gradient_checkpointing_changes_nothing(target, heads):
             torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_no_gradient_reaches_what_the_target_says(target, heads):
+    """In joint training the target's features have a graph; they are what heads are compared with all the same."""
+    rows = random_rows()
+    rows["target_features"].requires_grad_()
+    sum(losses.weighted() for losses in unroll_losses(heads, **rows, **of_target(target), num_passes=2)).backward()
+    assert heads.fc.weight.grad.any()
+    assert rows["target_features"].grad is None
+
+
 def test_weights_and_modules_are_the_same_to_the_unroll(target, heads):
     rows = random_rows()
     modules = unroll_losses(heads, **rows, **of_target(target), num_passes=2)

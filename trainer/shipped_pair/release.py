@@ -13,7 +13,8 @@ from typing import Any
 
 from hf_specheads import DraftTreeConfig
 from hf_specheads.adapters import ADAPTER_FOLDER
-from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, write_card
+from hf_specheads.figures import draw_figures
+from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, read_evaluations, write_card
 
 # POSS-1 is trained and measured too, but its six layers are too large to ship for what they add.
 SHIPPED = ("eagle", "hass", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra", "hydra-plus",
@@ -100,6 +101,7 @@ def release(args: argparse.Namespace) -> None:
             set_tree(folder, tree)
         if entries := evaluations(name, args.results):
             (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        draw_figures(folder, read_evaluations(folder / EVAL_RESULTS))
         limits = [*LIMITS, *([NOTES[name]] if name in NOTES else [])]
         write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=limits)
 

@@ -1,0 +1,38 @@
+"""The tables in the documents are those of the result files, and the results say what the text claims of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.oracles import render
+
+
+def results(name: str) -> list[dict]:
+    return json.loads(render.FILES[name].read_text(encoding="utf-8"))["entries"]
+
+
+def test_the_document_has_the_tables_of_the_result_files() -> None:
+    text = render.DOCUMENT.read_text(encoding="utf-8")
+    assert render.rendered(text) == text
+
+
+def test_a_missing_place_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 places for the table 'vllm'"):
+        render.rendered("no tables")
+
+
+def test_what_vllm_showed() -> None:
+    """In float32: every text the target's own, and as many rounds as ours."""
+    for entry in results("vllm"):
+        assert entry["same_as_plain_vllm"] == entry["same_as_transformers"] == entry["texts"]
+        assert entry["vllm"]["rounds"] == entry["ours"]["rounds"]
+
+
+def test_what_speculators_showed() -> None:
+    for entry in [*results("speculators"), *results("speculators_eagle")]:
+        if entry.get("dtype", "float32") == "float32":
+            assert entry["max_error"] < 1e-5 * max(1.0, entry["largest_logit"]) and entry["same_favourite"] == 1.0
+        converter = entry.get("converter", entry)
+        assert converter.get("equal_tensors") == converter.get("tensors")
