@@ -2,11 +2,13 @@
 
     python -m benchmarks.bench_compile --heads model_cards/poss3 model_cards/eagle
     python -m benchmarks.bench_compile --shape llama-3-8b --dtype bfloat16 --device cuda --tau 3 4 5
+    python -m benchmarks.bench_compile --shape llama-3-8b --dtype bfloat16 --on_paper 4.8e12
 
 The first command runs the shipped pair. `--shape` makes a target and heads of given sizes with random weights instead:
 only the time means something there, so acceptance is set by a stub to the values of `--tau` (drafts are computed as
-always, then a path of the tree is replaced by what the target goes on to say). `floor` is what reading every weight
-once per use would cost at the device's memory bandwidth, measured by a copy.
+always, then a path of the tree is replaced by what the target goes on to say). The floor is what reading every weight
+once per use would cost at the device's memory bandwidth, measured by a copy; `--on_paper` computes it for a bandwidth
+in bytes per second, without making or running anything.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
+from hf_specheads.auto import METHODS
 from hf_specheads.compiled import bucket
 from hf_specheads.tree import DraftTree
 
@@ -62,6 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
     parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -100,6 +104,20 @@ def shaped(args: argparse.Namespace) -> tuple[PreTrainedModel, dict[str, DraftHe
         made = made.to(device=args.device, dtype=target.dtype).eval()
         made.adaptive = False
         heads[method] = made.bind(target)
+    return target, heads
+
+
+def on_paper(args: argparse.Namespace) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
+    """The same without memory."""
+    with torch.device("meta"):
+        target = LlamaForCausalLM(LlamaConfig(**SHAPES[args.shape])).to(getattr(torch, args.dtype))
+        heads = {}
+        for method, options in SHAPED_HEADS.items():
+            head_class = METHODS[method]
+            fields = head_class.config_class.fields_for_target(target, method) | options
+            if method == "eagle3":
+                fields["draft_vocab_size"] = min(SHAPES[args.shape]["vocab_size"], 32000)
+            heads[method] = head_class(head_class.config_class(**fields)).to(target.dtype)
     return target, heads
 
 
@@ -218,7 +236,7 @@ def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.N
 
     The token embedding is looked up, not read; a draft step reads one specialist and the projection to draft logits.
     """
-    per_second = bandwidth(args.device)
+    per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
     embedding = target.get_input_embeddings().weight
     body = sum(_bytes(p) for p in target.parameters()) - (
@@ -247,6 +265,10 @@ def main() -> int:
     args = parse_args()
     result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     tables, compile_seconds = {}, {}
+    if args.on_paper:
+        result |= {"target": args.shape, "floor": floor(*on_paper(args), args)}
+        print(write_result(args.output, "compile_floor", result))
+        return 0
     if args.shape:
         if args.threads:
             torch.set_num_threads(args.threads)

@@ -93,6 +93,11 @@ def compile_(result: Result) -> str:
     )  # fmt: skip
 
 
+def compile_floor(result: Result) -> str:
+    """The floor alone."""
+    return floor_table(result["floor"]) + footnote(result, f"{result['dtype']}, computed, nothing was run")
+
+
 def floor_table(floor: Result) -> str:
     """What memory bandwidth allows, computed from bytes read."""
     rows = [
@@ -101,5 +106,6 @@ def floor_table(floor: Result) -> str:
         for head, f in floor["heads"].items()
     ]
     taus = next(iter(floor["heads"].values()))["tokens_per_second"]
-    header = [f"floor on paper, {floor['name']}", "target, ms", "draft, ms", "round, ms"]
+    title = f"floor of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
+    header = [title, "target, ms", "draft, ms", "round, ms"]
     return markdown_table([*header, *(f"tokens/s at tau {tau}" for tau in taus)], rows)

@@ -225,5 +225,6 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
     "context": engine_tables.context,
     "cache": engine_tables.cache,
     "compile": engine_tables.compile_,
+    "compile_floor": engine_tables.compile_floor,
     "compile_shape": engine_tables.compile_,
 }
