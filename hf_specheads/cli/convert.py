@@ -1,4 +1,4 @@
-"""Rewrite heads in their authors' layout (EAGLE-1/2/3, HASS, PosS, Medusa, Hydra) in this package's own layout."""
+"""Rewrite heads in another layout (their authors', a serving engine's, speculators') in this package's own layout."""
 
 from __future__ import annotations
 
