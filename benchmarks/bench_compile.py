@@ -141,7 +141,7 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
         known = truth[:, lengths[0] : lengths[0] + right].to(tree.token_ids.device)
         tree.token_ids[:, 1 : 1 + known.shape[1]] = known
         if 1 + right < tree.num_nodes and lengths[0] + right < truth.shape[1]:
-            wrong = (truth[:, lengths[0] + right] + 1) % 1000
+            wrong = (truth[:, lengths[0] + right] + 1) % self.head.config.vocab_size
             tree.token_ids[:, 1 + right] = wrong.to(tree.token_ids.device)
         return tree
 

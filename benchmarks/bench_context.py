@@ -52,6 +52,7 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
         sides.append(Side(f"{name}, adaptive", {"assistant_model": load_bound_heads(target, folder, adaptive=True)}))
     torch.manual_seed(0)
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=sides[1].heads.tree_config).eval().bind(target)
+    useless.adaptive = True
     sides.append(Side("untrained, adaptive", {"assistant_model": useless}))
     return sides
 

@@ -51,6 +51,7 @@ def load_heads(
     token: str | bool | None = None,
     local_files_only: bool = False,
     positions_per_specialist: int | None = None,
+    compile: bool = False,  # noqa: A002 (transformers' word)
     **tree_overrides: Any,
 ) -> DraftHead:
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
@@ -68,6 +69,7 @@ def load_heads(
         local_files_only: Never ask the network.
         positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
             nowhere; default from a name such as `PosS3-...`.
+        compile: Compile the rounds of `generate` (`heads.compiled`).
         **tree_overrides: Fields of [`DraftTreeConfig`] (`kind`, `depth`, `top_k`, `total_tokens`, `choices`) that
             replace the saved ones.
 
@@ -90,6 +92,7 @@ def load_heads(
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
     announce(name, found)
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
+    heads.compiled = compile
     if not Path(repo_or_path).is_dir():
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:

@@ -13,7 +13,9 @@ PACKAGE = ROOT / "hf_specheads"
 # A module imports only modules of lower rank; packages count as one module. Equal rank: leaves of one another.
 RANKS = {
     "version": 0, "errors": 0, "features": 0, "streams": 0, "draft_vocabulary": 2, "configuration": 1, "tree": 1,
-    "adapters": 1, "sampling": 1, "stopping": 1, "unroll": 1, "layers": 2, "metrics": 2, "masks": 3, "cache": 2,
+    "adapters": 1, "sampling": 1, "stopping": 1, "unroll": 1, "layers": 2, "metrics": 2, "masks": 1.5, "cache": 2.5,
+    "fixed_trees": 0.5, "slots": 1, "sequences": 0, "pace": 0, "stream_attention": 2, "target_cache": 3, "outputs": 3,
+    "compiled": 4.5,
     "verification": 2, "verification_sampled": 3, "verification_typical": 3,
     "modeling": 3, "heads": 4, "drafting": 4, "auto": 5, "candidates": 5, "compatibility": 5,
     "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "cli": 9, "__main__": 10,
