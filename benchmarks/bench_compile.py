@@ -22,10 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from hf_specheads import AutoDraftHead, DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
-from hf_specheads.auto import METHODS
+from hf_specheads import DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
 from hf_specheads.compiled import bucket
 from hf_specheads.tree import DraftTree
 
@@ -40,23 +39,9 @@ from .common import (
     load_target,
     write_result,
 )
+from .shapes import SHAPES, pair_on_paper, random_pair
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-    },
-    "llama-100m": {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-SHAPED_HEADS: dict[str, dict[str, Any]] = {
-    "poss": {"num_specialists": 3, "positions_per_specialist": 2},
-    "eagle": {},
-    "eagle3": {},
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -86,39 +71,6 @@ def both_ways(name: str, heads: DraftHead) -> list[Side]:
     compiled = heads.with_tree()
     compiled.compiled = True
     return [Side(name, {"assistant_model": heads}), Side(f"{name}, compiled", {"assistant_model": compiled})]
-
-
-def shaped(args: argparse.Namespace) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
-    """A target and heads of random weights."""
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        target = LlamaForCausalLM(LlamaConfig(**SHAPES[args.shape], eos_token_id=None, pad_token_id=0))
-    target = target.to(getattr(torch, args.dtype)).eval()
-    tree = DraftTreeConfig(kind="chain", depth=args.depth)
-    heads = {}
-    for method, options in SHAPED_HEADS.items():
-        if method == "eagle3":
-            tokens = min(SHAPES[args.shape]["vocab_size"], 32000)
-            options = {"draft_token_ids": torch.arange(tokens), "draft_vocab_size": tokens}
-        made = AutoDraftHead.from_target(target, method, tree_config=tree, **options)
-        made = made.to(device=args.device, dtype=target.dtype).eval()
-        made.adaptive = False
-        heads[method] = made.bind(target)
-    return target, heads
-
-
-def on_paper(args: argparse.Namespace) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
-    """The same without memory."""
-    with torch.device("meta"):
-        target = LlamaForCausalLM(LlamaConfig(**SHAPES[args.shape])).to(getattr(torch, args.dtype))
-        heads = {}
-        for method, options in SHAPED_HEADS.items():
-            head_class = METHODS[method]
-            fields = head_class.config_class.fields_for_target(target, method) | options
-            if method == "eagle3":
-                fields["draft_vocab_size"] = min(SHAPES[args.shape]["vocab_size"], 32000)
-            heads[method] = head_class(head_class.config_class(**fields)).to(target.dtype)
-    return target, heads
 
 
 # ---------------------------------------------------------------------- acceptance by a stub
@@ -266,13 +218,14 @@ def main() -> int:
     result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     tables, compile_seconds = {}, {}
     if args.on_paper:
-        result |= {"target": args.shape, "floor": floor(*on_paper(args), args)}
+        result |= {"target": args.shape, "floor": floor(*pair_on_paper(args.shape, getattr(torch, args.dtype)), args)}
         print(write_result(args.output, "compile_floor", result))
         return 0
     if args.shape:
         if args.threads:
             torch.set_num_threads(args.threads)
-        target, heads = shaped(args)
+        tree = DraftTreeConfig(kind="chain", depth=args.depth)
+        target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), args.device)
         result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
         prompts = [{"input_ids": torch.randint(5, 1000, (1, 64), device=args.device)} for _ in range(args.limit or 2)]
         for inputs in prompts:

@@ -1,6 +1,7 @@
 """Where the wall time of a round goes, and how much of it is outside the bare model forwards.
 
     python -m benchmarks.bench_round --heads model_cards/poss3
+    python -m benchmarks.bench_round --shape llama-100m
 
 Bare forwards are timed in place, inside real rounds: the target's forward over the tree (mask, positions and cache as
 it gets them), and the heads' `fuse`, `forward` and `draft_logits`. Everything else of a round (building masks and
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specheads import DraftTreeConfig
 from hf_specheads.metrics import GenerationStats
 from hf_specheads.modeling import DraftHead
 from hf_specheads.target_cache import TreeCache
@@ -29,6 +31,7 @@ from .common import (
     Inputs,
     Side,
     argument_parser,
+    count_parameters,
     display_name,
     generate_once,
     load_bound_heads,
@@ -36,6 +39,7 @@ from .common import (
     load_target,
     write_result,
 )
+from .shapes import SHAPES, random_pair
 
 STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
@@ -44,6 +48,8 @@ REPLAYS = 30
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, heads=["model_cards/poss3"], prompts=["held_out"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
+    parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
     return parser.parse_args()
 
 
@@ -105,12 +111,24 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
     return seconds
 
 
+def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
+    """Target, heads and prompts, as the arguments say."""
+    if not args.shape:
+        target, tokenizer = load_target(args)
+        prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer, args.limit)]
+        return target, load_bound_heads(target, args.heads[0]), prompts
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tree = DraftTreeConfig(kind="chain", depth=args.depth)
+    target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
+    ids = [torch.randint(5, 1000, (1, 64)) for _ in range(args.limit or 2)]
+    return target, heads["eagle"], [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Means per round over all prompts; the median over repeats."""
-    target, tokenizer = load_target(args)
-    heads = load_bound_heads(target, args.heads[0])
+    target, heads, prompts = pair_of(args)
     heads.profile = heads.trace = True
-    prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer, args.limit)]
     generate_once(target, Side("warm-up", {"assistant_model": heads}), prompts[0], args.max_new_tokens)
     repeats, replays = [], []
     for _ in range(args.repeats):
@@ -127,8 +145,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
     stages["whole round"] = _split(ms["round"], inside)
     return {
-        "heads": display_name(args.heads[0]),
-        "target": display_name(args.target),
+        "heads": "random EAGLE heads" if args.shape else display_name(args.heads[0]),
+        "target": args.shape or display_name(args.target),
+        "target_parameters": count_parameters(target),
         "tree": heads.tree_config.to_dict(),
         "nodes": heads.tree_config.num_nodes,
         "rounds": int(rounds),
@@ -146,7 +165,7 @@ def _split(milliseconds: float, bare: float) -> dict[str, float]:
 def main() -> None:
     args = parse_args()
     result = measure(args)
-    print(write_result(args.output, "round", result))
+    print(write_result(args.output, "round_shape" if args.shape else "round", result))
     print(f"outside the bare forwards: {result['outside_share']:.1%} of the round")
 
 

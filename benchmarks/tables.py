@@ -217,6 +217,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
     "speedup": speedup,
     "acceptance": acceptance,
     "round": round_,
+    "round_shape": round_,
     "choose_tree": choose_tree,
     "n_alpha": n_alpha,
     "training_curve": training_curve,

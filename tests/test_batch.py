@@ -15,6 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 from hf_specheads import UnsupportedGenerationError, target_cache
 from hf_specheads.auto import METHODS
+from hf_specheads.target_cache import FIRST_SLOTS
 
 NEW = 30
 LENGTHS = (19, 4, 12, 19)
@@ -69,6 +70,17 @@ def test_rows_equal_themselves_alone(family):
         for accepted in heads.last_stats.num_accepted:
             assert sum(n + 1 for n in accepted) == NEW - 1
     assert torch.equal(got, greedy(target, inputs)), "transformers' own batch"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_caches_grow_in_the_middle_of_a_text(rows):
+    """Past the slots a cache starts with, twice."""
+    target = shared_target("qwen2-window", max_position_embeddings=4096)
+    inputs, alone = batch_of((19, 5, 11)[:rows])
+    new = 2 * (FIRST_SLOTS + 19) + 30
+    texts = alone_texts(target, alone, max_new_tokens=new)
+    heads = oracle(target, alone, texts, ranks=(0, 0, 1, None))
+    assert_rows(greedy(target, inputs, assistant_model=heads, max_new_tokens=new), 19, texts)
 
 
 @pytest.mark.parametrize("kind", TREES)
