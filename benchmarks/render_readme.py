@@ -1,7 +1,7 @@
-"""Puts the tables of `benchmarks/results/` into README.md, between `<!-- results:X -->` and `<!-- /results:X -->`.
+"""Puts the tables of `benchmarks/results/` into README.md and docs/*.md, between marks that name a result.
 
 python -m benchmarks.render_readme            # rewrite
-python -m benchmarks.render_readme --check    # fail if the README is not what the results say
+python -m benchmarks.render_readme --check    # fail if a document is not what the results say
 """
 
 from __future__ import annotations
@@ -44,19 +44,29 @@ def render(text: str, results: Path) -> str:
     return BLOCK.sub(block, text)
 
 
+def documents() -> list[Path]:
+    """Documents that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--documents", type=Path, nargs="+", default=documents())
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something would change")
     args = parser.parse_args()
-    text = args.readme.read_text(encoding="utf-8")
-    rendered = render(text, args.results)
+    differing = []
+    for document in args.documents:
+        text = document.read_text(encoding="utf-8")
+        rendered = render(text, args.results)
+        if rendered == text:
+            continue
+        differing.append(document.name)
+        if not args.check:
+            document.write_text(rendered, encoding="utf-8")
     if args.check:
-        print("in sync" if rendered == text else f"{args.readme.name} differs from the results; run without --check")
-        return int(rendered != text)
-    args.readme.write_text(rendered, encoding="utf-8")
-    return 0
+        print(f"{differing} differ from the results; run without --check" if differing else "in sync")
+    return int(args.check and bool(differing))
 
 
 if __name__ == "__main__":

@@ -153,16 +153,8 @@ def refuse_prepared_call(
         )
     if reason := _refuse_rescaling_rope(target, config):
         raise UnsupportedGenerationError(reason)
-    if head.compiled and head.tree_config.stop_below > 0:
-        raise UnsupportedGenerationError(
-            f"`heads.compiled` drafts trees of one shape, and stop_below={head.tree_config.stop_below} leaves levels "
-            "out; use `heads.with_tree(stop_below=0.0)` or `heads.compiled = False`."
-        )
-    if head.compiled and (head.loop == "transformers" or refuse_tree(target, cache)):
-        raise UnsupportedGenerationError(
-            f"`heads.compiled` needs our own loop and a target that takes draft trees, got loop={head.loop!r} and "
-            f"{type(target).__name__} ({refuse_tree(target, cache) or 'it does'}); set `heads.compiled = False`."
-        )
+    if head.compiled:
+        _refuse_compiled(target, head, config, cache)
     if batch_size > 1:
         _refuse_batch(target, head, batch_size, config, cache)
     elif head.tree_config.kind != "chain" and (reason := refuse_tree(target, cache)):
@@ -170,6 +162,22 @@ def refuse_prepared_call(
             f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
             "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
         )
+
+
+def _refuse_compiled(target: PreTrainedModel, head: DraftHead, config: GenerationConfig, cache: Cache) -> None:
+    """What does not go with rounds of fixed shapes."""
+    reasons = {
+        f"stop_below={head.tree_config.stop_below}, which leaves levels out": head.tree_config.stop_below > 0,
+        "a call without max_length": config.max_length is None,
+        "heads.loop = 'transformers'": head.loop == "transformers",
+        f"{type(target).__name__}: {refuse_tree(target, cache)}": refuse_tree(target, cache) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"`heads.compiled` drafts trees of one shape into caches of one size, which does not go with {what}; "
+                "mend that, or set `heads.compiled = False`."
+            )
 
 
 def _refuse_batch(

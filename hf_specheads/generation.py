@@ -166,7 +166,7 @@ class RoundLoop:
                 self.keep_pace(tree, accepted, time.perf_counter() - began, context)
             rows = self.drop_ended(rows, accepted)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
-        self.cache.give_back(keep=self.batch == 1)
+        self.close()
         stock = self.model_kwargs["past_key_values"] if self.batch == 1 else None
         return self.outputs.result(sequences.padded(), stock)
 
@@ -303,8 +303,11 @@ class RoundLoop:
         return rows.select_rows(index)
 
     def close(self) -> None:
-        """Removes what was hung on the target."""
+        """Removes what was hung on the target, and gives transformers' cache its contents back, after errors too."""
         self.reader.close()
+        if self.cache is not None:
+            self.cache.give_back(keep=self.batch == 1)
+            self.cache = None
 
 
 def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:

@@ -11,12 +11,15 @@ from stubs import CountForwards, StubHead, random_heads
 from targets import VOCAB, plain, prompt, shared_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+
+from hf_specheads import generation
 
 NEW = 30
 MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
@@ -320,3 +323,29 @@ def test_a_prompt_of_one_token_and_a_bos_only_prompt():
         with CountForwards(target) as forwards:
             assert torch.equal(target.generate(ids, **options, assistant_model=StubHead(target, expected)), expected)
         assert forwards.count <= 5
+
+
+def test_an_interrupted_call_leaves_the_cache_as_it_was_then(monkeypatch):
+    """A cache of the user's is emptied while its rows are elsewhere; an error must not lose them."""
+    target, ids = shared_target("mistral"), prompt()
+    cache = DynamicCache(config=target.config)
+    calls = 0
+
+    def interrupted(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return verify(*args)
+
+    verify = generation.verify_all_nodes
+    monkeypatch.setattr(generation, "verify_all_nodes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plain(target, ids, 30, past_key_values=cache, assistant_model=random_heads(target))
+    tokens = cache.get_seq_length()
+    assert tokens >= ids.shape[1]
+    expected = DynamicCache(config=target.config)
+    text = plain(target, ids, 30)
+    target(text[:, :tokens], past_key_values=expected)
+    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)

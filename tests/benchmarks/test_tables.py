@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.render_readme import render
+from benchmarks.render_readme import documents, render
 from benchmarks.tables import RENDERERS, markdown_table, pos_acc_text, tree_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +68,9 @@ def test_render_refuses_broken_marks(text, message, tmp_path):
         render(text, tmp_path)
 
 
-def test_readme_shows_the_committed_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("document", documents(), ids=lambda document: document.name)
+def test_documents_show_the_committed_results(document):
+    text = document.read_text(encoding="utf-8")
     assert render(text, RESULTS) == text, "run `python -m benchmarks.render_readme`"
 
 
