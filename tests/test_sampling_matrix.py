@@ -30,6 +30,7 @@ from transformers.generation import (
 from trees import row
 
 from hf_specheads import generation
+from hf_specheads.cache import DraftCache
 from hf_specheads.drafting import grow_tree
 from hf_specheads.errors import UnsupportedGenerationError
 from hf_specheads.sampling import DraftSampler, TokenSampler
@@ -178,7 +179,7 @@ def drafts(rule: str, processors: str, rows: int) -> DraftTree:
     sampler = None
     if tree.get("children") == "sampled":
         sampler = DraftSampler(LogitsProcessorList(PROCESSORS[processors][1]()), PROMPT.expand(rows, -1))
-    return grow_tree(head, None, PROMPT[:, -1:].expand(rows, -1), torch.zeros(rows, 1, 2), 2, sampler)
+    return grow_tree(head, DraftCache(0), PROMPT[:, -1:].expand(rows, -1), torch.zeros(rows, 1, 2), 2, sampler)
 
 
 def node_logits(tree: DraftTree) -> torch.Tensor:
