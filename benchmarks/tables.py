@@ -211,6 +211,56 @@ def _megabytes(side: Result) -> float | None:
     return None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6
 
 
+def bench_tune(result: Result) -> str:
+    """Tuned, grid's best, saved, default and published trees of each head."""
+    rows = [
+        [head, name, tree_text(row["tree"]), number(row["acceptance_length"]), number(row["tokens_per_second"], 1),
+         number(row["speed_up"], suffix="x"), "yes" if row["identical"] else "no"]
+        for head, found in result["heads"].items() for name, row in found["trees"].items()
+    ]  # fmt: skip
+    header = ["heads", "tree", "", "tau", "tokens/s", "speed-up", "same text"]
+    notes = [
+        f"{head}: tuned / best of {found['grid_size']} = {number(found['tuned_over_grid'], 3)}, "
+        f"{found['candidates']} trees considered in {number(found['tuning_seconds'], 0)} s"
+        for head, found in result["heads"].items()
+    ]
+    return markdown_table(header, rows) + footnote(
+        result, *notes, f"{result['num_prompts']} prompts, {result['dtype']}"
+    )
+
+
+def bench_vocabulary(result: Result) -> str:
+    """Heads by size of their draft vocabulary; the random target, where only times mean something."""
+    rows = [
+        [head, size, percent(row["coverage"]), number(row["acceptance_length"]), number(row["draft_milliseconds"]),
+         number(row["tokens_per_second"], 1), number(row["speed_up"], suffix="x"), "yes" if row["identical"] else "no"]
+        for head, sizes in result["heads"].items() for size, row in sizes.items()
+    ]  # fmt: skip
+    header = ["heads", "draft vocabulary", "of the counted", "tau", "draft ms", "tokens/s", "speed-up", "same text"]
+    text = markdown_table(header, rows)
+    if random := result["random"]:
+        times = random["draft_milliseconds"].items()
+        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], [[size, number(ms)] for size, ms in times])
+        text += (
+            f"\nA random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
+            f"{tree_text(random['tree'])}; its own forward over 5 tokens takes "
+            f"{number(random['target_milliseconds'])} ms. Acceptance means nothing there.\n"
+        )
+    return text + footnote(result, f"{result['counted_tokens']} tokens counted, {result['dtype']}")
+
+
+def bench_quantised(result: Result) -> str:
+    """Formats of the target's weights, plain and with heads."""
+    rows = [
+        [name, side, number(row.get("acceptance_length")), number(row["tokens_per_second"], 1),
+         number(row["speed_up"], suffix="x"), "yes" if row["identical"] else "no",
+         ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-"]
+        for name, sides in result["formats"].items() for side, row in sides.items()
+    ]  # fmt: skip
+    header = ["weights", "", "tau", "tokens/s", "over plain", "same text", "gaps"]
+    return markdown_table(header, rows) + footnote(result, f"{result['num_prompts']} prompts, {result['dtype']}")
+
+
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "methods": methods,
     "tree_kinds": tree_kinds,
@@ -222,6 +272,9 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
     "n_alpha": n_alpha,
     "training_curve": training_curve,
     "bench_train": bench_train,
+    "bench_tune": bench_tune,
+    "bench_vocabulary": bench_vocabulary,
+    "bench_quantised": bench_quantised,
     "batch": engine_tables.batch,
     "context": engine_tables.context,
     "cache": engine_tables.cache,

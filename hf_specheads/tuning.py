@@ -9,7 +9,6 @@ fastest wins.
 from __future__ import annotations
 
 import datetime as dt
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ class TunedTree:
         acceptance_length: Tokens per round, replayed; `None` where it cannot be.
         predicted: Tokens per second, the prefill left out.
         measured: Tokens per second of timed generations, the prefill included.
-        spread: The same of every prompt's slowest and fastest repeat.
+        spread: The same of every prompt's slowest repeat, and of its fastest, which is `measured`.
     """
 
     tree: DraftTreeConfig
@@ -207,7 +206,7 @@ def tune(
     max_new_tokens: int = 64,
     depth: int = 8,
     top_k: int = 8,
-    confirm: int = 8,
+    confirm: int = 6,
     repeats: int = 3,
     **generate_options: Any,
 ) -> TuningResult:
@@ -281,7 +280,7 @@ def confirm_trees(
 ) -> tuple[float, list[TunedTree]]:
     """Tokens per second of plain generation and of trees, all taking turns on every prompt in a rotating order.
 
-    The slower half of the trees runs once; of the others, every prompt counts with its median over repeats.
+    Every prompt counts with its fastest repeat: whatever else a machine does can only slow a run down.
     """
     sides: list[DraftTreeConfig | None] = [None, *(one.tree for one in trees)]
     runs: list[list[list[float]]] = [[[] for _ in prompts] for _ in sides]  # seconds per token, [side][prompt][repeat]
@@ -292,22 +291,20 @@ def confirm_trees(
         with every_round_drafts(assistant.get("assistant_model", heads)):
             return timed_generation(target, prompts[index], **assistant, **{**options, **changes})
 
-    def rate(side: int, pick: Any = statistics.median) -> float:
+    def rate(side: int, pick: Any = min) -> float:
         return len(prompts) / sum(pick(seconds) for seconds in runs[side])
 
-    running = list(range(len(sides)))
-    for side in running:
+    numbers = range(len(sides))
+    for side in numbers:
         run(side, 0, max_new_tokens=8)
     for repeat in range(repeats):
         for index in range(len(prompts)):
-            first = (index + repeat) % len(running)
-            for side in running[first:] + running[:first]:
+            first = (index + repeat) % len(sides)
+            for side in (*numbers[first:], *numbers[:first]):
                 tokens, seconds = run(side, index)
                 runs[side][index].append(seconds / tokens)
-        if repeat == 0:
-            running = [0, *sorted(running[1:], key=lambda side: -rate(side))[: max(len(trees) // 2, 2)]]
     measured = [
-        replace(one, measured=rate(side), spread=(rate(side, max), rate(side, min)))
+        replace(one, measured=rate(side), spread=(rate(side, max), rate(side)))
         for side, one in enumerate(trees, start=1)
     ]
     return rate(0), measured
@@ -388,7 +385,7 @@ def tune_vocabulary(
             size=size,
             coverage=1.0 if ids is None else float(counts[ids].sum() / counts.sum().clamp_min(1)),
             acceptance_length=acceptance_length(lengths[size]),
-            tokens_per_second=len(prompts) / sum(map(statistics.median, seconds[size])),
+            tokens_per_second=len(prompts) / sum(map(min, seconds[size])),
         )
         for size, ids in chosen.items()
     ]
