@@ -35,8 +35,9 @@ from .hub import load_heads
 from .metrics import GenerationStats
 from .modeling import DraftHead
 from .tree_search import OptimalTree, search_tree
-from .tuning import TuningResult, tune, tune_vocabulary
+from .tuning import TuningResult, tune
 from .version import __version__
+from .vocabulary_tuning import tune_vocabulary
 
 auto.register()
 dispatch.install()

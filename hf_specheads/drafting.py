@@ -193,12 +193,21 @@ def grow_fixed(
         shape = fixed_shape(config.paths, len(parts), token_ids.device)
     sampled = None
     if sampler is not None:
-        sampled = SampledChildren(
-            torch.cat(drawn_from, 1), *fixed_children(config.paths, len(parts), token_ids.device)
-        )
-    tokens, scores = zip(*parts, strict=True)
+        children = fixed_children(config.paths, len(parts), token_ids.device)
+        sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
+    return _fixed_tree(token_ids[:, -1:], parts, shape, sampled)
+
+
+def _fixed_tree(
+    root: torch.Tensor,
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    shape: TreeShape,
+    sampled: SampledChildren | None,
+) -> DraftTree:
+    """A tree of a shape from its root [B, 1] and tokens and scores [B, n] of every level."""
+    batch, (tokens, scores) = root.shape[0], zip(*parts, strict=True)
     return DraftTree(
-        token_ids=torch.cat([token_ids[:, -1:], *tokens], dim=1),
+        token_ids=torch.cat([root, *tokens], dim=1),
         parents=shape.parents.expand(batch, -1),
         depths=shape.depths.expand(batch, -1),
         scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),

@@ -16,7 +16,7 @@ from hf_specheads.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 # Ambiguous words the vocabulary rules out, and traces of the machine a file was written on.
 BANNED = (r"\baccept length\b", r"\bacceptance rate\b", r"(?<![\w.])/(tmp|work|root)/")
 
@@ -59,8 +59,13 @@ def test_the_quickstart_runs(target, poss_heads, tokenizer, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_local_links(name: str) -> None:
-    for link in re.findall(r"\]\((?!https?://|#)([^)]+)\)", (ROOT / name).read_text(encoding="utf-8")):
-        assert (ROOT / link).exists(), f"{name} links to {link}"
+    """Files that are linked exist, and so do the headings."""
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        linked = (ROOT / name).parent / path if path else ROOT / name
+        assert linked.exists(), f"{name} links to {link}"
+        headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
 
 
 @pytest.mark.parametrize("package", [hf_specheads, hf_specheads.trainer], ids=lambda package: package.__name__)

@@ -21,6 +21,7 @@ RANKS = {
     "conversion": 6, "export": 6, "generation": 6, "hub": 7, "dispatch": 7, "cli": 9, "__main__": 10,
     "figures": 0, "card_sections": 1.2, "model_card": 1.4, "push": 1.6, "custom_generate": 8,
     "tree_measurement": 5, "tree_search": 6, "tree_defaults": 2, "tree_replay": 5, "round_timing": 6, "tuning": 7,
+    "vocabulary_tuning": 7,
 }  # fmt: skip
 # Methods that hand over to a layer above, which they import when called.
 HANDED_OVER = {("tree_defaults", "tuning")}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..modeling import DraftHead
-    from ..tuning import VocabularySize
+    from ..vocabulary_tuning import VocabularySize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _choose_vocabulary(
     args: argparse.Namespace, target: Any, tokenizer: Any, heads: DraftHead, prompts: list[torch.Tensor]
 ) -> None:
-    from ..tuning import tune_vocabulary
+    from ..vocabulary_tuning import tune_vocabulary
 
     corpus = None
     if args.corpus != "auto":
