@@ -1,4 +1,4 @@
-"""`specheads tune --draft-vocab`: how many of the most frequent tokens are worth drafting (FR-Spec, arXiv 2502.14856)."""
+"""How many of the most frequent tokens are worth drafting (FR-Spec, arXiv 2502.14856), measured."""
 
 from __future__ import annotations
 

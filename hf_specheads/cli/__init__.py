@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import convert, demo, env, evaluate, export, generate, inspect, push, train, tune
+from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, train, tune
 
 COMMANDS = {
     "demo": demo,
     "generate": generate,
     "eval": evaluate,
+    "bench": bench,
     "train": train,
     "inspect": inspect,
     "convert": convert,

@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()
     target, tokenizer, heads = load_shipped_pair(args)
+    heads.adaptive = False  # plain steps in between would have no place among the marks
     prompts = read_demo_prompts(args.prompts)[: args.limit]
     colour = use_colour()
     mark = "in green" if colour else "in ⟦brackets⟧"

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     options = {"max_new_tokens": args.max_new_tokens, **_sampling(args)}
     if not (args.mark or args.compare):
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if args.mark:
+        heads.adaptive = False  # plain steps in between would have no place among the marks
     set_seed(args.seed)  # the same seed gives the same tokens with and without heads
     sample = run_sample(target, heads, inputs, compare=False, **options)
     if args.compare:

@@ -115,6 +115,18 @@ def test_eval(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert numbers["prompts"] == 1 and numbers["speed_up"] is None and numbers["identical"] is None
 
 
+def test_bench(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    common = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
+    common += ["--max_new_tokens", "12", "--json", str(tmp_path / "out.json")]
+    for more, same in (([], True), (["--batch_size", "2"], True), (["--temperature", "0.7"], True)):
+        assert main([*common, *more]) == 0
+        assert "heads, every round" in capsys.readouterr().out
+        facts = json.loads((tmp_path / "out.json").read_text())
+        assert list(facts["sides"]) == ["plain", "heads, every round", "heads"]
+        assert all(side["identical"] is same and side["speed_up"] > 0 for side in facts["sides"].values())
+        assert facts["sides"]["plain"]["acceptance_length"] is None
+
+
 def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one prompt\nof two lines")
     messages = [{"role": "user", "content": "hi"}]

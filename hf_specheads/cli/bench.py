@@ -1,0 +1,133 @@
+"""Compare tokens per second: plain generation, heads drafting every round, heads as they are, compiled; all in turns.
+
+Prompts as for `specheads eval`. Every side runs every prompt (or batch of prompts) `--repeats` times; a ratio is the
+median over repeats. With `--temperature` texts are drawn, with the same seed for all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..metrics import acceptance_length
+from .arguments import add_model_arguments, load_pair
+from .display import number, table
+from .env import collect
+from .evaluate import read_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..modeling import DraftHead
+
+PLAIN, EVERY_ROUND, ADAPTIVE, COMPILED = "plain", "heads, every round", "heads", "heads, compiled"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Models, prompts, what is compared, and where the numbers go."""
+    add_model_arguments(parser)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl or .txt files")
+    parser.add_argument("--limit", type=int, help="use only the first N prompts")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--batch_size", type=int, default=1, help="prompts generated together")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
+    parser.add_argument("--compile", action="store_true", help="also with compiled rounds")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+
+
+def sides_of(heads: DraftHead, compiled: bool) -> dict[str, DraftHead | None]:
+    """What takes turns, by name."""
+    every_round, adaptive = heads.with_tree(), heads.with_tree()
+    every_round.adaptive, adaptive.adaptive = False, True
+    sides = {PLAIN: None, EVERY_ROUND: every_round, ADAPTIVE: adaptive}
+    if compiled:
+        sides[COMPILED] = heads.with_tree()
+        sides[COMPILED].compiled = True
+    return sides
+
+
+def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_size: int) -> list[dict[str, Any]]:
+    """Left-padded batches, in the order of the prompts; the last one may be smaller."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        for prompt in prompts
+    ]
+    options = {"return_tensors": "pt", "padding": True, "return_token_type_ids": False}
+    return [dict(tokenizer(texts[i : i + batch_size], **options)) for i in range(0, len(texts), batch_size)]
+
+
+def timed(
+    target: PreTrainedModel, heads: DraftHead | None, batch: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[list[int]], float]:
+    """New tokens of a batch, and the wall seconds they took."""
+    import torch
+
+    batch = {name: tensor.to(target.device) for name, tensor in batch.items()}
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    output = target.generate(**batch, assistant_model=heads, **options)
+    tokens = output[:, batch["input_ids"].shape[1] :].tolist()  # waits for the device
+    return tokens, time.perf_counter() - started
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the comparison; 1 if a greedy text differs from the plain one."""
+    prompts = read_prompts(args.prompts)[: args.limit]
+    target, tokenizer, heads = load_pair(args)
+    batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile)
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
+    seconds = {name: [0.0] * args.repeats for name in sides}
+    texts: dict[str, list[list[list[int]]]] = {name: [] for name in sides}
+    accepted: dict[str, list[list[int]]] = {name: [] for name in sides}
+    for side in sides.values():
+        timed(target, side, batches[0], options)
+    for repeat in range(args.repeats):
+        for index, batch in enumerate(batches):
+            names = list(sides)
+            shift = (index + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                tokens, spent = timed(target, sides[name], batch, options)
+                seconds[name][repeat] += spent
+                if repeat == 0:
+                    texts[name].append(tokens)
+                    accepted[name] += sides[name].last_stats.num_accepted if sides[name] else []
+    total = sum(len(row) for tokens in texts[PLAIN] for row in tokens)
+    facts = {
+        name: {
+            "tokens_per_second": total / statistics.median(seconds[name]),
+            "speed_up": statistics.median(a / b for a, b in zip(seconds[PLAIN], seconds[name], strict=True)),
+            "acceptance_length": acceptance_length(accepted[name]) or None,
+            "identical": texts[name] == texts[PLAIN],
+        }
+        for name in sides
+    }
+    report(facts)
+    if args.json:
+        where = {"target": args.target, "heads": args.heads, "tree_config": heads.tree_config.to_dict(),
+                 "batch_size": args.batch_size, "dtype": str(target.dtype).removeprefix("torch.")}  # fmt: skip
+        written = {"sides": facts, **where, **options, "environment": collect()}
+        args.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return int(args.temperature == 0 and not all(side["identical"] for side in facts.values()))
+
+
+def report(facts: dict[str, dict[str, Any]]) -> None:
+    """One line a side."""
+    rows = [
+        (name, number(side["tokens_per_second"], 1), number(side["speed_up"], suffix="x"),
+         number(side["acceptance_length"]), "yes" if side["identical"] else "NO")
+        for name, side in facts.items()
+    ]  # fmt: skip
+    print(table(("side", "tokens/s", "speed-up", "tau", "same text"), rows))
