@@ -229,7 +229,10 @@ def provenance() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "command": _command(sys.argv),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # Results that were just written do not count.
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)benchmarks/results")
+        ),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "processor": _processor(),
     }
