@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n logical
 BIN := $(VENV)/bin
 
 .PHONY: demo test quality format env clean

@@ -18,6 +18,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
