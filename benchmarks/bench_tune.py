@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(limit=8, max_new_tokens=64)
     parser.add_argument("--repeats", type=int, default=3, help="of the final comparison, and of tuning")
     parser.add_argument("--tuning", nargs="+", default=["tuning"], help="prompt sets to tune on")
-    parser.add_argument("--tuning_limit", type=int, default=5)
+    parser.add_argument("--tuning_limit", type=int, default=12)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--top_k", type=int, nargs="+", default=[2, 3, 6])
     parser.add_argument("--total_tokens", type=int, nargs="+", default=[6, 10, 16, 32])

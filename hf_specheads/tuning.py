@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TOP_KS = (1, 2, 3, 4, 5, 6, 8)
 STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
+AS_FAST = 0.98  # of the fastest tree's tokens per second: no clock tells such trees apart, nor would other texts
 SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # nodes, root included
 
 
@@ -56,7 +57,8 @@ class TuningResult:
     """The outcome of `heads.tune`.
 
     Attributes:
-        trees: Trees that were timed, the fastest first; `trees[0]` is the one chosen.
+        trees: Trees that were timed, `trees[0]` the one chosen: of those as fast as the fastest, up to what cannot be
+            told apart, the smallest. The others follow by speed.
         plain: Tokens per second of plain generation, from the same runs.
         before: The tree in force before, as it ran among them.
         key: `machine`, `dtype`, `threads`.
@@ -73,12 +75,12 @@ class TuningResult:
 
     @property
     def tree(self) -> DraftTreeConfig:
-        """The fastest tree."""
+        """The chosen tree."""
         return self.trees[0].tree
 
     @property
     def speed_up(self) -> float:
-        """Of the fastest tree over plain generation."""
+        """Of the chosen tree over plain generation."""
         return (self.trees[0].measured or 0.0) / self.plain
 
     def entry(self) -> dict[str, Any]:
@@ -214,7 +216,8 @@ def tune(
         target: The target, as it will be used: its type, device and quantisation matter, as does the number of
             threads.
         heads: Its heads.
-        prompts: Token ids of prompts like those to come, [1, T] or plain lists; half a dozen will do.
+        prompts: Token ids of prompts like those to come, [1, T] or plain lists; a dozen will do. With four or more,
+            trees are made for one half and run against each other on the other: a tree fits the texts it was made for.
         max_new_tokens: Tokens per prompt in every run.
         depth: Deepest trees to consider, lowered to what the heads draft at most.
         top_k: Widest dynamic trees to consider.
@@ -228,21 +231,22 @@ def tune(
     started = time.perf_counter()
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
+    made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
     tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
     if tree["children"] == "sampled" and options.get("do_sample"):
-        candidates = _trees_of_drawn_children(target, heads, prompts, depth, tree, options)
+        candidates = _trees_of_drawn_children(target, heads, made_for, depth, tree, options)
     else:
-        record = record_drafts(target, heads, prompts, depth, top_k, **options)
-        rounds = time_rounds(target, heads, prompts, repeats, **options)
+        record = record_drafts(target, heads, made_for, depth, top_k, **options)
+        rounds = time_rounds(target, heads, made_for, repeats, **options)
         tree = {**tree, "children": "top_k"}
         candidates = predict(record, rounds, **tree)
     chosen = shortlist(candidates, confirm)
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
     if before not in chosen:
         chosen.append(before)
-    plain, measured = confirm_trees(target, heads, prompts, chosen, repeats, **options)
+    plain, measured = confirm_trees(target, heads, judged_on, chosen, repeats, **options)
     result = TuningResult(
-        trees=tuple(sorted(measured, key=lambda one: -(one.measured or 0.0))),
+        trees=tuple(ranked(measured)),
         plain=plain,
         before=next(one for one in measured if one.tree == before.tree),
         key=machine_key(heads.device, heads.dtype),
@@ -252,6 +256,18 @@ def tune(
     heads.config.tuned = [*without_machine(heads.config.tuned, result.key), result.entry()]
     heads.forget_tree()
     return result
+
+
+def ranked(trees: Sequence[TunedTree]) -> list[TunedTree]:
+    """Timed trees, those as fast as the fastest first, the smallest of them at the head."""
+    fastest = max(one.measured or 0.0 for one in trees)
+
+    def place(one: TunedTree) -> tuple[bool, float, float]:
+        measured = one.measured or 0.0
+        as_fast = measured >= AS_FAST * fastest
+        return not as_fast, one.tree.num_nodes if as_fast else 0, -measured
+
+    return sorted(trees, key=place)
 
 
 def _trees_of_drawn_children(

@@ -12,7 +12,7 @@ from hf_specheads.auto import AutoDraftHead
 from hf_specheads.round_timing import TimedRounds, time_rounds
 from hf_specheads.tree_defaults import CPU_TREE, default_tree, machine_key, tuned_tree, without_machine
 from hf_specheads.tree_replay import RecordedDrafts, record_drafts
-from hf_specheads.tuning import TunedTree, TuningResult, predict, shortlist, tune
+from hf_specheads.tuning import TunedTree, TuningResult, predict, ranked, shortlist, tune
 
 QUICK = {"max_new_tokens": 10, "repeats": 1, "confirm": 3, "depth": 3, "top_k": 3}
 ROUNDS = TimedRounds(
@@ -180,3 +180,11 @@ def test_plain_generation_that_is_faster_is_said():
     result = TuningResult((slow,), 10.0, slow, {"machine": "x", "dtype": "float32", "threads": 1}, 5, 1.0)
     assert "No tree is faster than plain" in result.table() and result.speed_up == pytest.approx(0.9)
     assert result.entry()["tree_config"] == CPU_TREE.to_dict()
+
+
+def test_of_trees_as_fast_the_smallest_is_chosen():
+    def timed(nodes: int, measured: float) -> TunedTree:
+        return TunedTree(DraftTreeConfig(kind="chain", depth=nodes - 1), measured=measured)
+
+    trees = [timed(16, 205.0), timed(8, 204.3), timed(5, 150.0), timed(10, 200.8), timed(14, 202.0)]
+    assert [one.tree.num_nodes for one in ranked(trees)] == [8, 14, 16, 10, 5]
