@@ -19,8 +19,9 @@ from .configuration import DraftHeadConfig, DraftTreeConfig
 if TYPE_CHECKING:
     from .tuning import TuningResult
 
-# On a CPU every verified node past the first few costs time (docs/tuning.md). The fastest trees measured for the shipped
-# heads were chains of 4 to 8 where drafts are good, and 8 nodes of depth 1 to 3 where they are not; this lies between.
+# On a CPU every verified node past the first few costs time (docs/tuning.md). The fastest trees measured for the
+# shipped heads were chains of 4 to 8 where drafts are good, and 8 nodes of depth 1 to 3 where they are not; this lies
+# between.
 CPU_TREE = DraftTreeConfig(depth=4, top_k=3, total_tokens=8)
 
 
