@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 
@@ -29,6 +30,12 @@ class HubCards:
     """
 
     run_facts: dict[str, Any] | None = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in transformers, without its pickle of the training arguments: nothing reads it, and it would carry a
+        `hub_token` to the Hub. `training_facts.json` says what a run did."""
+        super()._save(output_dir, state_dict)
+        (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def create_model_card(
         self,

@@ -56,6 +56,7 @@ def test_push_to_hub(hub: HubEndpoint, tmp_path: Path) -> None:
     hub.run(train_and_push, tmp_path / "run", name, license="mit", dataset="lab/texts", finetuned_from="lab/target")
     files = hub.files(name)
     assert {"config.json", "model.safetensors", "training_facts.json", FIGURES[POS_ACC]} <= set(files)
+    assert not [path for path in files if path.endswith((".bin", ".pkl"))], "no pickle, least of all of the token"
     assert load(files["model.safetensors"]).keys() == make_heads(make_target()).state_dict().keys()
     metadata, text = card_of(hub, name)
     assert metadata["license"] == "mit" and metadata["datasets"] == ["lab/texts"]
