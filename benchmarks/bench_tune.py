@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_tune --heads model_cards/poss3 model_cards/eagle model_cards/eagle3 model_cards/medusa
 
-`heads.tune` sees the tuning prompts only. The grid runs on other prompts in stages: every stage measures the trees
+`heads.tune` sees every other prompt only, or other sets (`--tuning`): a tree suits the texts it was tuned on. The grid
+runs on the prompts that are left, in stages: every stage measures the trees
 that are left on more prompts and keeps the fastest. In the end its best, the tuned tree, the tree saved with the
 heads, the default of the device and the method's published tree run against each other in alternation.
 """
@@ -40,10 +41,10 @@ STAGES = ((12, 1), (4, 4))
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__, heads=["model_cards/poss3"], prompts=["held_out"])
-    parser.set_defaults(limit=8, max_new_tokens=64)
+    parser = argument_parser(__doc__, heads=["model_cards/poss3"], prompts=["held_out", "functions"])
+    parser.set_defaults(limit=10, max_new_tokens=64)
     parser.add_argument("--repeats", type=int, default=3, help="of the final comparison, and of tuning")
-    parser.add_argument("--tuning", nargs="+", default=["tuning"], help="prompt sets to tune on")
+    parser.add_argument("--tuning", nargs="+", help="prompt sets to tune on; default every other one of --prompts")
     parser.add_argument("--tuning_limit", type=int, default=12)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--top_k", type=int, nargs="+", default=[2, 3, 6])
@@ -123,11 +124,21 @@ def measure_heads(
     }
 
 
+def spread(prompts: list[Inputs], most: int | None) -> list[Inputs]:
+    """At most so many prompts, from all parts of the list."""
+    count = min(most or len(prompts), len(prompts))
+    return [prompts[index * len(prompts) // count] for index in range(count)]
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
     target, tokenizer = load_target(args)
-    prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer, args.limit)]
-    tuning = [inputs for name in args.tuning for inputs in load_prompts(name, tokenizer, args.tuning_limit)]
+    prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer)]
+    tuning, prompts = prompts[::2], prompts[1::2] or prompts
+    if args.tuning:
+        prompts = [inputs for name in args.prompts for inputs in load_prompts(name, tokenizer)]
+        tuning = [inputs for name in args.tuning for inputs in load_prompts(name, tokenizer)]
+    tuning, prompts = spread(tuning, args.tuning_limit), spread(prompts, args.limit)
     heads = {display_name(folder): load_bound_heads(target, folder) for folder in args.heads}
     return {
         "target": display_name(args.target),
