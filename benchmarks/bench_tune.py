@@ -3,7 +3,7 @@
     python -m benchmarks.bench_tune --heads model_cards/poss3 model_cards/eagle model_cards/eagle3 model_cards/medusa
 
 `heads.tune` sees every other prompt only, or other sets (`--tuning`): a tree suits the texts it was tuned on. The grid
-runs on the prompts that are left, in stages: every stage measures the trees that are left on more prompts and keeps the
+runs on the prompts that are left, in stages: every stage measures the trees still there on more prompts and keeps the
 fastest. In the end its best, the tuned tree, the tree saved with the heads, the default of the device and the method's
 published tree run against each other in alternation.
 """
