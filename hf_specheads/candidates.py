@@ -169,7 +169,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             rows = rows.with_validity()
         self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
         sampler = None
-        if self.sampling_processors is not None:
+        if self.sampling_processors is not None and self.head.tree_config.children == "sampled":
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
         if self.compiled is not None and sampler is None and token_ids.shape[1] == self.head.tree_config.depth + 2:
             tree = self.compiled.grow(self.head, self.cache, token_ids, features, depth)

@@ -74,12 +74,15 @@ def test_a_batch(target):
 
 def test_sampling_with_a_seed(target):
     heads, ids = random_heads(target, "poss"), prompt()
-    counted(target, heads)
+    graphs = counted(target, heads)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
     torch.manual_seed(4)
     expected = target.generate(ids, **options)
     torch.manual_seed(4)
     assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+    assert len(graphs) == 2
+    plain(target, ids, NEW, assistant_model=heads)
+    assert len(graphs) == 2, "greedy decoding takes the same graphs"
 
 
 def test_a_longer_budget_is_another_capacity(target):
