@@ -15,7 +15,9 @@ import time
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+
+from hf_specheads.cli.bench import batches_of
 
 from .common import (
     Side,
@@ -39,22 +41,13 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def batches_of(tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int) -> list[dict[str, torch.Tensor]]:
-    """Left-padded batches of all texts; the last texts that fill no batch are left out."""
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    groups = [texts[i : i + batch_size] for i in range(0, len(texts) - batch_size + 1, batch_size)]
-    return [dict(tokenizer(group, return_tensors="pt", padding=True, return_token_type_ids=False)) for group in groups]
-
-
 def timed_batch(
     target: PreTrainedModel, side: Side, batch: dict[str, torch.Tensor], new_tokens: int
 ) -> tuple[torch.Tensor, float]:
     """New tokens [B, n] of a batch, and the wall seconds they took; every row gets as many tokens."""
     started = time.perf_counter()
     output = target.generate(
-        **batch, max_new_tokens=new_tokens, min_new_tokens=None, do_sample=False, eos_token_id=None, pad_token_id=0,
+        **batch, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
         **side.options,
     )  # fmt: skip
     new = output[:, batch["input_ids"].shape[1] :].cpu()
@@ -95,7 +88,7 @@ def measure_batch_size(
 
 
 def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
-    """Plain, and each heads' saved tree, shorter chains, and the saved tree with the choice of plain steps."""
+    """Plain, and of all heads the saved tree and shorter chains."""
     sides = [Side(PLAIN)]
     for folder in args.heads:
         heads, name = load_bound_heads(target, folder), display_name(folder)
@@ -113,7 +106,8 @@ def main() -> int:
     texts = [text for name in args.prompts for text in prompt_texts(name, args.limit)]
     sizes = {}
     for batch_size in args.batch_sizes:
-        batches = batches_of(tokenizer, texts, batch_size)
+        whole = len(texts) - len(texts) % batch_size  # every batch is full
+        batches = batches_of(tokenizer, texts[:whole], batch_size)
         sizes[str(batch_size)] = measure_batch_size(target, sides, batches, args)
     result = {
         "target": display_name(args.target),

@@ -101,4 +101,7 @@ def compiled_rounds(target: PreTrainedModel, config: GenerationConfig) -> Compil
     if (given := getattr(config, "compile_config", None)) is not None:
         options = {name: value for name, value in vars(given).items() if value is not None and name[0] != "_"}
     options |= {"fullgraph": True, "dynamic": False}
-    return _ROUNDS.setdefault(target, {}).setdefault(repr(sorted(options.items())), CompiledRounds(options))
+    known, key = _ROUNDS.setdefault(target, {}), repr(sorted(options.items()))
+    if key not in known:
+        known[key] = CompiledRounds(options)
+    return known[key]
