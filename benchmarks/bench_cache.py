@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_specheads.masks import grouped_attention_under_masks
-from hf_specheads.target_cache import TreeCache
-from hf_specheads.tree import DraftTree
+from hf_specheads.cache.target import TreeCache
+from hf_specheads.generation.attention import grouped_attention_under_masks
+from hf_specheads.tree.draft_tree import DraftTree
 
 from .common import write_result
 

@@ -25,8 +25,8 @@ import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from hf_specheads import DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
-from hf_specheads.compiled import bucket
-from hf_specheads.tree import DraftTree
+from hf_specheads.generation.compiled import bucket
+from hf_specheads.tree.draft_tree import DraftTree
 
 from .common import (
     Inputs,

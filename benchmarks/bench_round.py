@@ -23,9 +23,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
+from hf_specheads.cache.target import TreeCache
+from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats
-from hf_specheads.modeling import DraftHead
-from hf_specheads.target_cache import TreeCache
 
 from .common import (
     Inputs,

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 from hf_specheads.trainer import Unroll
 
 from .common import add_output_argument, count_parameters, write_result

@@ -17,9 +17,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.modeling import DraftHead
-from hf_specheads.tree import EAGLE_CHOICES
-from hf_specheads.tree_defaults import default_tree
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.tree.default import default_tree
+from hf_specheads.tree.published import EAGLE_CHOICES
 
 from .common import (
     Inputs,

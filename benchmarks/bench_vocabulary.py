@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 
 from .common import (
     PROMPTS,

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 
 from .common import (
     Inputs,

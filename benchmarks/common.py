@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from hf_specheads import load_heads
 from hf_specheads.cli.env import collect
 from hf_specheads.cli.measure import timed_generate
+from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats, acceptance_length, position_acceptance
-from hf_specheads.modeling import DraftHead
 
 from .tables import RENDERERS
 

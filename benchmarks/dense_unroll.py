@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 
 Drafted = tuple[torch.Tensor, torch.Tensor | None, int]  # logits [B, T, V], features [B, T, H] or None, offset
 

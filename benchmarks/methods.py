@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 
 from .acceptance import compute, read_facts
 from .common import (

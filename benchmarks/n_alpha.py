@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specheads.features import as_embedding, as_lm_head, asked_hidden_states, select_hidden_states
-from hf_specheads.modeling import DraftHead
-from hf_specheads.unroll import TrainingRows, row_positions
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.borrowed import as_embedding, as_lm_head
+from hf_specheads.target.features import asked_hidden_states, select_hidden_states
+from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 from .acceptance import bootstrap
 from .common import (

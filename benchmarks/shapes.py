@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig
-from hf_specheads.auto import METHODS
+from hf_specheads.heads.auto import METHODS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {

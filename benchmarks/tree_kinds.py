@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig, OptimalTree, search_tree
-from hf_specheads.modeling import DraftHead
-from hf_specheads.tree import EAGLE_CHOICES
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.tree.published import EAGLE_CHOICES
 
 from .common import (
     Inputs,

@@ -6,13 +6,13 @@
 Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `generate` take them as `assistant_model`.
 """
 
-from . import auto, dispatch
-from .auto import AutoDraftHead
-from .candidates import DraftHeadCandidateGenerator
-from .configuration import DraftHeadConfig, DraftTreeConfig
+from . import dispatch
+from .checkpoints.load import load_heads
+from .checkpoints.write import Exported, export_heads
+from .configuration import DraftHeadConfig
 from .errors import ExportError, HeadLoadError, UnsupportedGenerationError, WrongTargetError
-from .export import Exported, export_heads
-from .generation import speculative_generate
+from .generation.candidates import DraftHeadCandidateGenerator
+from .generation.loop import speculative_generate
 from .heads import (
     DraftLanguageModel,
     DraftLanguageModelConfig,
@@ -30,14 +30,16 @@ from .heads import (
     PossHeadConfig,
     PossLoraHead,
     PossLoraHeadConfig,
+    auto,
 )
-from .hub import load_heads
+from .heads.auto import AutoDraftHead
+from .heads.base import DraftHead
 from .metrics import GenerationStats
-from .modeling import DraftHead
-from .tree_search import OptimalTree, search_tree
-from .tuning import TuningResult, tune
+from .tree.config import DraftTreeConfig
+from .tuning.search import OptimalTree, search_tree
+from .tuning.tune import TuningResult, tune
+from .tuning.vocabulary import tune_vocabulary
 from .version import __version__
-from .vocabulary_tuning import tune_vocabulary
 
 auto.register()
 dispatch.install()

@@ -1,144 +1,16 @@
-"""Configurations: how drafts grow (`DraftTreeConfig`) and what a draft head is made of (`DraftHeadConfig`)."""
+"""What a draft head is made of: [`DraftHeadConfig`], the base of every family's configuration."""
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-import dataclasses
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .features import target_sizes
+from .target.identity import target_sizes
+from .tree.config import DraftTreeConfig
 
-TREE_KINDS = ("chain", "static", "dynamic", "optimal")
-CHILDREN = ("top_k", "sampled")
 MAX_SIZE = 2**24
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftTreeConfig:
-    """How a draft tree grows in every round.
-
-    Args:
-        kind: `"dynamic"` grows the tree by cumulative draft probability (EAGLE-2, section 4); `"chain"` drafts one
-            path; `"static"` has the same `choices` in every round (Medusa, EAGLE-1); `"optimal"` is a static tree
-            whose choices [`search_tree`] found for a target, heads and machine (Sequoia).
-        depth: Number of draft positions, i.e. levels below the root. Static trees: follows from `choices`.
-        top_k: Children considered per node, and nodes expanded per level. Static trees: follows from `choices`.
-        total_tokens: Nodes verified per round **including the root** (`total_token` in EAGLE's and PosS's code).
-            Static trees: follows from `choices`.
-        choices: Paths of a static or optimal tree, each a list of child ranks (0 is the draft's favourite); every
-            path's beginnings must be listed too.
-        children: `"top_k"`: the most probable tokens; `"sampled"`: drawn without replacement from the draft
-            distribution (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees). Only with `do_sample=True`;
-            greedy decoding takes the most probable ones all the same.
-        draft_temperature: The draft logits are divided by it.
-        stop_below: A level is drafted only if the best node of the level before is that probable, i.e. the product of
-            the draft probabilities from the root down to it; one host sync per level. 0 always drafts `depth` levels.
-
-    Raises:
-        ValueError: if a size is below its minimum, a name is unknown, or `choices` are no tree.
-    """
-
-    kind: str = "dynamic"
-    depth: int = 6
-    top_k: int = 10
-    total_tokens: int = 60
-    choices: tuple[tuple[int, ...], ...] | None = None
-    children: str = "top_k"
-    draft_temperature: float = 1.0
-    stop_below: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, known in (("kind", TREE_KINDS), ("children", CHILDREN)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"`{name}` of a draft tree must be one of {list(known)}, got {value!r}.")
-        if self.kind in ("static", "optimal"):
-            self._take_choices()
-        elif self.choices is not None:
-            raise ValueError(f"`choices` belong to a static or optimal tree, got kind={self.kind!r}; drop `choices`.")
-        for name, minimum in (("depth", 1), ("top_k", 1), ("total_tokens", 2)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                raise ValueError(f"`{name}` of a draft tree must be an integer of at least {minimum}, got {value!r}.")
-        if not isinstance(self.draft_temperature, (int, float)) or not 0 < self.draft_temperature < float("inf"):
-            raise ValueError(f"`draft_temperature` must be a number above 0, got {self.draft_temperature!r}.")
-        if not isinstance(self.stop_below, (int, float)) or not 0 <= self.stop_below < 1:
-            raise ValueError(f"`stop_below` must be a probability from 0 to below 1, got {self.stop_below!r}.")
-        if self.children == "sampled":
-            self._refuse_biased_sampling()
-
-    def _take_choices(self) -> None:
-        if not self.choices:
-            raise ValueError(
-                f"a draft tree of kind {self.kind!r} needs `choices`, a list of paths of child ranks such as "
-                "[[0], [1], [0, 0]]; `hf_specheads.tree.EAGLE_CHOICES` is EAGLE's own list."
-            )
-        try:
-            paths = [tuple(int(rank) for rank in path) for path in self.choices]
-        except TypeError as error:
-            raise ValueError(f"`choices` must be a list of lists of child ranks, got {self.choices!r}.") from error
-        known = {(), *paths}
-        for path in paths:
-            if not path or min(path) < 0:
-                raise ValueError(f"`choices` must hold paths of child ranks from 0, got {list(path)}.")
-            if path[:-1] not in known:
-                raise ValueError(f"`choices` has the path {list(path)} but not its beginning; add {list(path[:-1])}.")
-        if len(known) != len(paths) + 1:
-            raise ValueError("`choices` has the same path twice; list every path once.")
-        paths.sort(key=lambda path: (len(path), path))
-        derived = {"choices": tuple(paths), "depth": len(paths[-1]), "total_tokens": len(paths) + 1}
-        derived["top_k"] = 1 + max(path[-1] for path in paths)
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    def _refuse_biased_sampling(self) -> None:
-        """Which drawn children are verified must not depend on what was drawn."""
-        if self.kind == "dynamic":
-            raise ValueError(
-                "a dynamic tree keeps the most probable of the drawn children, which biases sampled ones; use "
-                "children='top_k', or kind='chain', 'static' or 'optimal'."
-            )
-        for path in self.choices or ():
-            if path[-1] and (*path[:-1], path[-1] - 1) not in self.choices:
-                raise ValueError(
-                    f"with sampled children the ranks of siblings must be 0, 1, 2, ... without gaps, and {list(path)} "
-                    "has no elder sibling in `choices`."
-                )
-
-    @property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Paths of child ranks of a tree whose shape is known beforehand, sorted by length.
-
-        Raises:
-            ValueError: for a dynamic tree.
-        """
-        if self.kind == "dynamic":
-            raise ValueError("a dynamic tree has no fixed paths.")
-        return self.choices or tuple((0,) * length for length in range(1, self.depth + 1))
-
-    @property
-    def num_nodes(self) -> int:
-        """Upper bound N of nodes verified per round, including the root."""
-        return self.depth + 1 if self.kind == "chain" else self.total_tokens
-
-    def replace(self, **changes: Any) -> "DraftTreeConfig":
-        """A copy with some fields changed.
-
-        Raises:
-            ValueError: for a field that does not exist or a value out of range.
-        """
-        known = {field.name for field in dataclasses.fields(self)}
-        if unknown := sorted(set(changes) - known):
-            raise ValueError(f"unknown draft tree option(s) {unknown}; known are {sorted(known)}.")
-        if changes.get("kind", self.kind) not in ("static", "optimal"):
-            changes = {"choices": None, **changes}
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the saved config."""
-        return dataclasses.asdict(self)
 
 
 @strict
@@ -154,7 +26,7 @@ class DraftHeadConfig(PreTrainedConfig):
         tuned: Trees that `heads.tune` found, one entry per `machine`, `dtype` and `threads`; there they come before
             `tree_config`.
         target: Identity of the target the heads were made for: `name`, `revision`, `model_type`, `num_hidden_layers`
-            and `fingerprint` (see [`features.target_fingerprint`]); `None` in files that do not say.
+            and `fingerprint` (see [`target.identity.target_fingerprint`]); `None` in files that do not say.
         target_adapter: Of heads trained together with a LoRA adapter of their target, which lies in `target_adapter/`
             beside them: its `fingerprint`, `None` while it is being trained. `None` for a target as it is.
         method: Published method the heads follow, for cards and messages.
@@ -216,6 +88,3 @@ class DraftHeadConfig(PreTrainedConfig):
         for name in names:
             if not 1 <= getattr(self, name) <= MAX_SIZE:
                 raise ValueError(f"`{name}` must be between 1 and {MAX_SIZE}, got {getattr(self, name)}.")
-
-
-__all__ = ["DraftHeadConfig", "DraftTreeConfig"]

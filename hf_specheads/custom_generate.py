@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from .modeling import DraftHead
+    from .heads.base import DraftHead
 
 
 def generate_with(
@@ -59,7 +59,7 @@ def generate_with(
             f"custom_generate={source!r} generates with its own draft heads, and assistant_model="
             f"{type(assistant_model).__name__} was given too; leave one of the two out."
         )
-    from .features import BorrowedModules
+    from .target.borrowed import BorrowedModules
 
     if os.path.isdir(source):
         version: Any = tuple(sorted((p.name, p.stat().st_mtime_ns) for p in Path(source).iterdir() if p.is_file()))
@@ -73,7 +73,7 @@ def generate_with(
 @functools.lru_cache(maxsize=1)
 def _load(source: str, version: Any, token: str | bool | None, dtype: torch.dtype, device: torch.device) -> DraftHead:
     """The heads last asked for."""
-    from .hub import load_heads
+    from .checkpoints.load import load_heads
 
     revision = version if isinstance(version, str) else None
     return load_heads(source, revision=revision, token=token, dtype=dtype, device_map={"": device})

@@ -19,10 +19,10 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationMixin
 
-from .candidates import DraftHeadCandidateGenerator
-from .compatibility import refuse_call, refuse_prepared_call
-from .generation import speculative_generate
-from .modeling import DraftHead
+from .generation.candidates import DraftHeadCandidateGenerator
+from .generation.loop import speculative_generate
+from .generation.refusals import refuse_call, refuse_prepared_call
+from .heads.base import DraftHead
 
 MINIMUM_TRANSFORMERS = "5.23.0"
 EXPECTED_PARAMETERS = {

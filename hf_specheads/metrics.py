@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .tree import DraftTree
+from .tree.draft_tree import DraftTree
 
 
 def acceptance_length(num_accepted: list[list[int]]) -> float:

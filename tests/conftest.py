@@ -11,8 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hub_endpoint import HubEndpoint
-from targets import own_target
+from support.hub.endpoint import HubEndpoint
+from support.targets import own_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hub_endpoint import HubEndpoint
-from targets import own_target, plain, prompt
-from test_generate_options import byte_tokenizer
+from claims.test_generate_options import byte_tokenizer
+from support.hub.endpoint import HubEndpoint
+from support.targets import own_target, plain, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hf_specheads import PossHead, custom_generate, load_heads
-from hf_specheads.push import write_custom_generate
+from hf_specheads.publishing.push import write_custom_generate
 
 NEW = 20
 

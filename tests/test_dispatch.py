@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from stubs import StubHead, random_heads
-from targets import own_target, plain, prompt, shared_target
+from support.stubs import StubHead, random_heads
+from support.targets import own_target, plain, prompt, shared_target
 from transformers import GenerationMixin, LlamaConfig, PreTrainedModel, pipeline
 from transformers.modeling_outputs import BaseModelOutputWithPast
 

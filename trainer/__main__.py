@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
     trainer.save_model(output)  # and pushes, under push_to_hub=true
     if trainer.is_world_process_zero():
-        path = write_facts(training_facts(trainer, **trainer.run_facts), output)
+        path = write_facts(training_facts(trainer, num_passes=trainer.num_passes, **trainer.run_facts), output)
         summary = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k in ("eval_loss", "eval_acceptance_length"))
         print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
         print(f"heads and {path.name} are in {output}")

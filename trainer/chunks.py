@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specheads.unroll import DraftedPass
+from hf_specheads.unroll.rows import DraftedPass
 
 CHUNK_ROWS = 256  # of which all logits exist at a time
 

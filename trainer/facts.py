@@ -9,12 +9,10 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from .trainer import DraftHeadTrainer
+from transformers import Trainer
 
 FACTS = "training_facts.json"
 PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
@@ -47,7 +45,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def hardware(trainer: DraftHeadTrainer) -> dict[str, Any]:
+def hardware(trainer: Trainer) -> dict[str, Any]:
     """Device, number of processes and CPU threads of a run."""
     device = trainer.args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -60,12 +58,13 @@ def hardware(trainer: DraftHeadTrainer) -> dict[str, Any]:
 
 
 def training_facts(
-    trainer: DraftHeadTrainer, *, recipe: dict[str, Any], metrics: dict[str, float], hours: float | None
+    trainer: Trainer, *, num_passes: int, recipe: dict[str, Any], metrics: dict[str, float], hours: float | None
 ) -> dict[str, Any]:
     """What was trained, on what, how long and to what end, as plain values.
 
     Args:
         trainer: After training.
+        num_passes: Draft positions that were trained.
         recipe: The recipe in force, see [`recipe.Recipe.to_dict`].
         metrics: Final metrics.
         hours: Wall hours of training.
@@ -80,7 +79,7 @@ def training_facts(
         "recipe": recipe,
         "method": heads.config.method,
         "target": {k: v for k, v in (heads.config.target or {}).items() if k != "fingerprint"},
-        "num_passes": trainer.num_passes,
+        "num_passes": num_passes,
         "num_specialists": getattr(heads.config, "num_specialists", 1),
         "positions_per_specialist": getattr(heads.config, "positions_per_specialist", None),
         "parameters": sum(p.numel() for p in heads.parameters()),

@@ -17,14 +17,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_specheads.adapters import (
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.adapter import (
     ADAPTER_FOLDER,
     adapter_parameters,
     add_adapter,
     restore_adapter,
     without_adapter,
 )
-from hf_specheads.modeling import DraftHead
 
 from .config import DraftHeadTrainingArguments
 from .evaluation import LossMeter

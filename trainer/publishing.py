@@ -12,9 +12,9 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 
-from hf_specheads.adapters import ADAPTER_FOLDER
-from hf_specheads.model_card import EVAL_RESULTS
-from hf_specheads.push import complete_folder, name_target
+from hf_specheads.publishing.card.facts import EVAL_RESULTS
+from hf_specheads.publishing.push import complete_folder, name_target
+from hf_specheads.target.adapter import ADAPTER_FOLDER
 
 from .facts import training_facts, write_facts
 
@@ -54,7 +54,7 @@ class HubCards:
             language, license, tags, dataset: For the card's metadata.
             model_name: Title, if there is no repository to be named after.
             finetuned_from: Hub id of the target, if it was trained with a copy in a folder.
-            **card: Other fields of [`hf_specheads.model_card.CardFacts`], e.g. `limits`.
+            **card: Other fields of [`hf_specheads.publishing.card.facts.CardFacts`], e.g. `limits`.
         """
         if not self.is_world_process_zero():
             return
@@ -76,7 +76,9 @@ class HubCards:
     def _facts(self) -> dict[str, Any]:
         logged = [entry["train_runtime"] for entry in self.state.log_history if "train_runtime" in entry]
         hours = sum(logged) / 3600 if logged else None
-        return training_facts(self, **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})})
+        return training_facts(
+            self, num_passes=self.num_passes, **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})}
+        )
 
     def _measured(self) -> dict[str, Any] | None:
         """The last evaluation's acceptance, as `specheads eval --json` writes it."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specheads.features import asked_hidden_states, select_hidden_states
-from hf_specheads.streams import document_starts
+from hf_specheads.target.features import asked_hidden_states, select_hidden_states
+from hf_specheads.unroll.streams import document_starts
 
 
 class FrozenTarget:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_specheads.modeling import DraftHead
+from hf_specheads.heads.base import DraftHead
 
 from .checkpoints import AtomicCheckpoints
 from .config import DraftHeadTrainingArguments

@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from hf_specheads.features import as_embedding, as_lm_head
-from hf_specheads.modeling import DraftHead
-from hf_specheads.unroll import DraftedPass, TrainingRows, later, row_positions
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.borrowed import as_embedding, as_lm_head
+from hf_specheads.unroll.rows import DraftedPass, TrainingRows, later, row_positions
 
 from .chunks import CHUNK_ROWS, ChunkedPass, send_on
 from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
-from hf_specheads.unroll import TrainingRows
+from hf_specheads.unroll.rows import TrainingRows
 
 from ..common import RESULTS, ROOT
 

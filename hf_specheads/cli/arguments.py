@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..modeling import DraftHead
+from ..heads.base import DraftHead
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -77,7 +76,7 @@ def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedToke
     """Target, tokenizer and heads, the heads bound (and thereby checked) to the target."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..features import BorrowedModules
+    from ..target.borrowed import BorrowedModules
 
     options = {"device_map": args.device, "local_files_only": args.local_files_only}
     hub = {"revision": args.heads_revision, "local_files_only": args.local_files_only}

@@ -11,18 +11,16 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads.base import DraftHead
 from ..metrics import acceptance_length
 from .arguments import add_model_arguments, load_pair
 from .display import number, table
 from .env import collect
 from .evaluate import read_prompts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..modeling import DraftHead
 
 PLAIN, EVERY_ROUND, ADAPTIVE, COMPILED = "plain", "heads, every round", "heads", "heads, compiled"
 

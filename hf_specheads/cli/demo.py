@@ -6,16 +6,13 @@ import argparse
 import json
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads.base import DraftHead
 from .display import marked_text, number, pos_acc_text, table, use_colour
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..modeling import DraftHead
 
 USAGE = """\
 On your own model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..export import ALL_DESTINATIONS, export_heads, needs_target
+from ..checkpoints.write import ALL_DESTINATIONS, export_heads, needs_target
 from .arguments import DTYPES, add_heads_arguments, load_heads_from, torch_dtype
 
 

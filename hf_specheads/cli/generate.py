@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from .arguments import add_model_arguments, load_pair
 from .display import marked_text, number, pos_acc_text, use_colour
 from .measure import run_sample, timed_generate
-
-if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

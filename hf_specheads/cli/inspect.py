@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..checkpoints.look import Look
+from ..checkpoints.read import Found
+from ..heads.base import DraftHead
 from .arguments import add_heads_arguments, load_heads_from
-
-if TYPE_CHECKING:
-    from ..conversion.reading import Found
-    from ..hub import Look
-    from ..modeling import DraftHead
 
 SIZES = ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "num_heads", "num_blocks", "fc_bias", "attention_bias",
@@ -43,7 +41,7 @@ def describe(heads: DraftHead) -> dict[str, Any]:
 
 def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, Any]:
     """What config and tensors say, with or without data in them."""
-    from ..conversion.checkpoint import usual_dtype
+    from ..checkpoints.tensors import usual_dtype
 
     target = dict(config.target or {})
     fingerprint = "stored" if target.pop("fingerprint", None) else "not stored"
@@ -67,8 +65,8 @@ def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, A
 
 def describe_look(look: Look) -> dict[str, Any]:
     """Facts about heads that were only looked at, as plain values."""
-    from ..auto import HEADS
-    from ..conversion import TITLES
+    from ..checkpoints.layouts.detect import TITLES
+    from ..heads.auto import HEADS
 
     found, files = look.found, {name: f"{size:,} bytes" for name, size in look.sizes.items()}
     if found is None:
@@ -98,7 +96,7 @@ def _unchecked(found: Found) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Looks, or loads so that damage of any kind is an error, and prints the facts."""
-    from ..hub import look_at
+    from ..checkpoints.look import look_at
 
     loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
     facts = describe_look(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..metrics import acceptance_length, position_acceptance
+from transformers import BatchEncoding, PreTrainedModel
 
-if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedModel
-
-    from ..metrics import GenerationStats
-    from ..modeling import DraftHead
+from ..heads.base import DraftHead
+from ..metrics import GenerationStats, acceptance_length, position_acceptance
 
 
 @dataclass

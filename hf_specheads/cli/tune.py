@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..heads.base import DraftHead
+from ..tuning.vocabulary import VocabularySize
 from .arguments import add_heads_arguments, add_target_arguments, load_pair
 from .evaluate import read_prompts
 from .generate import encode
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..modeling import DraftHead
-    from ..vocabulary_tuning import VocabularySize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Tunes, prints what was measured, and saves."""
     import torch
 
-    from ..tuning import tune
+    from ..tuning.tune import tune
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _choose_vocabulary(
     args: argparse.Namespace, target: Any, tokenizer: Any, heads: DraftHead, prompts: list[torch.Tensor]
 ) -> None:
-    from ..vocabulary_tuning import tune_vocabulary
+    from ..tuning.vocabulary import tune_vocabulary
 
     corpus = None
     if args.corpus != "auto":

@@ -18,13 +18,15 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..cache import DraftCache
-from ..configuration import DraftHeadConfig, DraftTreeConfig
+from ..cache.draft import DraftCache
+from ..cache.masks import additive_mask
+from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..layers import additive_mask
-from ..modeling import DraftHead, Published
-from ..streams import visible_rows
-from ..unroll import DraftedPass, TrainingRows, row_positions
+from ..publishing.card.facts import Published
+from ..tree.config import DraftTreeConfig
+from ..unroll.rows import DraftedPass, TrainingRows, row_positions
+from ..unroll.streams import visible_rows
+from .base import DraftHead
 
 # Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
 VOCABULARY_PADDING = 0.01

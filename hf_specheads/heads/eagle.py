@@ -15,13 +15,14 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from ..cache import DraftCache
+from ..cache.draft import DraftCache
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer, NormedDecoderLayer
-from ..modeling import DraftHead, Published
-from ..stream_attention import Documents, StreamAttention, StreamCache
-from ..streams import document_starts, next_stream
-from ..unroll import DraftedPass, TrainingRows
+from ..publishing.card.facts import Published
+from ..unroll.attention import Documents, StreamAttention, StreamCache
+from ..unroll.rows import DraftedPass, TrainingRows
+from ..unroll.streams import document_starts, next_stream
+from .base import DraftHead
+from .layers import DraftDecoderLayer, NormedDecoderLayer
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 # What a row at position j is made of, next to the feature f_j or alone: the token after it, or its own.

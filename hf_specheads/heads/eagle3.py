@@ -21,11 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ..draft_vocabulary import mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
-from ..layers import Eagle3DecoderLayer
-from ..modeling import DraftHead, Published
-from ..stream_attention import Documents, StreamAttention, StreamCache
-from ..unroll import DraftedPass, TrainingRows, later
-from .medusa import output_weight
+from ..publishing.card.facts import Published
+from ..target.projection import output_weight
+from ..unroll.attention import Documents, StreamAttention, StreamCache
+from ..unroll.rows import DraftedPass, TrainingRows, later
+from .base import DraftHead
+from .layers import Eagle3DecoderLayer
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 # What heads of a warm start hand on, besides their weights and layer.

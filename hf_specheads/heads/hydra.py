@@ -20,15 +20,17 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from ..cache import DraftCache
-from ..configuration import DraftHeadConfig, DraftTreeConfig
+from ..cache.draft import DraftCache
+from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..layers import DraftDecoderLayer, validate_layer
-from ..modeling import DraftHead, Published
-from ..stream_attention import Documents, StreamAttention
-from ..unroll import DraftedPass, TrainingRows, later
-from .layer_config import LayerHeadConfig
-from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree, output_weight
+from ..publishing.card.facts import Published
+from ..target.projection import output_weight
+from ..tree.config import DraftTreeConfig
+from ..unroll.attention import Documents, StreamAttention
+from ..unroll.rows import DraftedPass, TrainingRows, later
+from .base import DraftHead
+from .layers import DraftDecoderLayer, LayerHeadConfig, validate_layer
+from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree
 
 ARCHITECTURES = ("mlp", "prefix-mlp")
 HYDRA_PAPER = (

@@ -16,15 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ..cache import DraftCache
-from ..configuration import DraftHeadConfig, DraftTreeConfig
-from ..draft_vocabulary import projection_rows
-from ..features import BorrowedModules, target_sizes
-from ..modeling import DraftHead, Published
-from ..tree import MEDUSA_CHOICES
-from ..unroll import DraftedPass, TrainingRows
+from ..cache.draft import DraftCache
+from ..configuration import DraftHeadConfig
+from ..publishing.card.facts import Published
+from ..target.projection import output_weight
+from ..tree.config import DraftTreeConfig
+from ..tree.published import MEDUSA_CHOICES
+from ..unroll.rows import DraftedPass, TrainingRows
+from .base import DraftHead
 
 LM_HEADS = ("own", "target")
+
 MAX_HEADS = 256
 
 
@@ -203,10 +205,3 @@ class MedusaHead(DraftHead):
     def _logits_of(self, rows: TrainingRows, position: int, features: torch.Tensor) -> torch.Tensor:
         hidden = self(features, position)
         return rows.lm_head(hidden) if self.lm_heads is None else self.lm_heads[position](hidden)
-
-
-def output_weight(target: PreTrainedModel) -> torch.Tensor:
-    """Weight [V, H] of a target's `lm_head`; asked of the module where it is quantised or offloaded."""
-    rows = torch.arange(target.config.get_text_config(decoder=True).vocab_size)
-    like = torch.zeros(1, dtype=target.dtype, device=BorrowedModules.of(target).device)
-    return projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight

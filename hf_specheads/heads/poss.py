@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from ..modeling import Published
+from ..publishing.card.facts import Published
 from .eagle import EAGLE_PAPERS, HASS_PAPER, EagleHead, EagleHeadConfig
 from .specialists import SpecialistHeadConfig
 

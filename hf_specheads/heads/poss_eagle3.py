@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from ..modeling import Published
+from ..publishing.card.facts import Published
 from .eagle3 import EAGLE3_PAPER, Eagle3Head, Eagle3HeadConfig
 from .poss import POSS_PAPER
 from .specialists import SpecialistHead, SpecialistHeadConfig

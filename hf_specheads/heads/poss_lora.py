@@ -18,8 +18,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer
-from ..modeling import DraftHead, Published
+from ..publishing.card.facts import Published
+from .base import DraftHead
+from .layers import DraftDecoderLayer
 from .poss import POSS_PAPERS, PossHead, PossHeadConfig
 from .specialists import SpecialistHead, SpecialistHeadConfig
 

@@ -15,11 +15,10 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.cache_utils import Cache
 
-from ..cache import DraftCache
+from ..cache.draft import DraftCache
 from ..errors import WarmStartError
-from ..layers import DraftDecoderLayer, validate_layer
-from ..modeling import DraftHead, trained_weights
-from .layer_config import LayerHeadConfig
+from .base import DraftHead, trained_weights
+from .layers import DraftDecoderLayer, LayerHeadConfig, validate_layer
 
 # What heads of a warm start hand on, besides their weights.
 LAYER_FIELDS = (

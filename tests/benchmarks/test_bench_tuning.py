@@ -16,8 +16,8 @@ def result_of(folder: Path, name: str) -> dict:
 
 
 def test_tune_compares_with_the_best_of_the_grid(arguments, monkeypatch):
-    monkeypatch.setattr("hf_specheads.round_timing.TIMED_CHAINS", (1, 2))
-    monkeypatch.setattr("hf_specheads.round_timing.TIMED_TREES", ((2, 2, 3), (3, 2, 6), (2, 4, 8)))
+    monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_CHAINS", (1, 2))
+    monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_TREES", ((2, 2, 3), (3, 2, 6), (2, 4, 8)))
     results = arguments("bench_tune", ["eagle"], "--tuning_limit", "1", "--repeats", "1", "--depths", "1", "2",
                         "--top_k", "2", "--total_tokens", "4", "--tuning", str(prompts_of(arguments)))  # fmt: skip
     assert bench_tune.main() == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from targets import plain, prompt
+from support.targets import plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import bench_batch, bench_cache, bench_compile, bench_context

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import eagle_tensors, write_checkpoint
+from support.checkpoints import eagle_tensors, write_checkpoint
 from transformers import PreTrainedTokenizerFast
 
 from hf_specheads import PossHead, load_heads

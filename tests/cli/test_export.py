@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from targets import own_target
+from support.targets import own_target
 
 from hf_specheads import EagleHead, PossHead, load_heads
 from hf_specheads.cli import main

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, eagle_tensors, write_checkpoint
-from hub_endpoint import HubEndpoint
-from layouts import LAYOUTS
+from support.checkpoints import VOCAB, eagle_tensors, write_checkpoint
+from support.hub.endpoint import HubEndpoint
+from support.layouts import LAYOUTS
 
 from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.checkpoints.files import WEIGHT_FILES
+from hf_specheads.checkpoints.layouts.detect import TITLES
+from hf_specheads.checkpoints.look import look_at
 from hf_specheads.cli import main
-from hf_specheads.conversion import TITLES
-from hf_specheads.conversion.files import WEIGHT_FILES
 from hf_specheads.errors import CheckpointValueError, HeadLoadError
-from hf_specheads.hub import look_at
 
 
 def inspect(capsys: pytest.CaptureFixture, *arguments: object) -> dict[str, Any]:

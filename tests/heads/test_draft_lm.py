@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from stubs import random_heads
-from targets import VOCAB, own_target, plain, prompt, shared_target
+from support.stubs import random_heads
+from support.targets import VOCAB, own_target, plain, prompt, shared_target
+from support.trees import path_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
-from trees import path_of
 
 from hf_specheads import (
     AutoDraftHead,
@@ -19,7 +19,7 @@ from hf_specheads import (
     load_heads,
 )
 from hf_specheads.errors import HeadConfigError, UnknownFormatError
-from hf_specheads.features import target_sizes
+from hf_specheads.target.identity import target_sizes
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments, Unroll, unroll_losses
 
 TREES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from targets import own_target, plain, prompt, shared_target
+from support.targets import own_target, plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, Eagle3Head, PossEagle3Head, WrongTargetError, load_heads
 from hf_specheads.errors import CheckpointKeysError, CheckpointValueError, WarmStartError
@@ -164,8 +164,8 @@ def of_target(target: Any) -> dict[str, Any]:
 
 
 def unrolled(heads: Eagle3Head, target: Any, rows: dict[str, torch.Tensor], passes: int):
-    from hf_specheads.features import as_embedding, as_lm_head
-    from hf_specheads.unroll import TrainingRows, row_positions
+    from hf_specheads.target.borrowed import as_embedding, as_lm_head
+    from hf_specheads.unroll.rows import TrainingRows, row_positions
 
     documents = torch.zeros_like(rows["next_token_ids"])
     return heads.unroll(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from stubs import random_heads
-from targets import plain, prompt, shared_target
+from support.stubs import random_heads
+from support.targets import plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, DraftTreeConfig, EagleHeadConfig, load_heads
 from hf_specheads.errors import WarmStartError

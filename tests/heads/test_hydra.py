@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from targets import own_target, plain, prompt, shared_target
+from support.targets import own_target, plain, prompt, shared_target
+from support.trees import path_of
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
-from trees import path_of
 
 from hf_specheads import AutoDraftHead, HydraHead, WrongTargetError, load_heads
-from hf_specheads.drafting import grow_tree
 from hf_specheads.errors import UnsupportedGenerationError, WarmStartError
-from hf_specheads.unroll import TrainingRows, row_positions
+from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 VARIANTS = [
     {},

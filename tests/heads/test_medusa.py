@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from targets import own_target, plain, prompt, shared_target
+from support.targets import own_target, plain, prompt, shared_target
+from support.trees import path_of
 from torch import nn
 from transformers import AutoModelForCausalLM
-from trees import path_of
 
 from hf_specheads import AutoDraftHead, DraftHead, MedusaHead, MedusaHeadConfig, load_heads
-from hf_specheads.cache import DraftCache
-from hf_specheads.drafting import grow_tree
+from hf_specheads.cache.draft import DraftCache
 from hf_specheads.errors import UnsupportedGenerationError, WarmStartError
-from hf_specheads.heads.medusa import output_weight
-from hf_specheads.tree import MEDUSA_CHOICES
-from hf_specheads.unroll import TrainingRows
+from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.target.projection import output_weight
+from hf_specheads.tree.published import MEDUSA_CHOICES
+from hf_specheads.unroll.rows import TrainingRows
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).resolve().parents[1] / "recordings" / "goldens"
 VARIANTS = [{}, {"lm_head": "target"}, {"num_blocks": 3}, {"num_blocks": 2, "tied_blocks": False, "num_heads": 5}]
 
 

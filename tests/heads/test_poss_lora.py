@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from targets import own_target, plain, prompt, shared_target
+from support.targets import own_target, plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, DraftTreeConfig, PossHead, PossLoraHead, load_heads
 from hf_specheads.errors import HeadConfigError, WarmStartError

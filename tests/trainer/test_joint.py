@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, load_heads
-from hf_specheads.adapters import adapter_parameters, add_adapter, without_adapter
 from hf_specheads.cli.arguments import add_model_arguments, load_pair
+from hf_specheads.target.adapter import adapter_parameters, add_adapter, without_adapter
 from hf_specheads.trainer import (
     DraftHeadTrainer,
     DraftHeadTrainingArguments,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
-from hub_endpoint import HubEndpoint
 from safetensors.torch import load
+from support.hub.endpoint import HubEndpoint
 
-from hf_specheads.adapters import ADAPTER_FOLDER
-from hf_specheads.figures import FIGURES, POS_ACC
+from hf_specheads.publishing.figures import FIGURES, POS_ACC
+from hf_specheads.target.adapter import ADAPTER_FOLDER
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from hf_specheads.trainer.__main__ import main
 from hf_specheads.trainer.publishing import MEASURED_IN_TRAINING

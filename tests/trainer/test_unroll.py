@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.streams import document_starts, next_stream, stream_mask, visible_rows
 from hf_specheads.trainer import Unroll, unroll_losses
+from hf_specheads.unroll.streams import document_starts, next_stream, stream_mask, visible_rows
 
 from .conftest import VOCAB, make_heads
 

@@ -220,7 +220,13 @@ def train_run(
     started = time.time()
     trainer.train()
     hours = (time.time() - started) / 3600
-    facts = training_facts(trainer, recipe={"run": name, **asdict(run)}, metrics=last_metrics(trainer), hours=hours)
+    facts = training_facts(
+        trainer,
+        num_passes=trainer.num_passes,
+        recipe={"run": name, **asdict(run)},
+        metrics=last_metrics(trainer),
+        hours=hours,
+    )
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.adapters import ADAPTER_FOLDER
-from hf_specheads.figures import draw_figures
-from hf_specheads.model_card import EVAL_RESULTS, TRAINING_FACTS, read_evaluations, write_card
+from hf_specheads.publishing.card.facts import EVAL_RESULTS, TRAINING_FACTS, read_evaluations
+from hf_specheads.publishing.card.render import write_card
+from hf_specheads.publishing.figures import draw_figures
+from hf_specheads.target.adapter import ADAPTER_FOLDER
 
 # POSS-1 is trained and measured too, but its six layers are too large to ship for what they add.
 SHIPPED = ("eagle", "hass", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra", "hydra-plus",

@@ -1,0 +1,1 @@
+"""Where keys and values lie, and who sees them."""

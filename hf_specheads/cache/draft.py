@@ -1,0 +1,113 @@
+"""The draft cache: keys and values of every specialist, one generation long."""
+
+from __future__ import annotations
+
+import torch
+
+from .masks import additive_mask, slot_mask
+from .slots import SlotCache, SlotCacheLayer
+
+
+class DraftCache(SlotCache):
+    """Draft cache of one generation: one layer per specialist.
+
+    Committed rows come from target features and are the same number in every specialist; drafted rows are appended
+    during a round and dropped at its end (invariant: a committed row never comes from a drafted feature). The slot of
+    a row is its position.
+
+    Attributes:
+        valid: bool [B, M], which of the rows a round takes in are real, `None` if all are. In a batch, rows have
+            accepted different numbers of tokens; those that accepted fewer than others come after columns of no
+            meaning. Set before every round ([`begin_round`]).
+        drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
+    """
+
+    def __init__(self, num_specialists: int):
+        super().__init__()
+        self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
+        self.valid: torch.Tensor | None = None
+        self.drafted_inputs: list[torch.Tensor] = []
+        self._new_counts: list[int] | None = None
+        self._levels_in = [0] * num_specialists
+
+    @property
+    def committed(self) -> int:
+        """Committed rows, of the longest batch row: its committed tokens minus one."""
+        return self.longest
+
+    def begin_round(self, valid: torch.Tensor | None = None, counts: list[int] | None = None) -> None:
+        """Says which of the rows taken in next are real.
+
+        Args:
+            valid: bool [B, M]; `None` if all are.
+            counts: How many that are, per batch row.
+        """
+        self.valid, self._new_counts = valid, counts
+        if valid is not None:
+            self.become_ragged(valid.shape[0], valid.device)
+        if self.static:
+            self.reserve(self.longest + valid.shape[1] + 1)
+            self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
+
+    def open_rows(self, rows: int, device: torch.device, and_root: bool = False) -> torch.Tensor:
+        """Starts a round: drafted rows are forgotten, and the next forward writes `rows` new rows to commit.
+
+        Args:
+            rows: M.
+            device: Where the head computes.
+            and_root: The forward writes one row more, the root's, which is not to be committed.
+
+        Returns:
+            Positions int64 [1 or B, M, or M + 1 with the root]. Rows that are not real have positions after those.
+        """
+        self.drop_drafted()
+        if self.valid is None:
+            self.place(0, rows + and_root)
+            if self.slots is not None:
+                return self.slots
+            return torch.arange(self.start, self.start + rows + and_root, device=device)[None]
+        if not self.static:
+            self.reserve(self.longest + rows + and_root)
+            self._end = max(map(sum, zip(self.counts, self._new_counts, strict=True))) + and_root
+        real = torch.nn.functional.pad(self.valid, (0, 1), value=True) if and_root else self.valid
+        rank = real.cumsum(1) - 1
+        after = real.sum(1, keepdim=True) + (~real).cumsum(1) - 1
+        self.slots = self.lengths[:, None] + torch.where(real, rank, after)
+        return self.slots
+
+    def commit(self, rows: int) -> None:
+        """Marks the rows just written as committed."""
+        if self.valid is None:
+            self.counts = [count + rows for count in self.counts]
+            self.lengths = None if self.lengths is None else self.lengths + rows
+            return
+        if not self.static:
+            self.counts = [count + new for count, new in zip(self.counts, self._new_counts, strict=True)]
+        self.lengths = self.lengths + self.valid.sum(1)
+        self.valid = self._new_counts = None
+
+    def last_row_mask(self, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive [B, 1, 1, shown]: what the last of the rows to commit sees; `None` if that is all that is shown."""
+        if self.valid is None and self.lengths is None:
+            return None
+        length = self.lengths + (rows if self.valid is None else self.valid.sum(1))
+        seen = torch.arange(self.shown()[1], device=length.device) < length[:, None]
+        return additive_mask(seen[:, None, None], dtype)
+
+    def tree_mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]; `None`
+        where all are."""
+        if visible is None:
+            return None
+        return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
+
+    def take_level(self, specialist: int) -> int:
+        """Which levels of this round's drafted rows a specialist's layer lacks: all from the one returned on. They
+        count as written from now on."""
+        first, self._levels_in[specialist] = self._levels_in[specialist], len(self.drafted_inputs)
+        return first
+
+    def drop_drafted(self) -> None:
+        """Ends a round: every specialist forgets its drafted rows."""
+        self.drafted_inputs = []
+        self._levels_in = [0] * len(self._levels_in)

@@ -1,0 +1,90 @@
+"""What the target's stock forward needs to verify a tree: 4D attention masks and position ids.
+
+Masks are built by *position*: siblings share a position although they sit in different cache slots, so transformers'
+own mask functions, which compare slots, are too strict under a sliding window.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..tree.draft_tree import DraftTree
+
+
+def slot_mask(
+    visible: torch.Tensor,
+    lengths: int | torch.Tensor,
+    first: int,
+    end: int,
+    window: int | None = None,
+    depths: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which slots of a [`SlotCache`] every new row sees, bool [B, Q, end - first].
+
+    Args:
+        visible: bool [B, Q, R], which of the R rows after the committed ones a new row sees.
+        lengths: Committed rows: a number for all batch rows, or int64 [B].
+        first, end: The slots shown.
+        window: Sliding window of the attention; `None` without.
+        depths: int64 [B, R], how far after the last committed row every row lies (its slot may lie further); needed
+            with a window. The Q rows must be these R.
+        padding_mask: int or bool [B, P], 0 on padding of the prompt, whose slots come first.
+    """
+    if isinstance(lengths, torch.Tensor):
+        return _ragged_slot_mask(visible, lengths, first, end, window, depths, padding_mask)
+    context = visible.new_ones(*visible.shape[:2], lengths - first)
+    if window is not None:
+        oldest = lengths + depths[:, :, None] - window
+        context = torch.arange(first, lengths, device=visible.device) > oldest
+        visible = visible & (lengths + depths[:, None, :] > oldest)
+    mask = torch.cat([context, visible], dim=-1)
+    if end > lengths + visible.shape[2]:
+        mask = torch.nn.functional.pad(mask, (0, end - lengths - visible.shape[2]))
+    return mask if padding_mask is None else mask & _not_padding(padding_mask, first, end)
+
+
+def _ragged_slot_mask(
+    visible: torch.Tensor,
+    lengths: torch.Tensor,
+    first: int,
+    end: int,
+    window: int | None,
+    depths: torch.Tensor | None,
+    padding_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    rows = visible.shape[2]
+    slots = torch.arange(first, end, device=visible.device)
+    offset = slots - lengths[:, None]  # [B, S], the row after the committed ones that a slot holds
+    if window is not None:
+        oldest = depths[:, :, None] - window
+        visible = visible & (depths[:, None, :] > oldest)
+    held = offset.clamp(0, rows - 1)[:, None].expand(-1, visible.shape[1], -1)
+    own = visible.gather(2, held) & ((offset >= 0) & (offset < rows))[:, None]
+    context = (offset < 0)[:, None]
+    if window is not None:
+        context = context & (offset[:, None] > oldest)
+    mask = context | own
+    return mask if padding_mask is None else mask & _not_padding(padding_mask, first, end)
+
+
+def _not_padding(padding_mask: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """bool [B, 1, end - first]; slots past the prompt hold no padding."""
+    real = padding_mask[:, first:end].bool()
+    return torch.nn.functional.pad(real, (0, end - first - real.shape[1]), value=True)[:, None]
+
+
+def tree_position_ids(root_positions: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+    """Position of every node: the root's plus the depth.
+
+    Args:
+        root_positions: int64 [B, 1], or [3, B, 1] for targets with several position axes.
+        tree: The tree.
+    """
+    return root_positions + tree.depths
+
+
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where allowed, the most negative number elsewhere (eager attention silently mishandles boolean masks)."""
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.finfo(dtype).min)

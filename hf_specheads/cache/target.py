@@ -1,0 +1,270 @@
+"""The target's cache during a generation: where a tree's keys and values go, what it sees, what of it is kept.
+
+Two kinds. [`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees,
+batches whose rows accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and
+rolls it back: for targets and caches that take no trees, one chain at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..tree.draft_tree import DraftTree
+from .masks import additive_mask, slot_mask, tree_position_ids
+from .slots import SlotCache, SlotCacheLayer
+
+TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+# Slots beyond the prompt that a cache starts with; it doubles from there.
+FIRST_SLOTS = 256
+
+
+def refuse_tree_cache(cache: Cache) -> str | None:
+    """Why a target cache cannot hold a draft tree, or `None` if it can.
+
+    An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
+    """
+    for layer in cache.layers:
+        if type(layer) not in TREE_CACHE_LAYERS:
+            return f"its cache has layers of class {type(layer).__name__}"
+    return None
+
+
+def root_positions_of(model_kwargs: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
+    """Position of the token after the prompt, [B, 1] or [3, B, 1], from the kwargs `generate` prepared.
+
+    Args:
+        model_kwargs: As after the prefill; `position_ids` are the prompt's.
+        length: Tokens in the cache.
+        device: Where to count if nobody has.
+    """
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        return positions[..., -1:] + 1
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        return mask.long().sum(1, keepdim=True)
+    return torch.full((1, 1), length, device=device)
+
+
+class TreeCache(SlotCache):
+    """Slots that hold the target's keys and values, all layers of one shape in one buffer.
+
+    Args:
+        stock: transformers' cache after the prefill, every row of it `length` slots long. It is emptied, and given its
+            contents back by [`give_back`].
+        target: The target.
+        batch: Batch rows B.
+        padding_mask: int or bool [B, P], 0 on padding of the prompt; `None` without padding.
+        root_positions: int64 [B, 1] or [3, B, 1], positions of the tokens after the prompt.
+        dtype: The target's compute dtype.
+        static_capacity: Slots, fixed; by default they grow.
+    """
+
+    def __init__(
+        self,
+        stock: Cache,
+        target: PreTrainedModel,
+        batch: int,
+        padding_mask: torch.Tensor | None,
+        root_positions: torch.Tensor,
+        dtype: torch.dtype,
+        static_capacity: int | None = None,
+    ):
+        super().__init__()
+        self.stock, self.dtype = stock, dtype
+        self.root_positions = root_positions.expand(*root_positions.shape[:-2], batch, 1)
+        self.counts = [stock.get_seq_length()] * batch
+        self.padding_mask = padding_mask
+        if padding_mask is not None and bool(padding_mask.all()):
+            self.padding_mask = None
+        config = target.config.get_text_config(decoder=True)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.layer_types: list[str] | None = getattr(config, "layer_types", None)
+        self.device = root_positions.device
+        self.capacity = self.longest + FIRST_SLOTS
+        if static_capacity is not None:
+            self.fix_capacity(static_capacity)
+            self.become_ragged(batch, self.device)
+        self.groups: list[_Group] = []
+        self._take_over(stock)
+
+    # ------------------------------------------------------------------ buffers
+    def _take_over(self, stock: Cache) -> None:
+        by_shape: dict[tuple, list[tuple[SlotCacheLayer, CacheLayerMixin, str]]] = defaultdict(list)
+        for layer in stock.layers:
+            if isinstance(layer, DummyLayer) or not layer.is_initialized:
+                self.layers.append(layer)
+                continue
+            ours = SlotCacheLayer(self, layer.sliding_window if layer.is_sliding else None)
+            ours.is_initialized, ours.dtype, ours.device = True, layer.keys.dtype, layer.keys.device
+            self.layers.append(ours)
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
+        self.groups = [_Group(members, self.counts[0], self.capacity) for members in by_shape.values()]
+
+    def grow(self) -> None:
+        for group in self.groups:
+            group.grow(self.capacity)
+
+    def select_rows(self, kept: torch.Tensor) -> None:
+        self.become_ragged(len(self.counts), self.device)
+        super().select_rows(kept)
+        for group in self.groups:
+            group.select_rows(kept)
+        self.root_positions = self.root_positions[..., kept.to(self.device), :]
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[kept.to(self.padding_mask.device)]
+
+    def give_back(self, keep: bool) -> None:
+        """Ends the generation: with `keep`, transformers' cache is what plain decoding would have left."""
+        for group in self.groups:
+            group.give_back(self.counts[0], keep)
+        for layer in self.stock.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = self.counts[0] if keep else 0
+            layer.is_initialized = keep and layer.is_initialized
+        self.groups = []
+
+    # ------------------------------------------------------------------ a round
+    def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
+        """Arguments of the one forward over a tree, whose rows are written into the slots after the committed ones."""
+        self.place(0, tree.num_nodes)
+        return {
+            "attention_mask": self.attention_masks(tree),
+            "position_ids": tree_position_ids(self.root_positions, tree),
+            "past_key_values": self,
+        }
+
+    def attention_masks(self, tree: DraftTree) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive masks of one tree forward, [B, 1, N, slots shown] per layer type.
+
+        A dict keyed by layer type exactly when the target's config has `layer_types`, as transformers' own
+        `create_masks_for_generate` does. Additive, because eager attention silently mishandles boolean masks.
+        """
+
+        def mask(window: int | None) -> torch.Tensor:
+            allowed = slot_mask(
+                tree.ancestor_mask, self.known_lengths(), *self.shown(window), window, tree.depths, self.padding_mask
+            )
+            return additive_mask(allowed, self.dtype)[:, None]
+
+        if self.layer_types is not None:
+            return {kind: mask(self.window if kind == "sliding_attention" else None) for kind in set(self.layer_types)}
+        slides = any(getattr(layer, "window", None) is not None for layer in self.layers)
+        return mask(self.window if slides else None)
+
+    def keep_path(self, path: torch.Tensor, counts: list[int], is_prefix: bool) -> None:
+        """Commits the rows of the accepted paths; those of other nodes are written over by the next round.
+
+        Args:
+            path: int64 [B, A], nodes to keep, the root first; a row's entries past its count do not matter.
+            counts: How many of them count, per batch row.
+            is_prefix: Whether all paths are the nodes 0, 1, 2, ...: they are where they belong then.
+        """
+        if len(set(counts)) > 1:
+            self.become_ragged(len(counts), self.device)
+        if not is_prefix:
+            lengths = self.known_lengths()
+            for group in self.groups:
+                group.move(path, lengths)
+        kept = torch.tensor(counts, device=self.device)
+        if self.lengths is not None:
+            self.lengths = self.lengths + kept
+        self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
+        self.root_positions = self.root_positions + kept[:, None]
+
+
+class _Group:
+    """Tensors of one shape in one buffer [tensors, B, heads, capacity, head_dim]: one indexed copy moves them all."""
+
+    def __init__(self, members: list[tuple[SlotCacheLayer, CacheLayerMixin, str]], length: int, capacity: int):
+        self.members = members
+        _, stock, name = members[0]
+        batch, heads, _, width = getattr(stock, name).shape
+        self.buffer = getattr(stock, name).new_zeros(len(members), batch, heads, capacity, width)
+        for index, (_, stock, name) in enumerate(members):
+            states = getattr(stock, name)  # of a sliding layer only the newest are left, the window hides the others
+            self.buffer[index, :, :, length - states.shape[2] : length] = states
+            setattr(stock, name, states[:, :, :0].clone())
+        self._show()
+
+    def _show(self) -> None:
+        for index, (ours, _, name) in enumerate(self.members):
+            setattr(ours, name, self.buffer[index])
+
+    def grow(self, capacity: int) -> None:
+        old = self.buffer
+        self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+        self.buffer[:, :, :, : old.shape[3]] = old
+        self._show()
+
+    def select_rows(self, kept: torch.Tensor) -> None:
+        self.buffer = self.buffer[:, kept.to(self.buffer.device)]
+        self._show()
+
+    def move(self, path: torch.Tensor, lengths: int | torch.Tensor) -> None:
+        """Moves the rows of the path [B, A] to the first slots after the committed ones."""
+        path = path[:, 1:].to(self.buffer.device)  # the root's row is where it belongs
+        if isinstance(lengths, int):
+            lengths = torch.full((path.shape[0],), lengths, device=path.device)
+        lengths = lengths.to(path.device)
+        ends = torch.arange(1, path.shape[1] + 1, device=path.device) + lengths[:, None]
+        starts = path + lengths[:, None]
+        if path.shape[0] == 1:
+            self.buffer.index_copy_(3, ends[0], self.buffer.index_select(3, starts[0]))
+            return
+        layers, _, heads, _, width = self.buffer.shape
+        shape = (layers, -1, heads, -1, width)
+        moved = self.buffer.gather(3, starts[None, :, None, :, None].expand(shape))
+        self.buffer.scatter_(3, ends[None, :, None, :, None].expand(shape), moved)
+
+    def give_back(self, length: int, keep: bool) -> None:
+        for index, (ours, stock, name) in enumerate(self.members):
+            oldest = 0 if ours.window is None else max(length - ours.window + 1, 0)
+            setattr(stock, name, self.buffer[index, :, :, oldest:length] if keep else None)
+            setattr(ours, name, None)
+
+
+class ChainCache:
+    """transformers' own cache, which verified chains are rolled back in; batch size 1.
+
+    Arguments as in [`TreeCache`].
+    """
+
+    def __init__(
+        self, stock: Cache, padding_mask: torch.Tensor | None, root_positions: torch.Tensor, takes_positions: bool
+    ):
+        self.stock, self.padding_mask = stock, padding_mask
+        self.root_positions = root_positions if takes_positions else None
+        self.counts = [stock.get_seq_length()]
+        stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
+
+    def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
+        """Arguments of the one forward over a chain."""
+        inputs: dict[str, Any] = {"attention_mask": self.padding_mask, "past_key_values": self.stock}
+        if self.padding_mask is not None:
+            longer = self.counts[0] + tree.num_nodes - self.padding_mask.shape[1]
+            inputs["attention_mask"] = torch.nn.functional.pad(self.padding_mask, (0, longer), value=1)
+        if self.root_positions is not None:
+            inputs["position_ids"] = tree_position_ids(self.root_positions, tree)
+        self._nodes = tree.num_nodes
+        return inputs
+
+    def keep_path(self, path: torch.Tensor, counts: list[int], is_prefix: bool) -> None:
+        """As in [`TreeCache`]; a path of a chain always is a prefix."""
+        self.stock.crop(
+            counts[0] - self._nodes
+        )  # crop(0) is not a no-op: it trims sliding layers back to their window
+        self.counts = [self.counts[0] + counts[0]]
+        if self.root_positions is not None:
+            self.root_positions = self.root_positions + counts[0]
+
+    def give_back(self, keep: bool) -> None:
+        """Leaves the cache as plain decoding would."""
+        for layer in self.stock.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False

@@ -1,0 +1,1 @@
+"""Heads in files: in and out."""

@@ -1,0 +1,155 @@
+"""Files of a folder or a Hub repository: downloads, and headers of weight files read with range requests."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    SafetensorsParsingError,
+)
+
+from ..errors import CorruptCheckpointError, HeadLoadError, UnknownFormatError
+from .files import CONFIG, INDEXES, SAFETENSORS_INDEX, WEIGHT_FILES, needed, read_index, read_json
+from .layouts.detect import detect_from_config
+from .tensors import Checkpoint, check_tensors, header_tensor, without_common_prefix
+
+REPOSITORY = r"[\w.-]+/[\w.-]+"
+
+
+# ------------------------------------------------------------------ files
+def local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+    """The folder itself, or the local copy of a Hub repository with its config and weights."""
+    if Path(repo_or_path).is_dir():
+        return Path(repo_or_path)
+    repo, config = str(repo_or_path), config_of(repo_or_path, **hub)
+    hub["revision"] = config.parent.name  # the commit: a repository may change while it is read, and caches ask less
+    for file in WEIGHT_FILES:
+        found = download_file(repo, file, **hub)
+        if found is None:
+            continue
+        if file in INDEXES:
+            index = read_index(Path(found))
+            for shard in sorted({index[key] for key in needed(index)}):
+                download_file(repo, shard, **hub)
+        break
+    return config.parent
+
+
+def config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+    """Local copy of a Hub repository's config, of a layout that is read.
+
+    Raises:
+        HeadLoadError: if there is no such repository, or it names itself as something else.
+    """
+    if Path(repo_or_path).exists():
+        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
+    repo = str(repo_or_path)
+    if not re.fullmatch(REPOSITORY, repo) or repo.startswith("."):
+        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
+    config = download_file(repo, CONFIG, **hub)
+    if config is None:
+        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
+    try:
+        detect_from_config(read_json(Path(config)))
+    except UnknownFormatError as error:
+        raise UnknownFormatError(f"cannot load draft heads from {repo!r}: {error}") from error
+    return Path(config)
+
+
+def name_of(repo_or_path: str | os.PathLike) -> str:
+    """Name of a folder or of a repository, which tells some things that no file says."""
+    return Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
+
+
+def download_file(repo: str, file: str, **hub: Any) -> str | None:
+    """Local path of a file of a repository, `None` if the repository does not have it.
+
+    Raises:
+        HeadLoadError: if it cannot be had, which does not mean that it is missing.
+    """
+    if file != CONFIG and try_to_load_from_cache(repo, file, revision=hub["revision"]) is _CACHED_NO_EXIST:
+        return None
+    try:
+        return hf_hub_download(repo, file, **hub)
+    except LocalEntryNotFoundError as error:
+        if file != CONFIG and (hub["local_files_only"] or is_offline_mode()):
+            return None
+        raise HeadLoadError(
+            f"{repo!r} is neither a folder nor, with its {file}, in the local cache, and the Hub was not asked or did "
+            "not answer; check the name, the connection and `local_files_only`."
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (*HUB_ERRORS, HFValidationError, OfflineModeIsEnabled) as error:
+        reason = " ".join(line for line in str(error).splitlines()[:3] if line)
+        raise HeadLoadError(f"{repo!r} cannot be fetched: {reason}") from error
+
+
+# What can go wrong on the way: answers of the Hub, and errors of the HTTP client that huggingface_hub uses (httpx in
+# one version, its successor in the next).
+HUB_ERRORS = (HfHubHTTPError, HfHubHTTPError.__bases__[0], OSError)
+
+
+def remote_headers(
+    repo: str,
+    download: Callable[[str], str | None],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> tuple[dict[str, int], Checkpoint | None]:
+    """Sizes of a repository's weight files, and their tensors on the device `meta`.
+
+    Args:
+        repo: Hub id.
+        download: Fetches a small file, an index, and returns its path.
+        revision, token, local_files_only: As for `load_heads`.
+
+    Returns:
+        Bytes by file name, and `None` in place of the tensors where the weights are pickled, which have no header.
+
+    Raises:
+        HeadLoadError: if there are no weights, or the Hub does not answer.
+        CorruptCheckpointError: for a header or an index that is none.
+    """
+    if local_files_only:
+        raise HeadLoadError(
+            f"{repo!r} can only be looked at on the Hub; leave out local_files_only, or pass its folder."
+        )
+    api = HfApi(token=token)
+    try:
+        listed = {file.rfilename: file.size or 0
+                  for file in api.model_info(repo, revision=revision, files_metadata=True).siblings or ()}  # fmt: skip
+    except HUB_ERRORS as error:
+        raise HeadLoadError(f"{repo!r} cannot be asked for: {str(error).splitlines()[0]}") from error
+    first = next((name for name in WEIGHT_FILES if name in listed), None)
+    if first is None:
+        raise HeadLoadError(f"{repo!r} has no weights; expected one of {', '.join(WEIGHT_FILES)}.")
+    index = read_index(Path(download(first) or "")) if first in INDEXES else None
+    names = [first] if index is None else sorted({index[key] for key in needed(index)})
+    sizes = {name: listed.get(name, 0) for name in names}
+    if not first.endswith(".safetensors") and first != SAFETENSORS_INDEX:
+        return sizes, None
+    tensors = {}
+    for name in names:
+        try:
+            header = api.parse_safetensors_file_metadata(repo, name, revision=revision, token=token).tensors
+        except (SafetensorsParsingError, NotASafetensorsRepoError) as error:
+            raise CorruptCheckpointError(f"{name} of {repo!r} is no safetensors file: {error}") from error
+        except HUB_ERRORS as error:
+            raise HeadLoadError(f"the header of {name} of {repo!r} cannot be read: {error}") from error
+        for key in needed(header):
+            tensors[key] = header_tensor(key, header[key].dtype, list(header[key].shape), name)
+    check_tensors(tensors, Path(names[0]))
+    return sizes, Checkpoint(without_common_prefix(tensors), tuple(Path(name) for name in names))

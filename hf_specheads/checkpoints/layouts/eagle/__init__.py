@@ -1,0 +1,1 @@
+"""EAGLE-1/2, HASS and PosS as their authors save them."""

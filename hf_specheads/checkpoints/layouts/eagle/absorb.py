@@ -1,0 +1,116 @@
+"""Serving heads whose `fc` has a bias where `fc` has none: the bias moves into an embedding of the heads' own.
+
+With `fc.weight = [A | B]`: `A e + B f + b = A (e + d) + B f` for `A d = b`, so every embedding is shifted by the same
+vector d. Rounding `e + d` to 16 bits would lose e, because d is the longer of the two; so both are turned first. A
+reflection Q takes d to its length in one coordinate: the others keep the size they had, and the rounding error of that
+one is a few thousandths of b. The heads then read `Q (e + d)` and have `A Q`. What the rounding costs is measured.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from ....cache.masks import additive_mask
+from ....errors import ExportError
+from ....heads import EagleHead
+
+MAX_CONDITION = 1e8
+MIN_AGREEMENT = 0.95  # share of rows whose favourite token must stay the same
+MEASURED_ROWS = 256
+CHUNK = 8192
+
+
+def embedding_of(heads: EagleHead, target: PreTrainedModel | None, reason: str) -> torch.Tensor:
+    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+
+    Raises:
+        ExportError: without a target; `reason` says what it is needed for.
+    """
+    if target is None:
+        raise ExportError(f"{reason}; pass the loaded target (`target=`, `--target`), whose embedding it takes.")
+    heads.check_target(target)
+    module, device = target.get_input_embeddings(), target.device
+    with torch.no_grad():
+        parts = [module(torch.arange(first, min(first + CHUNK, heads.config.vocab_size), device=device)).cpu()
+                 for first in range(0, heads.config.vocab_size, CHUNK)]  # fmt: skip
+    return torch.cat(parts).to(heads.dtype)
+
+
+def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """`embed_tokens.weight` [V, E] and `fc.weight` [H, E + H] that need no bias, and what was measured of them.
+
+    Raises:
+        ExportError: without a target; if A cannot be inverted; if rounding changes too many drafted tokens.
+    """
+    reason = "vLLM's `fc` has no bias, so that of these heads must move into an embedding"
+    embedding = embedding_of(heads, target, reason).double()
+    width, weight = heads.config.embedding_size, heads.fc.weight.detach().cpu().double()
+    condition = float(torch.linalg.cond(weight[:, :width]))
+    if not condition <= MAX_CONDITION:
+        raise ExportError(
+            f"{reason}, and does not fit: the embedding's part of `fc.weight` has the condition number "
+            f"{condition:.1e}, more than {MAX_CONDITION:.0e}. Train heads with fc_bias=False, or export `--to sglang`."
+        )
+    shift = torch.linalg.solve(weight[:, :width], heads.fc.bias.detach().cpu().double())
+    turn = _reflection(shift)
+    tensors = {
+        "embed_tokens.weight": ((embedding + shift) @ turn).to(heads.dtype),
+        "fc.weight": torch.cat([weight[:, :width] @ turn, weight[:, width:]], dim=1).to(heads.dtype),
+    }
+    error, agreement = _measure(heads, target, tensors)
+    if agreement < MIN_AGREEMENT:
+        raise ExportError(
+            f"{reason}; rounded to {heads.dtype} (condition number {condition:.1e}), it leaves {agreement:.1%} of the "
+            f"drafted tokens the same, below {MIN_AGREEMENT:.0%}. Export float32 heads, train heads with "
+            "fc_bias=False, or export `--to sglang`."
+        )
+    return tensors, [
+        "the bias of `fc` is part of the written embedding, which vLLM takes for the heads' own: condition number "
+        f"{condition:.1e}, largest error of a draft logit {error:.1e}, same favourite token in {agreement:.1%} of "
+        f"{MEASURED_ROWS} rows"
+    ]
+
+
+def _reflection(vector: torch.Tensor) -> torch.Tensor:
+    """Householder's matrix [E, E] that takes a vector to a multiple of the first unit vector; its own inverse."""
+    normal = vector.clone()
+    normal[0] += torch.copysign(vector.norm(), vector[0])
+    identity = torch.eye(len(vector), dtype=vector.dtype)
+    length = normal.square().sum()
+    return identity if length == 0 else identity - 2 * torch.outer(normal, normal) / length
+
+
+@torch.no_grad()
+def _measure(heads: EagleHead, target: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest error of a draft logit after rows of the target's own features, and the share of equal favourites.
+
+    The rows are of a text that the target continues from a random token, so that they are like those of a generation.
+    """
+    token_ids = _some_text(target, MEASURED_ROWS + 1)
+    features = target(token_ids, output_hidden_states=True).hidden_states[-1][:, :-1].to(heads.device)
+    heads.bind(target)
+    rows, later = features.shape[1], token_ids[:, 1:].to(heads.device)
+    theirs = F.embedding(later.cpu(), tensors["embed_tokens.weight"]).to(heads.device)
+    fused = (
+        heads.fuse(heads.embed(later, heads.device), features),
+        F.linear(torch.cat([theirs, features.to(heads.dtype)], dim=-1), tensors["fc.weight"].to(heads.device)),
+    )
+    mask = additive_mask(torch.ones(rows, rows, dtype=torch.bool, device=heads.device).tril()[None, None], heads.dtype)
+    positions = torch.arange(rows, device=heads.device)[None]
+    ours, others = (heads.draft_logits(heads(part, positions, mask)) for part in fused)
+    return float((ours - others).abs().max()), float((ours.argmax(-1) == others.argmax(-1)).float().mean())
+
+
+def _some_text(target: PreTrainedModel, length: int) -> torch.Tensor:
+    """int64 [1, length], drawn from the target, or random tokens where its positions do not suffice."""
+    config = target.config.get_text_config(decoder=True)
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = torch.randint(0, config.vocab_size, (1, 1), device="cpu").to(target.device)
+        mask = torch.ones_like(first)
+        return target.generate(
+            first, attention_mask=mask, do_sample=True, min_new_tokens=length - 1, max_new_tokens=length - 1
+        )

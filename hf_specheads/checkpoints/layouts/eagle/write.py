@@ -1,0 +1,165 @@
+"""EAGLE-1/2, HASS and POSS heads as their authors write them, and as vLLM and SGLang read them.
+
+Engines have one EAGLE layer, so POSS heads become their specialist 0 there, which is a whole EAGLE head. The authors'
+own layout keeps all specialists. (arXiv 2401.15077, 2408.15766, 2506.03566)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ....errors import ExportError
+from ....heads import EagleHead
+from ....heads.eagle import INPUTS
+from ..commands import sglang_command, vllm_command
+from ..written import Layout, common_notes, llama_fields, scales_embeddings, zero_biases
+from .absorb import absorb_bias, embedding_of
+
+EMBEDDING = "embed_tokens.weight"
+MEND = "export them `--to eagle`, or use them with this package"
+
+
+# Norms of a variant of HASS, by our names.
+EXTRA_NORMS = {
+    "embed_layernorm.weight": "embed_layernorm.weight",
+    "hidden_layernorm.weight": "layers.0.input_layernorm.weight",
+    "lm_head_layernorm.weight": "lm_head_layernorm.weight",
+}
+
+
+def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
+    """Files for `"vllm"`, `"sglang"` or `"eagle"`, the authors' own.
+
+    Raises:
+        ExportError: for heads the destination cannot represent.
+    """
+    if to == "speculators":
+        raise ExportError(
+            "`speculators` has no layout for EAGLE, HASS or POSS heads since its version 0.7, and vLLM reads only its "
+            "EAGLE-3 heads; export them `--to vllm`."
+        )
+    if heads.config.inputs != INPUTS[0]:
+        raise ExportError(
+            f"these heads read inputs={heads.config.inputs!r}, and {to} knows EAGLE's own {INPUTS[0]!r} only; train "
+            "heads without `inputs`, or use these with this package."
+        )
+    if heads.config.extra_norms and to != "eagle":
+        raise ExportError(
+            f"these heads have three norms that EAGLE's own layer does not have, and neither has {to}'s; {MEND}."
+        )
+    return {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads, target)
+
+
+# ------------------------------------------------------------------ tensors
+def _tensors(heads: EagleHead, specialists: int) -> dict[str, torch.Tensor]:
+    """`fc` and the layers of the first specialists, adapters merged, by the authors' names, which are ours."""
+    tensors = {f"fc.{name}": value.detach() for name, value in heads.fc.state_dict().items()}
+    for index in range(specialists):
+        tensors |= {f"layers.{index}.{name}": value for name, value in heads.specialist_state(index).items()}
+    return tensors
+
+
+def lost_specialists(heads: Any) -> list[str]:
+    """What serving specialist 0 alone costs."""
+    config = heads.config
+    if config.num_specialists == 1:
+        return []
+    count, span = config.num_specialists, config.positions_per_specialist
+    return [
+        f"specialist 0 of {count} only: it was trained for draft positions 1 to {span}, and also drafts those past "
+        f"{span}, where the other {count - 1} would have: acceptance is lower there, the text is the same"
+    ]
+
+
+# ------------------------------------------------------------------ vLLM
+def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
+    """`fc` has no bias there; a config field `bias` would switch on biases of attention, so there is none."""
+    config = heads.config
+    fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "vllm")}
+    fields["attention_bias"] = config.attention_out_bias
+    if config.attention_bias != config.attention_out_bias:
+        fields["qkv_bias"] = config.attention_bias
+    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
+    if config.fc_bias:
+        absorbed, told = absorb_bias(heads, target)
+        del tensors["fc.bias"]
+        tensors |= absorbed
+        notes += told
+    elif scales_embeddings(heads):
+        tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM's EAGLE does not")
+        notes.append("the embedding is written, as scaled by the target")
+    command = vllm_command(heads, "eagle")
+    return Layout(fields, tensors, notes, command)
+
+
+# ------------------------------------------------------------------ SGLang
+def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
+    """`fc` always has a bias there, and one that is missing from the file is left random: it is written as 0."""
+    config = heads.config
+    if config.mlp_bias:
+        raise ExportError(f"these heads have biases in their MLP, and SGLang's Llama layers have none; {MEND}.")
+    if scales_embeddings(heads):
+        raise ExportError(
+            "the target scales its embeddings; SGLang's EAGLE layer reads them unscaled and takes none from the file. "
+            f"Export them `--to vllm`, or {MEND}."
+        )
+    only_qkv = config.attention_bias and not config.attention_out_bias
+    fields = {
+        "architectures": ["Qwen2ForCausalLMEagle" if only_qkv else "LlamaForCausalLMEagle"],
+        **llama_fields(heads, "sglang"),
+        "attention_bias": config.attention_bias or config.attention_out_bias,
+    }
+    if only_qkv:  # SGLang's Qwen2 layers have exactly these biases
+        fields |= {"model_type": "qwen2", "use_sliding_window": False}
+    tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
+    if config.attention_out_bias and not config.attention_bias:
+        tensors |= zero_biases(heads, "layers.0.", "qkv")
+    if not config.fc_bias:
+        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=heads.dtype)
+        notes.append("`fc.bias` is written as 0, because SGLang's `fc` has one")
+    return Layout(fields, tensors, notes, sglang_command(heads, "EAGLE"))
+
+
+# ------------------------------------------------------------------ the authors' own
+def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
+    """The authors' code reads `bias` (default true) for `fc` and `qkv_bias` for attention."""
+    config = heads.config
+    if config.attention_out_bias or config.mlp_bias:
+        raise ExportError(
+            "these heads have biases of `o_proj` or of the MLP, which the authors' layout does not have; "
+            "export them `--to vllm`."
+        )
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ExportError(
+            f"the authors' code takes hidden_size / num_attention_heads as width of an attention head, and these "
+            f"heads have {config.num_attention_heads} of {config.head_dim} at hidden_size={config.hidden_size}; "
+            "export them `--to vllm` or `--to sglang`."
+        )
+    fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "eagle"), "bias": config.fc_bias}
+    if config.attention_bias:
+        fields["qkv_bias"] = True
+    del fields["attention_bias"]
+    count = config.num_specialists
+    tensors, notes = _tensors(heads, count), common_notes(heads)
+    if count > 1:
+        span = config.positions_per_specialist
+        fields["num_hidden_layers"] = count
+        notes.append(
+            f"the layout does not say that a specialist has {span} position(s): keep `PosS{span}` in the folder's "
+            f"name, and pass the authors' code --position_per_layer {span} --forward_num_total {count * span}"
+        )
+    if config.extra_norms:
+        state = heads.state_dict()
+        tensors = {key: value for key, value in tensors.items() if key not in EXTRA_NORMS.values()}
+        tensors |= {theirs: state[ours] for theirs, ours in EXTRA_NORMS.items()}
+        notes.append("three norms belong to these heads, which EAGLE's own code passes over in silence")
+    if target is not None:
+        tensors[EMBEDDING] = embedding_of(heads, target, "")
+    elif config.method != "eagle":
+        notes.append(
+            "without `embed_tokens.weight`, which HASS's and PosS's own code need: pass the target to have it written"
+        )
+    return Layout(fields, tensors, notes)

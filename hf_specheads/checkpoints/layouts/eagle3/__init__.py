@@ -1,0 +1,1 @@
+"""EAGLE-3 as its authors, SpecForge, SGLang and ModelOpt save it."""

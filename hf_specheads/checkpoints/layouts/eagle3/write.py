@@ -1,0 +1,205 @@
+"""EAGLE-3 heads as their authors write them, and as vLLM, SGLang and `speculators` read them (arXiv 2503.01840).
+
+POSS heads on this backbone become their specialist 0, which is a whole EAGLE-3 head: no layout has several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ....draft_vocabulary import mapping_of
+from ....errors import ExportError
+from ....heads import Eagle3Head
+from ....heads.eagle3 import default_feature_layers
+from ....heads.pruning import PRUNED_TOKEN_IDS
+from ..commands import sglang_command, vllm_command
+from ..eagle.absorb import embedding_of
+from ..eagle.write import EMBEDDING, lost_specialists
+from ..written import Layout, adapter_note, llama_fields, scales_embeddings, zero_biases
+
+LEVELS = "eagle_aux_hidden_state_layer_ids"
+MLP_BIASES = "biases in their MLP"
+NOT_IN_QWEN3 = "which Qwen 3's layers do not have together; use them with this package"
+FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+
+
+def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout:
+    """Files for `"vllm"`, `"sglang"` or `"eagle"`, the authors' own.
+
+    Raises:
+        ExportError: for heads the destination cannot represent.
+    """
+    _check_rows(heads)
+    made = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
+    if scales_embeddings(heads) and not heads.config.own_embedding and to == "vllm":
+        made.tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM does not")
+        made.notes.append("the embedding is written, as scaled by the target")
+    made.notes += lost_specialists(heads) + adapter_note(heads)
+    return made
+
+
+def _check_rows(heads: Eagle3Head) -> None:
+    config = heads.config
+    if config.row_embedding_size != config.hidden_size:
+        raise ExportError(
+            f"these heads are {config.hidden_size} wide and read embeddings of width {config.row_embedding_size}, "
+            "which no layout of EAGLE-3 has; train heads with own_embedding=True."
+        )
+
+
+# ------------------------------------------------------------------ tensors and levels
+def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> dict[str, torch.Tensor]:
+    """Tensors of specialist 0.
+
+    Args:
+        heads: The heads.
+        layer: Prefix of the decoder layer's keys.
+        whole_vocabulary: Write `d2t` and `t2d` also where all of V is drafted, as zeros and ones.
+    """
+    state = {key: value.detach() for key, value in heads.state_dict().items() if not key.startswith("layers.")}
+    state |= {f"{layer}{name}": value for name, value in heads.specialist_state(0).items()}
+    if state.pop(PRUNED_TOKEN_IDS, None) is not None:
+        state |= _pruned(heads)
+    if whole_vocabulary and heads.draft_vocabulary is None:
+        state["d2t"] = torch.zeros(heads.config.vocab_size, dtype=torch.long)
+        state["t2d"] = torch.ones(heads.config.vocab_size, dtype=torch.bool)
+    return state
+
+
+def _pruned(heads: Eagle3Head) -> dict[str, torch.Tensor]:
+    """Rows of the projection, and the vocabulary, of pruned heads: as if they had been trained with these tokens."""
+    kept, trained = heads.draft_vocabulary, heads.trained_vocabulary
+    rows = kept if trained is None else torch.searchsorted(trained, kept)
+    d2t, t2d = mapping_of(kept.cpu(), heads.config.vocab_size)
+    tensors = {"lm_head.weight": heads.lm_head.weight.detach()[rows]}
+    return tensors | ({"d2t": d2t, "t2d": t2d} if len(kept) < heads.config.vocab_size else {})
+
+
+def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
+    """Hidden states the heads read, counted as what enters a layer; `None` if they are the usual three of any target.
+
+    Raises:
+        ExportError: for a hidden state that enters no layer.
+    """
+    levels, depth = heads.config.feature_layers, target_depth(heads)
+    if levels is None:
+        return None
+    if min(levels) < 0 or (depth is not None and max(levels) >= depth):
+        raise ExportError(
+            f"these heads read the hidden states {list(levels)} of their target, and {to} has those that enter a "
+            f"layer only (0 to {'N' if depth is None else depth} - 1), not the one after the final norm; train heads "
+            "with other `feature_layers`."
+        )
+    return list(levels)
+
+
+def target_depth(heads: Eagle3Head) -> int | None:
+    """Layers of the target, as far as known."""
+    return (heads.config.target or {}).get("num_hidden_layers")
+
+
+def size_fields(heads: Eagle3Head) -> dict[str, Any]:
+    """Draft vocabulary, and what only some heads have to say: other widths, other numbers of levels."""
+    config, vocabulary = heads.config, heads.draft_vocabulary
+    fields: dict[str, Any] = {"draft_vocab_size": config.vocab_size if vocabulary is None else len(vocabulary)}
+    if config.feature_size != config.hidden_size:
+        fields["target_hidden_size"] = config.feature_size
+    if config.num_levels != 3:
+        fields["num_aux_hidden_states"] = config.num_levels
+    return fields
+
+
+# ------------------------------------------------------------------ vLLM
+def _vllm(heads: Eagle3Head) -> Layout:
+    config = heads.config
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], **llama_fields(heads, "vllm"), **size_fields(heads)}
+    fields |= {flag: getattr(config, flag) for flag in FLAGS}
+    if (levels := levels_of(heads, "vLLM")) is not None:
+        fields[LEVELS] = levels
+    tensors = tensors_of(heads, "midlayer.", whole_vocabulary=False)
+    if config.qk_norm:
+        _check_qwen3(heads)
+        fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+        fields["attention_bias"] = config.attention_bias
+    else:
+        tensors |= paired_biases(heads, "midlayer.")
+        fields["attention_bias"] = config.attention_bias or config.attention_out_bias
+    return Layout(fields, tensors, [], vllm_command(heads, "eagle3"))
+
+
+def _check_qwen3(heads: Eagle3Head) -> None:
+    """Layers with norms of queries and keys are Qwen 3's, which have fewer biases than Llama's."""
+    for what, there in (("a bias of `o_proj`", heads.config.attention_out_bias), (MLP_BIASES, heads.config.mlp_bias)):
+        if there:
+            raise ExportError(f"these heads have {what} and norms of queries and keys, {NOT_IN_QWEN3}.")
+
+
+def paired_biases(heads: Eagle3Head, layer: str) -> dict[str, torch.Tensor]:
+    """Zeros for what is missing where one field stands for the biases of all four attention projections."""
+    config = heads.config
+    if config.attention_bias == config.attention_out_bias:
+        return {}
+    return zero_biases(heads, layer, "o" if config.attention_bias else "qkv")
+
+
+# ------------------------------------------------------------------ SGLang
+def _sglang(heads: Eagle3Head) -> Layout:
+    """Levels lie in `eagle_config`, counted as outputs of layers, one less; others read the copy at the top."""
+    config = heads.config
+    for what, there in (
+        ("norm_before_residual=True", config.norm_before_residual),
+        ("biases of attention", config.attention_bias or config.attention_out_bias),
+        (MLP_BIASES, config.mlp_bias),
+        ("norms of queries and keys", config.qk_norm),
+    ):
+        if there:
+            raise ExportError(
+                f"these heads have {what}, which SGLang's EAGLE-3 layer does not; export them `--to vllm`."
+            )
+    if config.own_embedding and config.hidden_size == config.feature_size:
+        raise ExportError(
+            "these heads have an embedding of their own, and SGLang replaces it by the target's where both have the "
+            "same width; export them `--to vllm`, or train heads with own_embedding=False."
+        )
+    if scales_embeddings(heads) and not config.own_embedding:
+        raise ExportError(
+            "the target scales its embeddings, which SGLang's EAGLE-3 layer reads unscaled; export them `--to vllm`."
+        )
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], **llama_fields(heads, "sglang"), **size_fields(heads)}
+    fields |= {flag: getattr(config, flag) for flag in FLAGS}
+    if (levels := levels_of(heads, "SGLang")) is not None:
+        outputs = [level - 1 for level in levels]
+        fields |= {LEVELS: levels, "eagle_config": {LEVELS: outputs, "use_aux_hidden_state": True}}
+    tensors = tensors_of(heads, "midlayer.", whole_vocabulary=True)
+    return Layout(fields, tensors, [], sglang_command(heads, "EAGLE3"))
+
+
+# ------------------------------------------------------------------ the authors' own
+def _authors(heads: Eagle3Head) -> Layout:
+    """The authors' code has none of the variants, and always reads the usual three levels."""
+    config = heads.config
+    if variants := [flag for flag in (*FLAGS, "qk_norm") if getattr(config, flag)]:
+        raise ExportError(
+            f"these heads have {variants}, which EAGLE-3's own code does not know; export them `--to vllm`."
+        )
+    if config.attention_out_bias or config.mlp_bias:
+        raise ExportError(
+            "these heads have biases of `o_proj` or of the MLP, which EAGLE-3's own layout does not have; "
+            "export them `--to vllm`."
+        )
+    levels, depth, notes = levels_of(heads, "EAGLE-3's own code"), target_depth(heads), []
+    if levels is not None and (depth is None or tuple(levels) != default_feature_layers(depth)):
+        if depth is not None:
+            raise ExportError(
+                f"these heads read the hidden states {levels}, and EAGLE-3's own code always reads 2, N // 2 and "
+                f"N - 3 of N={depth} layers; export them `--to vllm` or `--to sglang`."
+            )
+        notes.append(f"EAGLE-3's own code reads the levels 2, N // 2 and N - 3, these heads {levels}: compare the two")
+    fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "eagle3"), **size_fields(heads)}
+    del fields["attention_bias"]
+    fields |= {"qkv_bias": True} if config.attention_bias else {}
+    fields |= {LEVELS: levels} if levels is not None else {}
+    return Layout(fields, tensors_of(heads, "midlayer.", whole_vocabulary=False), notes)

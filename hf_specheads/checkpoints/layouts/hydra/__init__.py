@@ -1,0 +1,1 @@
+"""Hydra and Hydra++ as their authors save them."""

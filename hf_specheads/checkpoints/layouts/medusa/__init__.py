@@ -1,0 +1,1 @@
+"""Medusa as its authors and vLLM save it."""

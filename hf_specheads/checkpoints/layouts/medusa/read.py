@@ -1,0 +1,184 @@
+"""The layouts of Medusa heads (arXiv 2401.10774): the authors' three, and those of two serving engines.
+
+    authors, heads alone      `{i}.{j}.linear.{weight,bias}`, then `{i}.{n}.weight` [V, H], head i's own projection;
+                              without it ("version 2"), the heads share the target's `lm_head`
+    authors, Medusa-2         the same under `medusa_head.`, inside of a whole target that was trained with them
+    ModelOpt                  the same under `medusa_heads.`, inside of a whole target
+    vLLM                      `blocks.{i}.layers.{j}.{weight,bias}`, `lm_heads.{i}.weight`
+
+`config.json` is not believed: files with 5 heads say 2. The keys tell how many heads and blocks there are. Of a whole
+target only the heads are read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ....errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
+from ....heads import MedusaHeadConfig
+from ....heads.auto import build_config
+from ...files import EMBEDDINGS, IN_TARGET
+from ..fields import Converted, are_copies, boolean, integer, special_tokens, target_of
+
+BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
+PROJECTION = re.compile(r"(\d{1,3})\.(\d{1,3})\.weight")
+SERVED_BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
+SERVED_PROJECTION = re.compile(r"lm_heads\.(\d{1,3})\.weight")
+
+
+def recognises(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> bool:
+    """Whether the keys are those of Medusa heads, alone or within their target."""
+    if any(IN_TARGET.match(key) for key in shapes):
+        return True
+    served = any(SERVED_BLOCK.fullmatch(key) for key in shapes)
+    return served or (bool(shapes) and all(BLOCK.fullmatch(key) or PROJECTION.fullmatch(key) for key in shapes))
+
+
+def convert(
+    raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str, positions_per_specialist: int | None
+) -> Converted:
+    """Builds config and weights of Medusa heads.
+
+    Args:
+        raw_config: The checkpoint's `config.json`.
+        tensors: Its tensors.
+        name: Repository or folder name, for messages.
+        positions_per_specialist: Has no meaning here.
+
+    Raises:
+        CheckpointKeysError: for missing or unknown keys, and heads numbered with gaps.
+        CheckpointShapeError: if shapes contradict one another or the config.
+        HeadConfigError: if a field is missing or impossible.
+    """
+    notes: list[str] = []
+    ours, embedding = _heads_alone(tensors, name, notes)
+    blocks, projections = _parts(ours, boolean(raw_config, "medusa_fc_bias"))
+    num_heads, num_blocks = len(blocks), len(next(iter(blocks.values())))
+    tied = are_copies(list(blocks.values()))
+    sizes = _sizes(raw_config, blocks, projections, notes)
+    if raw_config.get("medusa_num_heads", num_heads) != num_heads:
+        notes.append(f"{num_heads} heads, as the weights say (config.json: {raw_config['medusa_num_heads']!r})")
+    fields: dict[str, Any] = {
+        **sizes,
+        "num_heads": num_heads,
+        "num_blocks": num_blocks,
+        "tied_blocks": tied,
+        "lm_head": "own" if projections else "target",
+        "target": target_of(raw_config.get("base_model_name_or_path"), embedding),
+    }
+    fields |= special_tokens(raw_config)
+    try:
+        config = build_config(MedusaHeadConfig, fields)
+    except ValueError as error:
+        raise HeadConfigError(f"config.json of {name!r} does not fit its weights: {error}") from error
+    stored = 1 if tied else num_blocks
+    weights = {f"lm_heads.{head}.weight": weight for head, weight in projections.items()}
+    for head, parts in blocks.items():
+        for index in range(stored):
+            weights |= {f"blocks.{head}.{index}.{part}": tensor for part, tensor in parts[index].items()}
+    return Converted(config, weights, notes)
+
+
+# ------------------------------------------------------------------ keys
+def _heads_alone(
+    tensors: dict[str, torch.Tensor], name: str, notes: list[str]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """The heads' tensors without prefix, and the embedding of a target that is in the same file."""
+    inside = {IN_TARGET.sub("", key, count=1): value for key, value in tensors.items() if IN_TARGET.match(key)}
+    if len(inside) in (0, len(tensors)):
+        return inside or tensors, None
+    notes.append(f"only the heads are read; load the target from {name!r} too, it was trained with them")
+    embedding = next((tensors[key] for key in EMBEDDINGS if key in tensors), None)
+    return inside, embedding
+
+
+def _parts(
+    tensors: dict[str, torch.Tensor], served_bias: bool | None
+) -> tuple[dict[int, list[dict[str, torch.Tensor]]], dict[int, torch.Tensor]]:
+    """Blocks of every head, in order, and projections by head.
+
+    Args:
+        tensors: The heads' tensors.
+        served_bias: vLLM's field `medusa_fc_bias`; without biases in the file, its blocks have none.
+    """
+    blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    projections: dict[int, torch.Tensor] = {}
+    places: dict[int, int] = {}
+    unknown = []
+    for key, tensor in tensors.items():
+        if match := BLOCK.fullmatch(key) or SERVED_BLOCK.fullmatch(key):
+            blocks.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = tensor
+        elif match := PROJECTION.fullmatch(key) or SERVED_PROJECTION.fullmatch(key):
+            projections[int(match[1])] = tensor
+            places[int(match[1])] = int(match[2]) if match.re is PROJECTION else -1
+        else:
+            unknown.append(key)
+    if unknown:
+        raise CheckpointKeysError(
+            f"the tensors are not only those of Medusa heads: unknown {sorted(unknown)[:6]}. A reduced vocabulary "
+            "(`token_map`) is not read; otherwise the file is of another kind, or damaged."
+        )
+    _check_numbering(blocks, projections, places)
+    ordered = {head: [blocks[head][index] for index in sorted(blocks[head])] for head in sorted(blocks)}
+    every = [part for head in ordered.values() for part in head]
+    without = [part for part in every if "bias" not in part]
+    served = any(SERVED_BLOCK.fullmatch(key) for key in tensors)
+    if without and (len(without) < len(every) or not served or served_bias):
+        raise CheckpointKeysError(
+            f"{len(without)} of {len(every)} blocks have no bias; the authors' blocks all have one, and vLLM's all or "
+            "none, as `medusa_fc_bias` says. The file is damaged, download it again."
+        )
+    for parts in without:
+        parts["bias"] = parts["weight"].new_zeros(parts["weight"].shape[:1])
+    return ordered, dict(sorted(projections.items()))
+
+
+def _check_numbering(
+    blocks: dict[int, dict[int, dict[str, torch.Tensor]]], projections: dict[int, torch.Tensor], places: dict[int, int]
+) -> None:
+    if not blocks or set(blocks) != set(range(len(blocks))):
+        raise CheckpointKeysError(f"Medusa heads are numbered {sorted(blocks)}, expected 0, 1, 2, ... without gaps.")
+    count = len(blocks[0])
+    for head, indices in blocks.items():
+        if set(indices) != set(range(count)) or any("weight" not in parts for parts in indices.values()):
+            raise CheckpointKeysError(
+                f"head {head} has the blocks {sorted(indices)}, expected a `weight` for each of 0 to {count - 1}, as "
+                "in head 0."
+            )
+    if projections and (set(projections) != set(blocks) or not set(places.values()) <= {count, -1}):
+        raise CheckpointKeysError(
+            f"projections to the vocabulary exist for heads {sorted(projections)}, expected one after the {count} "
+            f"block(s) of each of the {len(blocks)} heads, or none."
+        )
+
+
+# ------------------------------------------------------------------ sizes
+def _sizes(
+    raw_config: dict[str, Any],
+    blocks: dict[int, list[dict[str, torch.Tensor]]],
+    projections: dict[int, torch.Tensor],
+    notes: list[str],
+) -> dict[str, int]:
+    width = blocks[0][0]["weight"].shape[0]
+    for head, parts_of_head in blocks.items():
+        for index, parts in enumerate(parts_of_head):
+            shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
+            if shapes != {"weight": (width, width), "bias": (width,)}:
+                raise CheckpointShapeError(
+                    f"block {index} of head {head} has the shapes {shapes}, expected [{width}, {width}] and [{width}]."
+                )
+    vocab_size = projections[0].shape[0] if projections else integer(raw_config, "vocab_size", notes)
+    for head, weight in projections.items():
+        if tuple(weight.shape) != (vocab_size, width):
+            raise CheckpointShapeError(
+                f"the projection of head {head} has the shape {list(weight.shape)}, expected [{vocab_size}, {width}]."
+            )
+    sizes = {"vocab_size": vocab_size, "hidden_size": width}
+    for key, value in sizes.items():
+        if (stated := raw_config.get(key)) is not None and stated != value:
+            raise CheckpointShapeError(f"config.json says {key}={stated!r}, the weights say {value}; one is damaged.")
+    notes.append(f"embedding_size={width}, as wide as the features")
+    return {**sizes, "feature_size": width, "embedding_size": width}

@@ -1,0 +1,100 @@
+"""EAGLE-3 heads in the layout of the `speculators` library, which vLLM serves without further options.
+
+The fields are those that version 0.9.0 writes; its own `from_pretrained` and converter are the oracles
+(`benchmarks/oracles/compare_speculators.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ....errors import ExportError
+from ....heads import Eagle3Head
+from ..commands import drafted_positions
+from ..eagle.write import lost_specialists
+from ..eagle3.write import FLAGS, LEVELS, MLP_BIASES, NOT_IN_QWEN3, levels_of, paired_biases, size_fields, tensors_of
+from ..written import Layout, adapter_note, dtype_name, llama_fields, scales_embeddings, target_name
+
+VERSION = "0.9.0"
+
+
+def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
+    """Files in the layout of `speculators`.
+
+    Args:
+        heads: EAGLE-3 heads.
+        target: The target or its name, default the one the heads remember; the layout names it.
+
+    Raises:
+        ExportError: for heads the layout cannot represent, or an unknown target.
+    """
+    config = heads.config
+    if config.feature_size != config.hidden_size:
+        raise ExportError(
+            f"these heads are {config.hidden_size} wide and their target {config.feature_size}; `speculators` has "
+            "heads as wide as their target only. Export them `--to vllm`."
+        )
+    if scales_embeddings(heads) and not config.own_embedding:
+        raise ExportError(
+            "the target scales its embeddings, which `speculators` reads unscaled from the target; train heads with "
+            "own_embedding=True, or export them `--to vllm`."
+        )
+    name, architectures = _verifier(heads, target)
+    layer_fields = {**llama_fields(heads, "speculators"), **_kept_for_vllm(heads)}
+    layer_fields["attention_bias"] = config.attention_bias or config.attention_out_bias
+    if config.qk_norm:
+        layer_fields["model_type"] = "qwen3"
+        if config.mlp_bias:
+            raise ExportError(f"these heads have {MLP_BIASES} and norms of queries and keys, {NOT_IN_QWEN3}.")
+    fields: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": drafted_positions(heads), "verifier_accept_k": 1,
+                 "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": name, "architectures": architectures},
+        },
+        "transformer_layer_config": layer_fields,
+        "draft_vocab_size": size_fields(heads)["draft_vocab_size"],
+        "target_hidden_size": None,
+        LEVELS: levels_of(heads, "`speculators`"),
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(heads),
+        "dtype": dtype_name(heads),
+        "transformers_version": layer_fields["transformers_version"],
+    }  # fmt: skip
+    tensors = tensors_of(heads, "layers.0.", whole_vocabulary=False) | paired_biases(heads, "layers.0.")
+    return Layout(fields, tensors, lost_specialists(heads) + adapter_note(heads), "vllm serve {folder}")
+
+
+def _kept_for_vllm(heads: Eagle3Head) -> dict[str, Any]:
+    """vLLM makes the heads' config of `transformer_layer_config` and takes this number from there alone."""
+    return {name: value for name, value in size_fields(heads).items() if name == "num_aux_hidden_states"}
+
+
+def _verifier(heads: Eagle3Head, target: PreTrainedModel | str | None) -> tuple[str, list[str]]:
+    """Name and architecture of the target."""
+    name = target if isinstance(target, str) else None
+    known = None
+    if isinstance(target, PreTrainedModel):
+        name, known = target.config.name_or_path or None, [type(target).__name__]
+    name = name or target_name(heads)
+    if not name:
+        raise ExportError(
+            "the layout of `speculators` names the target, and these heads do not remember theirs; pass its name or "
+            "folder (`target=`, `--target`)."
+        )
+    model_type = (heads.config.target or {}).get("model_type")
+    guessed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name, known or ([guessed] if isinstance(guessed, str) else ["LlamaForCausalLM"])

@@ -1,0 +1,153 @@
+"""What an export consists of, and the fields of a `config.json` that several destinations share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from ...errors import ExportError
+from ...heads.base import DraftHead
+from ...heads.layers import LayerHeadConfig
+
+ENGINES = ("vllm", "sglang")
+# Ropes that mean the same to the engine as to transformers: engines scale a "dynamic" rope at all lengths,
+# transformers only past the original one.
+ROPES = {
+    "vllm": ("default", "linear", "llama3"),
+    "sglang": ("default", "linear", "llama3"),
+    "speculators": ("default", "linear", "dynamic", "llama3"),
+    "eagle": ("default", "linear", "dynamic"),
+    "eagle3": ("default", "linear", "dynamic", "llama3"),
+}
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass
+class Layout:
+    """Files of an export before they are written.
+
+    Attributes:
+        config: Its `config.json`.
+        tensors: Its weights, on any device.
+        notes: What is lost, changed or to be known, a sentence each.
+        command: Command that serves it, with `{folder}` for the folder and `{target}` for the target; `None` where
+            nothing serves the layout by one command.
+        weight_file: Name of the weight file; `.pt` is written with `torch.save`.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    notes: list[str] = field(default_factory=list)
+    command: str | None = None
+    weight_file: str = "model.safetensors"
+
+
+def dtype_name(heads: DraftHead) -> str:
+    """`"bfloat16"` and the like."""
+    return str(heads.dtype).removeprefix("torch.")
+
+
+def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
+    """The rope in the flat fields of older readers and in `rope_parameters`, which newer ones prefer.
+
+    Raises:
+        ExportError: for a scaling that the destination does not know, or understands otherwise.
+    """
+    parameters = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
+    kind, base = parameters.get("rope_type", "default"), float(parameters.get("rope_theta", 10000.0))
+    if kind not in ROPES[destination]:
+        raise ExportError(
+            f"these heads have the rope {kind!r}, and {destination} knows {list(ROPES[destination])} in the sense of "
+            "transformers; train heads with one of those."
+        )
+    parameters |= {"rope_type": kind, "rope_theta": base}
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    flat = None if kind == "default" else {"type": kind, **scaling}
+    return {"rope_theta": base, "rope_scaling": flat, "rope_parameters": parameters}
+
+
+def llama_fields(heads: DraftHead, destination: str) -> dict[str, Any]:
+    """Fields of a one-layer Llama config for heads with Llama decoder layers.
+
+    Raises:
+        ExportError: see [`rope_fields`]; for an activation that the engine does not have.
+    """
+    config = heads.config
+    if destination in ENGINES and config.hidden_act != "silu":
+        raise ExportError(
+            f"these heads have the activation {config.hidden_act!r}, and {destination}'s Llama layers know 'silu' "
+            "only; train heads with hidden_act='silu'."
+        )
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range")  # fmt: skip
+    fields = {name: getattr(config, name) for name in names}
+    fields |= {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
+    return {
+        "model_type": "llama",
+        **fields,
+        **rope_fields(config, destination),
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": dtype_name(heads),
+        "dtype": dtype_name(heads),
+        "transformers_version": transformers.__version__,
+    }
+
+
+def zero_biases(heads: DraftHead, layer: str, projections: str) -> dict[str, torch.Tensor]:
+    """Biases of attention projections that a destination asks for and the heads do not have, all 0: nothing changes.
+
+    Args:
+        heads: The heads.
+        layer: Prefix of the layer's keys.
+        projections: Some of the letters q, k, v, o.
+    """
+    config = heads.config
+    rows = {
+        "q": config.num_attention_heads * config.head_dim,
+        "k": config.num_key_value_heads * config.head_dim,
+        "v": config.num_key_value_heads * config.head_dim,
+        "o": config.hidden_size,
+    }
+    return {f"{layer}self_attn.{x}_proj.bias": torch.zeros(rows[x], dtype=heads.dtype) for x in projections}
+
+
+def scales_embeddings(heads: DraftHead) -> bool:
+    """Whether the target multiplies its embeddings before the first layer, which engines' draft layers do not do."""
+    return str((heads.config.target or {}).get("model_type") or "").startswith("gemma")
+
+
+def target_name(heads: DraftHead) -> str | None:
+    """Name of the target the heads remember."""
+    return (heads.config.target or {}).get("name")
+
+
+def pruning_note(heads: DraftHead) -> list[str]:
+    """Of heads pruned to some tokens, where the layout cannot say so."""
+    if heads.pruned_token_ids is None:
+        return []
+    return [
+        f"the heads are pruned to {len(heads.pruned_token_ids)} tokens, which the layout cannot say: they draft over "
+        "the whole vocabulary there"
+    ]
+
+
+def common_notes(heads: DraftHead) -> list[str]:
+    """What is to be known of heads of any family."""
+    return pruning_note(heads) + adapter_note(heads)
+
+
+def adapter_note(heads: DraftHead) -> list[str]:
+    """Of heads trained together with an adapter of their target."""
+    if heads.config.target_adapter is None:
+        return []
+    return [
+        "the heads were trained together with the adapter in their `target_adapter/`: serve the target with that "
+        "adapter merged, or acceptance falls"
+    ]

@@ -1,0 +1,99 @@
+"""`load_heads`: draft heads from a folder or the Hub, in this package's own layout or their authors'."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..errors import HeadLoadError
+from ..heads.auto import HEADS
+from ..heads.base import DraftHead
+from .fetch import local_folder, name_of
+from .read import Found, read_heads, with_note
+from .tensors import usual_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def load_heads(
+    repo_or_path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    positions_per_specialist: int | None = None,
+    compile: bool = False,  # noqa: A002 (transformers' word)
+    **tree_overrides: Any,
+) -> DraftHead:
+    """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
+
+    The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
+    HASS, PosS, EAGLE-3, Medusa and Hydra, and those of SpecForge, SGLang, ModelOpt, vLLM and speculators. One line
+    says what was found and what had to be assumed. A folder may also be a training state of `accelerate`.
+
+    Args:
+        repo_or_path: Hub id or folder.
+        revision: Branch, tag or commit on the Hub.
+        dtype: Type of the weights; default as stored.
+        device_map: As in transformers.
+        token: Hub token for private repositories.
+        local_files_only: Never ask the network.
+        positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
+            nowhere; default from a name such as `PosS3-...`.
+        compile: Compile the rounds of `generate` (`heads.compiled`).
+        **tree_overrides: Fields of [`DraftTreeConfig`] (`kind`, `depth`, `top_k`, `total_tokens`, `choices`) that
+            replace the saved ones.
+
+    Returns:
+        Heads in eval mode.
+
+    Raises:
+        HeadLoadError: (a `ValueError`) one of its subclasses, see `hf_specheads.errors`: unknown layout, damaged
+            file, missing or unknown keys, contradicting shapes, NaN, missing config fields.
+        ValueError: for impossible tree options.
+    """
+    name = name_of(repo_or_path)
+    folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
+    try:
+        found, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
+        heads = HEADS[found.config.model_type].from_pretrained(
+            None, config=found.config, state_dict=found.tensors, dtype=dtype, device_map=device_map
+        )
+    except HeadLoadError as error:
+        raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
+    announce(name, found)
+    heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
+    heads.compiled = compile
+    if not Path(repo_or_path).is_dir():
+        heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
+    if tree_overrides:
+        heads.tree_config = heads.tree_config.replace(**tree_overrides)
+    return heads.eval()
+
+
+def _with_dtype(found: Found, dtype: torch.dtype | str | None) -> tuple[Found, torch.dtype | str]:
+    """The type to load in, by default the one most weights are stored in; others are noted."""
+    if dtype not in (None, "auto"):
+        return found, dtype
+    usual = usual_dtype(found.tensors)
+    other = {str(t.dtype) for t in found.tensors.values() if t.dtype.is_floating_point and t.dtype != usual}
+    return (with_note(found, f"weights of {', '.join(sorted(other))} become {usual}") if other else found), usual
+
+
+def announce(name: str, found: Found) -> None:
+    """Logs what was found and every assumption, visibly unless logging was turned down.
+
+    The line is information; where nobody shows information, as by default, it is logged as a warning, which Python
+    and notebooks print. `logging.getLogger("hf_specheads")` and transformers' verbosity silence it.
+    """
+    if transformers.utils.logging.get_verbosity() > logging.WARNING:
+        return
+    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, found)

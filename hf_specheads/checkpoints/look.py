@@ -1,0 +1,68 @@
+"""What a folder or repository holds, told without loading weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingArgumentError
+from .fetch import config_of, download_file, local_folder, name_of, remote_headers
+from .files import config_file, read_json, weight_files
+from .read import Found, identify
+from .tensors import read_checkpoint
+
+
+# ------------------------------------------------------------------ looking without loading
+@dataclass(frozen=True)
+class Look:
+    """What a folder or repository is, as far as headers tell.
+
+    Attributes:
+        name: Of the folder or repository.
+        raw_config: Its `config.json`.
+        sizes: Bytes of every weight file.
+        found: The heads; `None` where the weights have no header that can be read without downloading them.
+        needed: Arguments `load_heads` must be given.
+    """
+
+    name: str
+    raw_config: dict[str, Any]
+    sizes: dict[str, int]
+    found: Found | None
+    needed: tuple[str, ...] = ()
+
+
+def look_at(
+    repo_or_path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    positions_per_specialist: int | None = None,
+    download: bool = False,
+) -> Look:
+    """Says what a folder or repository holds without loading weights: from `config.json` and from the headers of
+    safetensors files, of which the Hub is asked for the first bytes. Takes the arguments of [`load_heads`]; with
+    `download` it looks at a repository's weights on this machine, pickled ones too.
+
+    Raises:
+        HeadLoadError: (a `ValueError`) one of its subclasses, as far as headers betray what is wrong.
+    """
+    name, folder = name_of(repo_or_path), Path(repo_or_path)
+    hub = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    if folder.is_dir() or download:
+        folder = local_folder(repo_or_path, **hub)
+        raw_config, weights = read_json(config_file(folder)), weight_files(folder)
+        sizes = {file.name: file.stat().st_size for file in weights.files}
+        checkpoint = read_checkpoint(weights, headers_only=True)
+    else:
+        repo, raw_config = str(repo_or_path), read_json(config_of(repo_or_path, **hub))
+        sizes, checkpoint = remote_headers(repo, lambda file: download_file(repo, file, **hub), **hub)
+    if checkpoint is None:
+        return Look(name, raw_config, sizes, None)
+    try:
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, positions_per_specialist))
+    except MissingArgumentError:
+        return Look(name, raw_config, sizes, identify(raw_config, checkpoint, name, 1), ("positions_per_specialist",))

@@ -1,0 +1,172 @@
+"""From files to the config and the tensors of draft heads: what layout they are in, and whether all of it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+
+from ..configuration import DraftHeadConfig
+from ..errors import CheckpointShapeError, HeadConfigError, UnknownFormatError, refuse_wrong_keys
+from ..heads.auto import HEADS, build_config
+from .files import config_file, read_json, weight_files
+from .layouts.detect import LAYOUTS, OURS, TITLES, detect_from_config, detect_from_keys
+from .tensors import Checkpoint, check_dtypes, read_checkpoint
+
+MAX_SPECIALISTS = 1024
+# Fields of our own layout that no tensor betrays: without one of them, its default would silently be another function.
+SILENT_FIELDS = (
+    "rms_norm_eps", "hidden_act", "rope_parameters", "num_blocks", "tied_blocks", "hidden_state_offset",
+    "norm_before_residual", "norm_output",
+)  # fmt: skip
+# Fields that count parts of which each has tensors of its own.
+COUNTS = ("num_specialists", "num_heads", "num_hidden_layers")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Draft heads as files have them.
+
+    Attributes:
+        layout: A name of [`layouts.detect.TITLES`].
+        config: Config of our heads.
+        tensors: Weights under our names; on the device `meta` where only headers were read.
+        files: Where they come from.
+        notes: What was assumed, or is worth saying.
+    """
+
+    layout: str
+    config: DraftHeadConfig
+    tensors: dict[str, torch.Tensor]
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line: what it is, and every assumption."""
+        config = self.config
+        count = getattr(config, "num_specialists", None) or 1
+        each = f", {count} specialists of {config.positions_per_specialist} draft position(s)" if count > 1 else ""
+        sizes = f"V={config.vocab_size}, H={config.feature_size}"
+        assumed = f"; assumed: {'; '.join(self.notes)}" if self.notes else ""
+        return f"{config.method} heads in {TITLES[self.layout]} ({sizes}){each}{assumed}"
+
+
+def read_heads(folder: Path, name: str, positions: int | None = None, *, headers_only: bool = False) -> Found:
+    """Reads and checks the draft heads of a folder.
+
+    Args:
+        folder: With config and weights.
+        name: Repository or folder name, which tells some things that no file says.
+        positions: Draft positions per specialist of PosS heads in their authors' layout.
+        headers_only: Read no weights, only what is said of them.
+
+    Raises:
+        HeadLoadError: one of its subclasses, see `hf_specheads.errors`.
+    """
+    raw_config = read_json(config_file(folder))
+    if detect_from_config(raw_config) == OURS:
+        own_config(raw_config, positions)  # refused before any weights are read
+    return identify(raw_config, read_checkpoint(weight_files(folder), headers_only=headers_only), name, positions)
+
+
+def identify(raw_config: dict[str, Any], checkpoint: Checkpoint, name: str, positions: int | None = None) -> Found:
+    """Tells the layout, and checks that config and tensors fit; see [`read_heads`].
+
+    Raises:
+        HeadLoadError: one of its subclasses.
+    """
+    layout = detect_from_config(raw_config)
+    if layout == OURS:
+        config, tensors, notes = own_config(raw_config, positions), checkpoint.tensors, []
+    else:
+        layout = layout or detect_from_keys(checkpoint.shapes, raw_config)
+        converted = LAYOUTS[layout].convert(raw_config, checkpoint.tensors, name, positions)
+        config, tensors, notes = converted.config, converted.tensors, converted.assumptions
+    _check_against_config(tensors, config)
+    check_dtypes(tensors, checkpoint.files[0], HEADS[config.model_type].integer_tensors)
+    return Found(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))
+
+
+def with_note(found: Found, note: str) -> Found:
+    """The same, with one assumption more."""
+    return replace(found, notes=(*found.notes, note))
+
+
+# ------------------------------------------------------------------ our own layout
+def own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadConfig:
+    """A config in our own layout.
+
+    Raises:
+        UnknownFormatError: for heads of a family this version does not know.
+        HeadConfigError: if a field is missing (the defaults are another model's) or impossible.
+    """
+    model_type = raw_config["model_type"]
+    if model_type not in HEADS:
+        raise UnknownFormatError(
+            f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this "
+            "package may know it."
+        )
+    config_class = HEADS[model_type].config_class
+    silent = [field for field in SILENT_FIELDS if hasattr(config_class, field) and field not in raw_config]
+    if missing := silent + [field for field in config_class.required_fields if raw_config.get(field) is None]:
+        raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
+    if odd := [key for key in raw_config if callable(getattr(config_class, key, None)) or key.startswith("_")]:
+        raise HeadConfigError(f"config.json has {odd[:3]}, which are no fields of a config; remove them.")
+    _check_target(raw_config.get("target"))
+    if raw_config.get("quantization_config") is not None:
+        raise HeadConfigError(
+            "config.json has a quantization_config: the heads were saved quantised, which is not read; save them as "
+            "they were, and pass `quantization_config` to `AutoModel.from_pretrained` instead."
+        )
+    specialists = raw_config.get("num_specialists", 1)
+    if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
+        raise HeadConfigError(f"config.json has num_specialists={specialists!r}, expected 1 to {MAX_SPECIALISTS}.")
+    saved = raw_config.get("positions_per_specialist")
+    if positions is not None and saved != positions:
+        raise HeadConfigError(
+            f"the heads say positions_per_specialist={saved}, the argument says {positions}; leave the argument out."
+        )
+    fields = {key: value for key, value in raw_config.items() if key not in ("model_type", "transformers_version")}
+    try:
+        return build_config(config_class, fields)
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
+        raise HeadConfigError(f"config.json is not usable: {error}") from error
+
+
+def _check_target(target: object) -> None:
+    """The identity of the target, as far as it is there, must be one."""
+    if target is None:
+        return
+    fingerprint = target.get("fingerprint") if isinstance(target, dict) else None
+    plain = fingerprint is None or (
+        isinstance(fingerprint, list) and all(isinstance(entry, (int, float)) for entry in fingerprint)
+    )
+    if not isinstance(target, dict) or not plain or not isinstance(target.get("name"), (str, NoneType)):
+        raise HeadConfigError(
+            f"config.json has target={str(target)[:80]}, expected a name and a fingerprint, or null."
+        )
+
+
+def _check_against_config(tensors: dict[str, torch.Tensor], config: DraftHeadConfig) -> None:
+    """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
+    for name in COUNTS:
+        if (count := getattr(config, name, None) or 0) > len(tensors):
+            raise HeadConfigError(f"config.json says {name}={count}, and there are {len(tensors)} tensors.")
+    head_class = HEADS[config.model_type]
+    try:
+        with torch.device("meta"):
+            heads = head_class(config)
+        tied = heads.all_tied_weights_keys  # saved once, under the other name
+        expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items() if key not in tied}
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, KeyError, AttributeError) as error:
+        raise HeadConfigError(f"config.json describes heads that cannot be built: {error}") from error
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    refuse_wrong_keys(missing=set(expected) - set(found), unknown=set(found) - set(expected))
+    for key, shape in expected.items():
+        if found[key] != shape:
+            raise CheckpointShapeError(
+                f"{key} has shape {list(found[key])}, config.json promises {list(shape)}; one of the two is damaged."
+            )

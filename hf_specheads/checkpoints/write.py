@@ -1,0 +1,171 @@
+"""Draft heads in the layouts that serving engines and the authors' own code read.
+
+    export_heads(heads, "heads-for-vllm", to="vllm")
+
+Nothing is approximated in silence: what a destination cannot represent is refused with the reason, and what serving
+there costs is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from ..errors import ExportError
+from ..heads import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
+from ..heads.base import DraftHead
+from .layouts.commands import path_note, sglang_command, vllm_command
+from .layouts.eagle import write as eagle
+from .layouts.eagle3 import write as eagle3
+from .layouts.hydra import write as hydra
+from .layouts.medusa import write as medusa
+from .layouts.speculators import write as speculators
+from .layouts.written import Layout, common_notes, scales_embeddings, target_name
+
+# Where heads of a family can go; the authors' own layout last.
+DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
+    EagleHead: ("vllm", "sglang", "eagle"),
+    Eagle3Head: ("vllm", "sglang", "speculators", "eagle"),
+    MedusaHead: ("vllm-medusa", "medusa"),
+    HydraHead: ("hydra",),
+    DraftLanguageModel: ("vllm", "sglang"),
+}
+ALL_DESTINATIONS = tuple(sorted({to for destinations in DESTINATIONS.values() for to in destinations}))
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export that was written.
+
+    Attributes:
+        folder: Where.
+        to: For whom.
+        files: Names of the files.
+        notes: What is lost, changed or to be known, a sentence each.
+        command: Command that serves it, `None` where there is none.
+    """
+
+    folder: Path
+    to: str
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    command: str | None
+
+
+def export_heads(
+    heads: DraftHead,
+    folder: str | os.PathLike,
+    *,
+    to: str,
+    target: PreTrainedModel | str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes draft heads in the layout of a serving engine, or of the method's authors.
+
+    Args:
+        heads: Loaded heads; they are not changed.
+        folder: Folder to write.
+        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3 heads); the authors' own layouts `"eagle"` (EAGLE-1/2/3,
+            HASS, PosS), `"medusa"`, `"hydra"`; `"vllm-medusa"`, read by older releases of vLLM.
+        target: The loaded target, needed for few heads (the error says so), or its name, which commands and the
+            layout of `speculators` show; default the name that the heads remember.
+        overwrite: Write into a folder that is not empty.
+
+    Returns:
+        What was written, what is lost, and how to serve it.
+
+    Raises:
+        ExportError: if the destination cannot represent the heads; names the reason and what to do.
+        FileExistsError: if the folder is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder or overwrite it.")
+    family = _family_of(heads, to)
+    _check_weights(heads)
+    if family is DraftLanguageModel:
+        return _export_language_model(heads, folder, to, target)
+    made = _layout(heads, family, to, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in sorted(made.tensors.items())}
+    if made.weight_file.endswith(".pt"):
+        torch.save(tensors, folder / made.weight_file)
+    else:
+        save_file(tensors, folder / made.weight_file, metadata={"format": "pt"})
+    files = ("config.json", made.weight_file)
+    if to == "vllm":
+        made.notes += path_note(folder, "eagle3" if family is Eagle3Head else "eagle")
+    return Exported(folder, to, files, tuple(made.notes), _command(made.command, heads, folder, target))
+
+
+def needs_target(heads: DraftHead, to: str) -> bool:
+    """Whether an export reads weights of the target: an embedding that must be written with the heads."""
+    config = heads.config
+    if isinstance(heads, Eagle3Head):
+        return to == "vllm" and scales_embeddings(heads) and not config.own_embedding
+    if not isinstance(heads, EagleHead):
+        return False
+    return to == "eagle" or (to == "vllm" and (config.fc_bias or scales_embeddings(heads)))
+
+
+def _family_of(heads: DraftHead, to: str) -> type[DraftHead]:
+    if to not in ALL_DESTINATIONS:
+        raise ExportError(f"`to` must be one of {list(ALL_DESTINATIONS)}, got {to!r}.")
+    family = next((family for family in DESTINATIONS if isinstance(heads, family)), None)
+    if family is None:
+        raise ExportError(f"`heads` must be loaded draft heads, got {type(heads).__name__}; pass load_heads(...).")
+    if to not in DESTINATIONS[family] and (family, to) != (EagleHead, "speculators"):
+        raise ExportError(
+            f"{to} cannot serve {heads.config.method} heads; they can be exported to {list(DESTINATIONS[family])}."
+        )
+    return family
+
+
+def _check_weights(heads: DraftHead) -> None:
+    """Quantised and offloaded weights are not those that were trained, or not there."""
+    if getattr(heads, "is_quantized", False) or getattr(heads, "hf_quantizer", None) is not None:
+        raise ExportError("these heads were quantised on loading; load them without `quantization_config` to export.")
+    if missing := [name for name, value in heads.named_parameters() if value.device.type == "meta"]:
+        raise ExportError(
+            f"{missing[0]} and {len(missing) - 1} other weights are offloaded; load the heads without `device_map` to "
+            "export them."
+        )
+
+
+def _layout(heads: DraftHead, family: type[DraftHead], to: str, target: PreTrainedModel | str | None) -> Layout:
+    loaded = target if isinstance(target, PreTrainedModel) else None
+    if family is HydraHead:
+        return hydra.layout(heads)
+    if family is MedusaHead:
+        return medusa.layout(heads, to)
+    if family is Eagle3Head and to == "speculators":
+        return speculators.layout(heads, target)
+    return (eagle3 if family is Eagle3Head else eagle).layout(heads, to, loaded)
+
+
+def _export_language_model(
+    heads: DraftLanguageModel, folder: Path, to: str, target: PreTrainedModel | str | None
+) -> Exported:
+    """The wrapped model as transformers saves it: engines draft with any small language model."""
+    heads.language_model.save_pretrained(folder)
+    command = sglang_command(heads, "STANDALONE") if to == "sglang" else vllm_command(heads, "draft_model")
+    notes = tuple(common_notes(heads))
+    files = tuple(sorted(path.name for path in folder.iterdir()))
+    return Exported(folder, to, files, notes, _command(command, heads, folder, target))
+
+
+def _command(command: str | None, heads: DraftHead, folder: Path, target: PreTrainedModel | str | None) -> str | None:
+    if command is None:
+        return None
+    name = target if isinstance(target, str) else getattr(getattr(target, "config", None), "name_or_path", None)
+    return command.format(folder=folder, target=name or target_name(heads) or "TARGET")
+
+
+__all__ = ["ALL_DESTINATIONS", "DESTINATIONS", "ExportError", "Exported", "export_heads", "needs_target"]

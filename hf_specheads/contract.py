@@ -1,0 +1,201 @@
+"""What engine, tuner and trainer may ask of heads, whatever their method.
+
+**A new family** is one file in `heads/` with a configuration (a subclass of [`DraftHeadConfig`] with a `model_type` of
+its own) and a class that inherits `DraftHead`, and one row in `heads.auto.METHODS`. It must write
+
+* to draft: [`DraftingContract.new_draft_cache`], [`DraftingContract.start_draft`] and
+  [`DraftingContract.extend_draft`];
+* to be trained: [`TrainingContract.unroll`].
+
+Everything else here has a default; a family overrides what it knows better: which hidden states it reads
+(`feature_layers`), how deep it can draft (`max_draft_positions`), what it drafts over (`trained_vocabulary`,
+`own_projections` in `heads/pruning.py`), how many passes train it (`default_passes`). One forward of the family serves
+prefill, drafting and training. A layout of other libraries is a folder in `checkpoints/layouts/`.
+
+Letters of shapes, one meaning everywhere:
+
+    B  sequences of a batch                N  nodes of a draft tree, the root included
+    T  committed tokens; length of a text  D  depth: draft positions, levels below the root
+    M  rows taken in by a round            K  nodes of one level that are expanded; children looked at per node
+    R  rows of one head forward            L  specialists
+    Q  rows of it that attend              S  streams of the unroll
+    F  width of a feature as heads read it (several hidden states of width H side by side)
+    H  hidden size of the target           h  hidden size of the draft head
+    E  width of the token embedding        V, Vd  vocabulary of the target, of the draft
+    A  nodes of an accepted path           C  candidates for nodes; slots of a cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from .cache.draft import DraftCache
+from .configuration import DraftHeadConfig
+from .metrics import GenerationStats
+from .target.borrowed import BorrowedModules
+from .tree.config import DraftTreeConfig
+from .unroll.rows import DraftedPass, TrainingRows
+
+VERIFICATIONS = ("lossless", "typical")
+LOOPS = ("own", "transformers")
+
+
+class DraftingContract:
+    """What drafting asks of heads, and the settings a user may assign to them."""
+
+    config: DraftHeadConfig
+    device: torch.device
+    dtype: torch.dtype
+    verification: str
+    posterior_threshold: float
+    posterior_alpha: float
+    exact_seed: bool
+    loop: str
+    adaptive: bool
+    compiled: bool
+    profile: bool
+    trace: bool
+    last_stats: GenerationStats | None
+    # What is known of speeds, by the settings of a call ([`generation.pace.pace_of`]); kept from call to call.
+    paces: dict[tuple, Any]
+
+    # ------------------------------------------------------------------ what `DraftHead` answers for all families
+    @property
+    def tree_config(self) -> DraftTreeConfig:
+        """The draft tree in force."""
+        raise NotImplementedError
+
+    @tree_config.setter
+    def tree_config(self, tree: DraftTreeConfig) -> None:
+        raise NotImplementedError
+
+    @property
+    def draft_vocabulary(self) -> torch.Tensor | None:
+        """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
+        raise NotImplementedError
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V of the target, as wide as a distribution over drafts must be for its verification."""
+        raise NotImplementedError
+
+    @property
+    def borrowed(self) -> BorrowedModules:
+        """What the heads borrow of the target they are bound to."""
+        raise NotImplementedError
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuses a target the heads were not made for, before any forward."""
+        raise NotImplementedError
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already."""
+        raise NotImplementedError
+
+    def with_tree(self, **overrides: Any) -> Self:
+        """The same heads (weights shared) with another draft tree."""
+        raise NotImplementedError
+
+    def forget_tree(self) -> None:
+        """Leaves the tree alone again, as after loading."""
+        raise NotImplementedError
+
+    def prune_draft_vocabulary(self, token_ids: Any) -> Self:
+        """Restricts drafts to some tokens."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ what a family may state about itself
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that make up a feature, concatenated: indices as in transformers'
+        `hidden_states`, -1 after the final norm. Empty for heads that read none."""
+        return (-1,)
+
+    @property
+    def max_draft_positions(self) -> int | None:
+        """Draft positions the heads can draft at all, `None` without limit."""
+        return None
+
+    def tree_problem(self, tree: DraftTreeConfig) -> str | None:
+        """Why these heads cannot draft a tree, with the mend; `None` if they can."""
+        if self.max_draft_positions is not None and tree.depth > self.max_draft_positions:
+            return (
+                f"these {self.config.method} heads draft {self.max_draft_positions} position(s), and the draft tree "
+                f"has depth {tree.depth}; use a tree that is no deeper, `heads.with_tree(...)`"
+            )
+        return None
+
+    # ------------------------------------------------------------------ the drafting contract
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes in the newly committed rows and predicts the first draft position.
+
+        Args:
+            cache: Draft cache of this generation, holding the rows committed before.
+            token_ids: [B, M + 1], tokens of the M newly committed rows, and the root, which has no feature yet.
+                (The first token is unknown, and 0, where a prompt was given as embeddings.)
+            features: [B, M, F], the target's features of these rows ([`feature_layers`]).
+
+        Returns:
+            Drafted state of the root [B, 1, *] and draft logits after it [B, 1, V]. What a state is, is the family's
+            affair (EAGLE: a drafted feature); nodes hand it to their children.
+        """
+        raise NotImplementedError
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predicts draft position `position` (0-based) from the K frontier nodes.
+
+        Args:
+            cache: Draft cache of this generation.
+            position: Draft position being predicted, at least 1.
+            token_ids: [B, K], tokens of the frontier nodes.
+            features: [B, K, *], states of their parents.
+            visible: bool [B, K, R], which of the R drafted rows (frontiers so far, this one last; levels may differ
+                in size) each node may see: its ancestors and itself. `None` for the one node of a chain, which sees
+                all `position` of them.
+
+        Returns:
+            States [B, K, *] and draft logits [B, K, V].
+        """
+        raise NotImplementedError
+
+    def new_draft_cache(self) -> DraftCache:
+        """An empty draft cache for one generation."""
+        raise NotImplementedError
+
+
+class TrainingContract:
+    """What training asks of heads."""
+
+    config: DraftHeadConfig
+    max_draft_positions: int | None
+
+    # Whether every pass may have its own backward (no gradient flows from one pass into those before it).
+    passes_are_detached: ClassVar[bool] = True
+
+    @property
+    def default_passes(self) -> int:
+        """Draft positions to train when nobody says."""
+        return 1
+
+    def passes_problem(self, num_passes: int) -> str | None:
+        """Why `num_passes` draft positions cannot be trained, with the mend; `None` if they can."""
+        if self.max_draft_positions is not None and num_passes > self.max_draft_positions:
+            return f"is more than the {self.max_draft_positions} position(s) these heads draft; lower it to that."
+        return None
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Yields what the heads draft at draft position 0, 1, ... at every row; see [`hf_specheads.unroll`]."""
+        raise NotImplementedError

@@ -1,0 +1,149 @@
+"""The candidate generator: features in, draft tree out. Used by our round loop and by transformers' own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import ModelOutput
+
+from ..contract import DraftingContract
+from ..metrics import GenerationStats
+from ..target.features import asked_hidden_states, select_hidden_states
+from ..tree.draft_tree import DraftTree
+from .committed import NewRows
+from .compiled import CompiledRounds
+from .drafting import grow_tree
+from .sampling import DraftSampler
+
+
+class DraftHeadCandidateGenerator(CandidateGenerator):
+    """Drafts candidates with a draft head, one generation long.
+
+    [`draft`] gives trees to [`speculative_generate`]. [`get_candidates`] follows transformers' contract and gives
+    chains to its assisted loop (set `heads.loop = "transformers"`); that loop stops at the exact token for length and
+    end-of-sequence only, and its seeded samples differ from plain `generate`'s although their distribution does not.
+
+    Args:
+        head: The draft head; bound to the target here.
+        target: The target model.
+        max_length: Total tokens of the generation, `None` without limit.
+        padding_mask: int or bool [B, T], 0 on padding of the prompt; `None` without padding.
+        sampling_processors: Processors and warpers of a call with `do_sample=True`, for trees with sampled children;
+            `None` for greedy decoding.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        head: DraftingContract,
+        target: PreTrainedModel,
+        max_length: int | None = None,
+        padding_mask: torch.Tensor | None = None,
+        sampling_processors: LogitsProcessorList | None = None,
+    ):
+        self.head = head.bind(target)
+        self.model_kwargs_overrides: dict[str, Any] = {
+            "output_hidden_states": asked_hidden_states(head.feature_layers)
+        }
+        self.cache = head.new_draft_cache()
+        self.padding_mask = padding_mask
+        self.max_length = max_length
+        self.sampling_processors = sampling_processors
+        config = target.config.get_text_config(decoder=True)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.stats = head.last_stats = GenerationStats(profile=head.profile)
+        self.compiled: CompiledRounds | None = None
+        self._proposed: list[int] = []
+        self._drafted = False
+
+    def room(self, lengths: Sequence[int], context_length: int) -> int:
+        """Draft positions of the next round: none for the last token of the budget, none past the target's context.
+
+        Args:
+            lengths: Tokens so far, the root included, as the length limit counts them; per batch row.
+            context_length: Slots in use in the target's cache, by the longest batch row.
+        """
+        if self.max_length is not None and self.max_length - min(lengths) <= 1:
+            return 0
+        depth = self.head.tree_config.depth
+        if self.max_positions is not None:
+            depth = min(depth, self.max_positions - 1 - context_length)
+        return max(depth, 0)
+
+    def draft(
+        self,
+        rows: NewRows,
+        lengths: Sequence[int],
+        context_length: int,
+        input_ids: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """Takes in newly committed rows and grows the next tree.
+
+        Args:
+            rows: What was committed since the last round, and the root.
+            lengths, context_length: As in [`room`].
+            input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
+        """
+        depth, device = self.room(lengths, context_length), self.head.device
+        if depth == 0:
+            return DraftTree.root_only(rows.token_ids[:, -1])
+        token_ids = rows.token_ids.to(device)
+        features = None if rows.features is None else rows.features.to(device)
+        if self.cache.static:
+            rows = rows.with_validity()
+        self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
+        sampler = None
+        if self.sampling_processors is not None and self.head.tree_config.children == "sampled":
+            sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
+        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.head.tree_config.depth + 2:
+            tree = self.compiled.grow(self.head, self.cache, token_ids, features, depth)
+        else:
+            tree = grow_tree(self.head, self.cache, token_ids, features, depth, sampler)
+        self.stats.draft_forwards += tree.max_depth
+        return tree.to(rows.token_ids.device)
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Chain candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
+
+        The first call returns the prompt alone, so that the target is prefilled and its features exist. Of drawn
+        candidates the log-probabilities fp32 [1, depth, V] of the draft are returned as well: with them the loop
+        applies the rule that is exact for drawn ones (Leviathan et al. 2023, algorithm 1).
+        """
+        self.stats.target_forwards += 1  # the one that follows this call
+        if is_first_iteration or model_outputs is None:
+            return input_ids, None
+        length, features = input_ids.shape[1], None
+        committed = n_last_matches + 1 if self._drafted else length - 1
+        if self.head.feature_layers:
+            features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :committed]
+        rows = NewRows(input_ids[:, -committed - 1 :], features)
+        if not self._drafted:
+            rows = NewRows.of_prompt(input_ids, features, self.padding_mask)
+        self._drafted = True
+        tree = self.draft(rows, [length], length - 1, input_ids)
+        self._proposed = tree.token_ids[0, 1:].tolist()
+        draft_logits = None if tree.sampled is None else tree.sampled.probs.log()
+        return torch.cat([input_ids, tree.token_ids[:, 1:]], dim=1), draft_logits
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Records the round that transformers' assisted loop has just verified."""
+        if self.stats.target_forwards == 1:
+            return  # the prefill
+        offered = len(self._proposed)
+        # A last token that agrees with the draft as well was no bonus token: the loop cut the round there.
+        if num_matches < offered and self._proposed[num_matches] == int(input_ids[0, -1]):
+            offered = num_matches
+        self.stats.record_round(0, num_matches, offered)

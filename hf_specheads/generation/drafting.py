@@ -1,0 +1,227 @@
+"""Growing a draft tree: the head is called once per level, every level is a fixed number of nodes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..cache.draft import DraftCache
+from ..contract import DraftingContract
+from ..tree.config import DraftTreeConfig
+from ..tree.draft_tree import DraftTree, SampledChildren, select_nodes
+from ..tree.shape import FixedLevel, TreeShape, fixed_children, fixed_shape
+from .sampling import DraftSampler
+
+
+def grow_tree(
+    head: DraftingContract,
+    cache: DraftCache,
+    token_ids: torch.Tensor,
+    features: torch.Tensor | None,
+    depth: int,
+    sampler: DraftSampler | None = None,
+) -> DraftTree:
+    """One round of drafting: takes in the newly committed rows, then grows a tree level by level. No host sync.
+
+    Args:
+        head: Draft head, bound to its target.
+        cache: Its draft cache of this generation.
+        token_ids: int64 [B, M + 1], tokens of the newly committed rows, then the root.
+        features: [B, M, F], target features of the M newly committed rows; `None` for heads that read none.
+        depth: Draft positions D of this round, at least 1.
+        sampler: Draws the children of trees that ask for sampled ones; without it (greedy decoding, where a drawn
+            child could only be worse than the most probable one) they are the top-k.
+    """
+    if head.tree_config.kind == "dynamic":
+        return grow_dynamic(head, cache, token_ids, features, depth)
+    return grow_fixed(head, cache, token_ids, features, depth, sampler)
+
+
+def _top_children(head: DraftingContract, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
+    temperature = head.tree_config.draft_temperature
+    logits = logits if temperature == 1 else logits / temperature
+    scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
+    if head.draft_vocabulary is not None:
+        tokens = head.draft_vocabulary[tokens]
+    # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
+
+
+def gives_up(config: DraftTreeConfig, scores: torch.Tensor) -> bool:
+    """Whether no node about to be expanded is as probable as `stop_below` asks, in any row; a host sync if it asks.
+
+    That a level is left out depends on what was drafted before it, never on what it would have held, so sampled
+    children keep their distribution.
+
+    Args:
+        config: The tree config.
+        scores: [B, K], cumulative log-probabilities of the nodes.
+    """
+    return config.stop_below > 0 and bool((scores < math.log(config.stop_below)).all())
+
+
+# ---------------------------------------------------------------------- dynamic trees
+class _Level:
+    """The frontier: K nodes per row about to be expanded.
+
+    tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
+    features: [B, K, *], state of each node's parent.
+    visible: bool [B, K, drafted rows so far], the node's ancestors among them.
+    """
+
+    def __init__(self, tokens, scores, features, candidate, visible):
+        self.tokens, self.scores, self.features = tokens, scores, features
+        self.candidate, self.visible = candidate, visible
+
+
+def grow_dynamic(
+    head: DraftingContract, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
+) -> DraftTree:
+    """A tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
+
+    Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
+    `total_tokens - 1` of all candidates are kept. Arguments as in [`grow_tree`].
+    """
+    config = head.tree_config
+    drafted, logits = head.start_draft(cache, token_ids, features)
+    width = min(config.top_k, logits.shape[-1])
+    scores, tokens = _top_children(head, logits, width)  # [B, 1, K]
+    scores, tokens = scores[:, 0], tokens[:, 0]
+    level = _Level(
+        tokens=tokens,
+        scores=scores,
+        features=drafted.expand(-1, width, -1),
+        candidate=torch.arange(1, width + 1, device=tokens.device)[None].expand_as(tokens),
+        visible=torch.zeros(*tokens.shape, 0, dtype=torch.bool, device=tokens.device),
+    )
+    candidates = [(tokens, torch.zeros_like(tokens), scores)]
+    for position in range(1, depth):
+        if gives_up(config, level.scores):
+            break
+        level, children = _expand(head, cache, position, level)
+        candidates.append(children)
+    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
+    depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
+    return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], config.num_nodes - 1, len(candidates))
+
+
+def _expand(
+    head: DraftingContract, cache: DraftCache, position: int, level: _Level
+) -> tuple[_Level, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Runs the head on the frontier; returns the next frontier and all K*K children (tokens, parents, scores)."""
+    batch, width = level.tokens.shape
+    own_row = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
+    visible = torch.cat([level.visible, own_row], dim=-1)
+    features, logits = head.extend_draft(cache, position, level.tokens, level.features, visible)
+    scores, tokens = _top_children(head, logits, width)  # [B, K, K]
+    scores, tokens = (scores + level.scores[..., None]).flatten(1), tokens.flatten(1)
+    parents = level.candidate.repeat_interleave(width, dim=1)
+    best, chosen = scores.topk(width, dim=1)  # [B, K]
+    parent = chosen // width
+    first_child = 1 + width + (position - 1) * width * width
+    following = _Level(
+        tokens=tokens.gather(1, chosen),
+        scores=best,
+        features=features.gather(1, parent[..., None].expand(-1, -1, features.shape[-1])),
+        candidate=first_child + chosen,
+        visible=visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1])),
+    )
+    return following, (tokens, parents, scores)
+
+
+# ---------------------------------------------------------------------- trees of a shape known beforehand
+def _drawn_children(
+    head: DraftingContract, logits: torch.Tensor, width: int, paths: torch.Tensor, sampler: DraftSampler
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As [`_top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
+    logits = logits / head.tree_config.draft_temperature
+    if (vocabulary := head.draft_vocabulary) is not None:
+        whole = logits.new_full((*logits.shape[:-1], head.target_vocab_size), -torch.inf)
+        logits = whole.index_copy(-1, vocabulary, logits)
+    probs = sampler.distribution(logits, paths)
+    tokens = sampler.draw(probs, width)
+    return probs.gather(-1, tokens).log(), tokens, probs
+
+
+def grow_fixed(
+    head: DraftingContract,
+    cache: DraftCache,
+    token_ids: torch.Tensor,
+    features: torch.Tensor | None,
+    depth: int,
+    sampler: DraftSampler | None = None,
+    shape: TreeShape | None = None,
+) -> DraftTree:
+    """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
+
+    The head runs once per level on the nodes that have children. Ranks count the most probable children, or, where
+    the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
+    Sequoia). Arguments as in [`grow_tree`]; `shape` is that of the tree, made beforehand.
+    """
+    config = head.tree_config
+    shape = fixed_shape(config.paths, depth, token_ids.device) if shape is None else shape
+    sampler = sampler if config.children == "sampled" else None
+    batch = token_ids.shape[0]
+    states, logits = head.start_draft(cache, token_ids, features)
+    parent_scores = logits.new_zeros(batch, 1)
+    paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
+    parts, drawn_from = [], []
+    for position, level in enumerate(shape.levels, start=1):
+        width = min(level.width, logits.shape[-1])
+        if sampler is None:
+            scores, tokens = _top_children(head, logits, width)
+        else:
+            scores, tokens, probs = _drawn_children(head, logits, width, paths, sampler)
+            drawn_from.append(probs)
+        tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
+        parts.append((tokens, scores))
+        if len(level.expanded) == 0 or gives_up(config, scores[:, level.expanded]):
+            break
+        frontier, parent_scores = tokens, scores
+        if not level.link:
+            above = level.parent[level.expanded]
+            frontier, parent_scores = tokens[:, level.expanded], scores[:, level.expanded]
+            states, paths = states[:, above], paths[:, above]
+        if sampler is not None:
+            paths = torch.cat([paths, frontier[..., None]], dim=-1)
+        in_step = level.sees_all and cache.lengths is None
+        visible = None if in_step else level.visible[None].expand(batch, -1, -1)
+        states, logits = head.extend_draft(cache, position, frontier, states, visible)
+    if len(parts) < len(shape.levels):
+        shape = fixed_shape(config.paths, len(parts), token_ids.device)
+    sampled = None
+    if sampler is not None:
+        children = fixed_children(config.paths, len(parts), token_ids.device)
+        sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
+    return _fixed_tree(token_ids[:, -1:], parts, shape, sampled)
+
+
+def _fixed_tree(
+    root: torch.Tensor,
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    shape: TreeShape,
+    sampled: SampledChildren | None,
+) -> DraftTree:
+    """A tree of a shape from its root [B, 1] and tokens and scores [B, n] of every level."""
+    batch, (tokens, scores) = root.shape[0], zip(*parts, strict=True)
+    return DraftTree(
+        token_ids=torch.cat([root, *tokens], dim=1),
+        parents=shape.parents.expand(batch, -1),
+        depths=shape.depths.expand(batch, -1),
+        scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
+        max_depth=len(parts),
+        sampled=sampled,
+        shape=shape,
+    )
+
+
+def _nodes_of(
+    level: FixedLevel, tokens: torch.Tensor, scores: torch.Tensor, parent_scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and cumulative scores [B, n] of a level's nodes, from all children [B, K, width] of the level above."""
+    if level.link:
+        return tokens[:, 0, :1], parent_scores + scores[:, 0, :1]
+    rank = level.rank.clamp_max(tokens.shape[2] - 1)
+    return tokens[:, level.parent, rank], parent_scores[:, level.parent] + scores[:, level.parent, rank]

@@ -1,0 +1,243 @@
+"""What cannot work is refused here, in one sentence, before any forward.
+
+Allow-lists, never trial: a target that silently ignores a tree mask produces wrong text, not an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
+
+from ..cache.target import refuse_tree_cache
+from ..contract import LOOPS, VERIFICATIONS, DraftingContract
+from ..errors import UnsupportedGenerationError
+from .sampling import TokenSampler, out_of_step
+from .sequences import pad_token_of
+
+TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+TREE_ATTENTION = {"eager", "sdpa"}
+# What a verifying forward gets from us; an argument that were dropped in silence could change the text.
+FORWARD_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds", "logits_to_keep",
+    "output_hidden_states", "return_dict",
+}  # fmt: skip
+STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
+
+
+def refuse_call(
+    target: PreTrainedModel, head: DraftingContract, mode: GenerationMode, config: GenerationConfig
+) -> None:
+    """Checks the call itself: decoding mode, target family, and whether the heads belong to the target.
+
+    Raises:
+        UnsupportedGenerationError: for a call no draft head can serve.
+        WrongTargetError: for heads of another target.
+    """
+    reasons = {
+        "beam search": (config.num_beams or 1) > 1,
+        "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
+        "encoder-decoder targets": bool(target.config.is_encoder_decoder),
+        "stateful targets, which cannot roll back": bool(getattr(target, "_is_stateful", False)),
+        "use_cache=False": config.use_cache is False,
+        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation in STATIC_CACHES,
+        "output_attentions=True": bool(config.output_attentions),
+        "assistant_ensemble_weight, which is lossy": getattr(config, "assistant_ensemble_weight", None) is not None,
+        f"prompt-learning adapters ({_prompt_learning(target)})": _prompt_learning(target) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"draft heads do not support {what}; change that option or drop `assistant_model` to generate plainly."
+            )
+    if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedGenerationError(
+            f"draft heads do not support generation mode {mode.value!r}; use greedy decoding or sampling."
+        )
+    for name, known in (("verification", VERIFICATIONS), ("loop", LOOPS)):
+        if getattr(head, name) not in known:
+            raise UnsupportedGenerationError(
+                f"`heads.{name}` must be one of {list(known)}, got {getattr(head, name)!r}."
+            )
+    if head.verification == "typical" and config.do_sample:
+        _refuse_typical(head)
+    if problem := head.tree_problem(head.tree_config):
+        raise UnsupportedGenerationError(f"{problem}.")
+    if head.loop == "transformers" and head.tree_config.kind != "chain":
+        raise UnsupportedGenerationError(
+            f"transformers' own loop verifies chains only, and these heads draft a {head.tree_config.kind} tree; use "
+            "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
+        )
+    head.check_target(target)
+    head.bind(target)  # some heads know only by their target what they read
+
+
+def _refuse_typical(head: DraftingContract) -> None:
+    """What typical acceptance cannot be combined with."""
+    problem = None
+    if head.loop == "transformers":
+        problem = "is not what transformers' own loop does; use `heads.loop = 'own'`"
+    elif head.tree_config.children == "sampled":
+        problem = "draws nothing, and these heads draw their children; use `heads.with_tree(children='top_k')`"
+    elif not 0 <= head.posterior_threshold <= 1:
+        problem = f"takes a `posterior_threshold` from 0 to 1, got {head.posterior_threshold!r}"
+    elif not 0 <= head.posterior_alpha < float("inf"):
+        problem = f"takes a `posterior_alpha` of at least 0, got {head.posterior_alpha!r}"
+    if problem:
+        raise UnsupportedGenerationError(f"typical acceptance {problem}, or `heads.verification = 'lossless'`.")
+
+
+def refuse_processors(
+    head: DraftingContract, processors: LogitsProcessorList, config: GenerationConfig, batch_size: int
+) -> None:
+    """Checks the processors of a call against the way its tokens are verified.
+
+    Raises:
+        UnsupportedGenerationError: for typical acceptance with processors that may have a state: it asks them about
+            paths that are never written; and for such processors in a batch, whose rows do not go in step.
+    """
+    if batch_size > 1 and (unknown := out_of_step(processors)):
+        raise UnsupportedGenerationError(
+            f"the rows of a batch are verified out of step, and the logits processors {unknown} may keep something "
+            "from one call to the next; generate one row at a time, or leave them out."
+        )
+    if head.verification == "typical" and config.do_sample and not TokenSampler(processors, True).path_wise:
+        unknown = [type(p).__name__ for p in processors if not TokenSampler(LogitsProcessorList([p]), True).path_wise]
+        raise UnsupportedGenerationError(
+            f"typical acceptance asks the logits processors about text that is never written, and {unknown} may not "
+            "allow that; leave them out or use `heads.verification = 'lossless'`."
+        )
+
+
+def _prompt_learning(target: PreTrainedModel) -> str | None:
+    """Name of a prompt-learning PEFT method on the target: its virtual tokens sit in the cache without ids.
+
+    peft generates through the base model and only lends it its own `prepare_inputs_for_generation`.
+    """
+    lender = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    for model in (target, lender):
+        adapters = getattr(model, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                return str(getattr(adapter.peft_type, "value", adapter.peft_type))
+    return None
+
+
+def refuse_prepared_call(
+    target: PreTrainedModel,
+    head: DraftingContract,
+    batch_size: int,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Checks what `generate` prepared: batch size, cache, and the target's attention under a tree.
+
+    Raises:
+        UnsupportedGenerationError: names the obstacle and the way out.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
+        raise UnsupportedGenerationError(
+            f"draft heads need a transformers cache, got {type(cache).__name__}; pass use_cache=True."
+        )
+    if cache.is_compileable or type(cache).__name__ == "StaticCache":
+        raise UnsupportedGenerationError(
+            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
+        )
+    given = [name for name, value in model_kwargs.items() if value is not None and value is not False]
+    if (extra := sorted(set(given) - FORWARD_ARGUMENTS)) and head.loop == "own":
+        raise UnsupportedGenerationError(
+            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+        )
+    if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerationError(
+            f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
+            "use heads that read the target's features."
+        )
+    if reason := _refuse_rescaling_rope(target, config):
+        raise UnsupportedGenerationError(reason)
+    if head.compiled:
+        _refuse_compiled(target, head, config, cache)
+    if batch_size > 1:
+        _refuse_batch(target, head, batch_size, config, cache)
+    elif head.tree_config.kind != "chain" and (reason := refuse_tree(target, cache)):
+        raise UnsupportedGenerationError(
+            f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
+            "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
+        )
+
+
+def _refuse_compiled(target: PreTrainedModel, head: DraftingContract, config: GenerationConfig, cache: Cache) -> None:
+    """What does not go with rounds of fixed shapes."""
+    reasons = {
+        f"stop_below={head.tree_config.stop_below}, which leaves levels out": head.tree_config.stop_below > 0,
+        "a call without max_length": config.max_length is None,
+        "heads.loop = 'transformers'": head.loop == "transformers",
+        f"{type(target).__name__}: {refuse_tree(target, cache)}": refuse_tree(target, cache) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"`heads.compiled` drafts trees of one shape into caches of one size, which does not go with {what}; "
+                "mend that, or set `heads.compiled = False`."
+            )
+
+
+def _refuse_batch(
+    target: PreTrainedModel, head: DraftingContract, batch_size: int, config: GenerationConfig, cache: Cache
+) -> None:
+    """What does not go with several sequences at once, whose rows accept different numbers of tokens."""
+    ends_early = config._eos_token_tensor is not None or config.stop_strings or config.max_time
+    no_padding = pad_token_of(config._pad_token_tensor, config._eos_token_tensor) is None
+    reasons = {
+        "heads.loop = 'transformers'": head.loop == "transformers",
+        "a cache that holds tokens already": cache.get_seq_length() > 0,
+        "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
+        "rows that may end early without a pad_token_id": bool(ends_early and no_padding),
+        str(refuse_tree(target, cache)): refuse_tree(target, cache) is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"draft heads do not support a batch of {batch_size} with {type(target).__name__} here ({what}); "
+                "generate one sequence at a time, or mend that."
+            )
+
+
+def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
+    """Why a tree of nodes cannot be verified by this target in one forward, or `None` if it can."""
+    config = target.config.get_text_config(decoder=True)
+    other = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
+    if other or getattr(config, "attention_chunk_size", None):
+        return f"it has layers of type {sorted(other) or ['chunked_attention']}"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        return "its forward takes no position_ids (positions enter as attention biases)"
+    if getattr(config, "alibi", False):
+        return "positions enter its attention as biases (alibi), which take no tree"
+    if config._attn_implementation not in TREE_ATTENTION:
+        return (
+            f"attention implementation {config._attn_implementation!r} takes no 4D mask "
+            "(`model.set_attn_implementation('sdpa')` does)"
+        )
+    return refuse_tree_cache(cache)
+
+
+def _refuse_rescaling_rope(target: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """Rope types that change all positions past a length would do so when the tree, not the text, reaches it."""
+    text_config = target.config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    for rope in per_layer_type or [parameters]:
+        limit = rope.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
+        if rope.get("rope_type") not in ("dynamic", "longrope") or limit is None or config.max_length is None:
+            continue
+        if config.max_length > limit:
+            return (
+                f"{rope['rope_type']!r} rope of {type(target).__name__} rescales past {limit} tokens, which draft "
+                f"heads cannot follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or "
+                "drop `assistant_model`."
+            )
+    return None

@@ -1,0 +1,113 @@
+"""What all rules of verification share: what was accepted, and walking down a path of a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...tree.draft_tree import DraftTree
+from ..stopping import StopRule
+
+
+@dataclass
+class Accepted:
+    """What one batch row gains from one round.
+
+    Attributes:
+        token_ids: Emitted tokens: accepted draft tokens, then the bonus token; cut where generation stops.
+        nodes: The node each token was chosen at, the root first; as many as tokens. Their cache rows stay.
+        scores: Processed scores fp32 [1, V] per emitted token, if asked for.
+        stopped: Whether generation ends after the last token.
+        cut: Whether tokens that the target accepted were dropped because generation stops earlier.
+        host_syncs: Times the host waited for the device.
+    """
+
+    token_ids: list[int]
+    nodes: list[int]
+    scores: list[torch.Tensor] = field(default_factory=list)
+    stopped: bool = False
+    cut: bool = False
+    host_syncs: int = 1
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens, the bonus token not counted."""
+        return len(self.token_ids) - 1
+
+
+def accepted_rows(
+    tree: DraftTree,
+    best: torch.Tensor,
+    bonus: torch.Tensor,
+    scores: torch.Tensor | None,
+    lengths: Sequence[int],
+    stop: StopRule,
+) -> list[Accepted]:
+    """The accepted path of every row, cut where generation stops. One host sync for all rows.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        best: int64 [B], the last accepted node.
+        bonus: int64 [B], the token after it.
+        scores: [B, N, V], processed scores to keep; `None` to keep none.
+        lengths: Tokens committed so far, per batch row.
+        stop: Criteria that need not see every token; others are ignored.
+    """
+    path = tree.path_to(best)  # [B, D + 1]
+    depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
+    rows = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
+    width = path.shape[1]
+    results = []
+    for row, (num_accepted, *values) in enumerate(rows):
+        emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
+        kept, stopped = stop.cut(emitted, lengths[row])
+        nodes = values[:kept]
+        kept_scores = [] if scores is None else [scores[row, node][None].float() for node in nodes]
+        results.append(Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted)))
+    return results
+
+
+def accepted_nodes(tree: DraftTree, taken: torch.Tensor) -> torch.Tensor:
+    """bool [B, N]: nodes that are taken with all their ancestors, where `taken` bool [B, N] speaks of single steps."""
+    taken = taken.clone()
+    taken[:, 0] = True
+    return ~(tree.ancestor_mask & ~taken[:, None]).any(-1)
+
+
+def walk(
+    input_ids: torch.Tensor,
+    step: Callable[[int, torch.Tensor], tuple[int, torch.Tensor, int | None]],
+    stop: StopRule,
+    earlier_scores: tuple[torch.Tensor, ...] | None,
+) -> Accepted:
+    """From the root down, one step and one stopping check per emitted token.
+
+    Args:
+        input_ids: int64 [1, T].
+        step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], and the child
+            it leads to, `None` for none. Waits for the device once.
+        stop, earlier_scores: As in [`verify_token_by_token`].
+    """
+    result = Accepted(token_ids=[], nodes=[], host_syncs=0)
+    node: int | None = 0
+    while node is not None and not result.stopped:
+        result.nodes.append(node)
+        token, scores, node = step(node, input_ids)
+        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+        result.token_ids.append(token)
+        result.scores.append(scores)
+        result.host_syncs += 1
+        result.stopped = stops_after(input_ids, result, stop, earlier_scores)
+    result.cut = result.stopped and node is not None
+    return result
+
+
+def stops_after(
+    input_ids: torch.Tensor, emitted: Accepted, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
+) -> bool:
+    """Whether generation ends after the last token of `emitted`, which `input_ids` [1, T'] ends with."""
+    if stop.per_token:
+        return stop.met(input_ids, None if earlier_scores is None else earlier_scores + tuple(emitted.scores))
+    return stop.cut(emitted.token_ids[-1:], input_ids.shape[1] - 1)[1]

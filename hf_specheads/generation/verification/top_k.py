@@ -1,0 +1,99 @@
+"""Verification: which path of a draft tree the target accepts, and the bonus token after it.
+
+Drafted children are the head's top-k, a set that does not depend on the target's randomness. Drawing x from the
+target's processed distribution at a node, and moving to the child x if there is one, therefore emits exactly the
+target's distribution (EAGLE-2's rule without its rejection loop; the total mass of the children is accepted).
+Greedy decoding is the same walk with the argmax. Children drawn from the draft distribution have a rule of their own
+(`sampled.py`), and so has typical acceptance (`typical.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...tree.draft_tree import DraftTree
+from ..sampling import TokenSampler
+from ..stopping import StopRule
+from .accepted import Accepted, accepted_nodes, accepted_rows, walk
+
+
+def verify_all_nodes(
+    tree: DraftTree,
+    lengths: Sequence[int],
+    logits: torch.Tensor,
+    sampler: TokenSampler,
+    stop: StopRule,
+    keep_scores: bool,
+) -> list[Accepted]:
+    """Chooses a token at every node at once and follows the choices from the root. One host sync for all rows.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        lengths: Tokens committed so far, per batch row.
+        logits: [B, N, V], raw target logits at the nodes.
+        sampler: Must be row-wise.
+        stop: Must not need every token.
+        keep_scores: Keep the processed scores of the emitted tokens.
+    """
+    choices, scores = sampler.at_all_nodes(logits)
+    best = deepest_accepted(tree, choices)
+    bonus = choices.gather(1, best[:, None])[:, 0]
+    return accepted_rows(tree, best, bonus, scores if keep_scores else None, lengths, stop)
+
+
+def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
+    """The deepest node whose every step from the root is the token chosen at its parent.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        choices: int64 [B, N], token chosen at each node.
+
+    Returns:
+        int64 [B], node index; 0 (the root) when no draft token is accepted.
+    """
+    agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
+    return torch.where(accepted_nodes(tree, agrees), tree.depths, -1).argmax(dim=1)
+
+
+def verify_token_by_token(
+    tree: DraftTree,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    sampler: TokenSampler,
+    stop: StopRule,
+    earlier_scores: tuple[torch.Tensor, ...] | None,
+) -> list[Accepted]:
+    """Walks from the root with one processor call, one draw and one stopping check per emitted token.
+
+    This is plain `generate`'s own sequence of calls, so processors that depend on the tokens so far, processors with
+    state, stopping criteria and seeded draws all behave as without draft heads. One host sync per token.
+
+    Args:
+        tree: Draft tree of B rows and N nodes; B must be 1, because a processor call advances its own state.
+        input_ids: int64 [B, T].
+        logits: [B, N, V].
+        sampler: Any processors.
+        stop: Any criteria.
+        earlier_scores: Scores of all tokens emitted before, for criteria that read them; `None` if not kept.
+
+    Raises:
+        ValueError: for more than one row.
+    """
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"token-by-token verification takes one row at a time, got a batch of {input_ids.shape[0]}.")
+    children: dict[tuple[int, int], int] = {}
+    if tree.num_nodes > 1:
+        pairs = torch.stack([tree.parents[0, 1:], tree.token_ids[0, 1:]], dim=1).tolist()
+        for node, (parent, token) in enumerate(pairs, start=1):
+            children.setdefault((parent, token), node)
+
+    def step(node: int, input_ids: torch.Tensor) -> tuple[int, torch.Tensor, int | None]:
+        chosen, scores = sampler.at_node(input_ids, logits[:, node])
+        token = int(chosen)
+        return token, scores, children.get((node, token))
+
+    result = walk(input_ids, step, stop, earlier_scores)
+    result.host_syncs += 1 if children else 0
+    return [result]

@@ -1,0 +1,120 @@
+"""Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1; also Hydra's): **lossy** verification for sampling.
+
+A draft token x is accepted at a node whose processed target distribution is p, with entropy H(p), if
+p(x) > min(threshold, alpha * exp(-H(p))). The longest accepted path wins, and of several the one whose tokens are the
+most probable together; the bonus token is the most probable one. Nothing is drawn: the text does not follow the
+target's distribution, and depends on the temperature and the warpers only through p.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...tree.draft_tree import DraftTree
+from ..sampling import TokenSampler
+from ..stopping import StopRule
+from .accepted import Accepted, accepted_nodes, accepted_rows, stops_after
+
+# Inside the logarithm of the entropy, as in the authors' code; it decides near the threshold.
+ENTROPY_EPSILON = 1e-5
+
+
+def typical_threshold(probs: torch.Tensor, posterior_threshold: float, posterior_alpha: float) -> torch.Tensor:
+    """Probability [...] a token must exceed, from the target's processed distributions [..., V]."""
+    entropy = -(probs * (probs + ENTROPY_EPSILON).log()).sum(-1)
+    return (posterior_alpha * (-entropy).exp()).clamp_max(posterior_threshold)
+
+
+def best_typical_node(
+    tree: DraftTree, probs: torch.Tensor, posterior_threshold: float, posterior_alpha: float
+) -> torch.Tensor:
+    """The last node, int64 [B], of the longest path that is accepted; the root if none is.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        probs: [B, N, V], the target's processed distribution at each node.
+        posterior_threshold, posterior_alpha: See [`DraftHead`].
+    """
+    parents = tree.parents.clamp_min(0)
+    token_probs = probs.flatten(1).gather(1, parents * probs.shape[-1] + tree.token_ids)  # [B, N]
+    needed = typical_threshold(probs, posterior_threshold, posterior_alpha).gather(1, parents)
+    accepted = accepted_nodes(tree, token_probs > needed)
+    depths = torch.where(accepted, tree.depths, -1)
+    longest = depths == depths.amax(1, keepdim=True)
+    log_probs = token_probs.log()
+    log_probs[:, 0] = 0.0  # the root is committed already
+    path_scores = torch.where(tree.ancestor_mask, log_probs[:, None], 0.0).sum(-1)
+    return torch.where(longest, path_scores, -torch.inf).argmax(dim=1)
+
+
+def verify_typical(
+    tree: DraftTree,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    sampler: TokenSampler,
+    stop: StopRule,
+    earlier_scores: tuple[torch.Tensor, ...] | None,
+    posterior_threshold: float,
+    posterior_alpha: float,
+) -> list[Accepted]:
+    """Typical acceptance over a whole tree; one host sync, and one per level for processors that read the text.
+
+    Args:
+        tree: Draft tree of B rows and N nodes.
+        input_ids: int64 [B, T], committed tokens.
+        logits: [B, N, V], raw target logits at the nodes.
+        sampler: Its processors must be path-wise: paths that are not taken are processed as well.
+        stop: Any criteria; those that see every token need B = 1.
+        earlier_scores: Scores of all tokens emitted before; `None` if scores are not kept.
+        posterior_threshold, posterior_alpha: See [`DraftHead`].
+    """
+    if sampler.row_wise:
+        scores = sampler.scores_at_all_nodes(logits)
+    else:
+        scores = scores_on_paths(tree, input_ids, logits, sampler)
+    best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
+    bonus = scores[torch.arange(len(best), device=best.device), best].argmax(-1)
+    keep = stop.per_token or earlier_scores is not None
+    results = accepted_rows(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
+    for result in results:
+        result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
+    if stop.per_token:
+        (result,) = results
+        results = [_cut_token_by_token(result, input_ids, stop, earlier_scores)]
+    return results
+
+
+def scores_on_paths(
+    tree: DraftTree, input_ids: torch.Tensor, logits: torch.Tensor, sampler: TokenSampler
+) -> torch.Tensor:
+    """Processed scores fp32 [B, N, V], every node's processors seeing the text up to it. One host sync per level.
+
+    Arguments as in [`verify_typical`].
+    """
+    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    for depth in range(tree.max_depth + 1):
+        row, node = (tree.depths == depth).nonzero(as_tuple=True)
+        # Ancestors precede their descendants, so the true columns in order are the path; the root is committed.
+        columns = tree.ancestor_mask[row, node].to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        path = columns[:, 1 : depth + 1]
+        ids = torch.cat([input_ids[row], tree.token_ids[row].gather(1, path)], dim=1)
+        scores[row, node] = sampler.scores_at_node(ids, logits[row, node])
+    return scores
+
+
+def _cut_token_by_token(
+    whole: Accepted, input_ids: torch.Tensor, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
+) -> Accepted:
+    """The accepted tokens up to the one after which a criterion is met."""
+    result = Accepted(token_ids=[], nodes=[], host_syncs=whole.host_syncs)
+    for token, node, scores in zip(whole.token_ids, whole.nodes, whole.scores, strict=True):
+        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+        result.token_ids.append(token)
+        result.nodes.append(node)
+        result.scores.append(scores)
+        result.host_syncs += 1
+        if stops_after(input_ids, result, stop, earlier_scores):
+            result.stopped = True
+            break
+    result.cut = whole.cut or len(result.token_ids) < len(whole.token_ids)
+    return result

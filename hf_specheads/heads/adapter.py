@@ -1,0 +1,90 @@
+"""Heads that were trained together with an adapter of their target (Medusa-2): finding, checking and saving it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+
+from ..configuration import DraftHeadConfig
+from ..errors import HeadLoadError, WrongTargetError
+from ..target.adapter import ADAPTER_FOLDER, CONFIG, WEIGHTS, active_fingerprints, adapter_identity, save_adapter
+from ..target.identity import fingerprints_match
+
+
+def check_adapter(config: DraftHeadConfig, target: PreTrainedModel) -> None:
+    """Refuses a target without the adapter that heads were trained with.
+
+    Raises:
+        WrongTargetError: names what is missing and how to load it.
+    """
+    wanted = config.target_adapter
+    if wanted is None:
+        return
+    found = active_fingerprints(target)
+    if found and not wanted.get("fingerprint"):
+        return
+    if any(fingerprints_match(wanted["fingerprint"], fingerprint) for fingerprint in found):
+        return
+    state = "has another adapter" if found else "has no adapter in force"
+    raise WrongTargetError(
+        f"these {config.method} heads were trained together with an adapter of their target, and "
+        f"{target.config.name_or_path or type(target).__name__!r} {state}; call `heads.load_target_adapter(target)` "
+        "first (the text is then the adapted target's), or set `heads.config.target_adapter = None` if the adapter is "
+        "merged into the target's weights."
+    )
+
+
+# ------------------------------------------------------------------ beside the heads
+def find_adapter(config: DraftHeadConfig, source: str | Path | None, **hub: Any) -> Path:
+    """Local folder of the adapter that lies beside heads.
+
+    Args:
+        config: Of heads that were trained with one.
+        source: Folder or Hub id of the heads, default where they were loaded from, at the commit they are of.
+        hub: `revision`, `token`, ... of a Hub id.
+
+    Raises:
+        HeadLoadError: if there is none.
+    """
+    if config.target_adapter is None:
+        raise HeadLoadError("these heads were trained for the target as it is; there is no adapter to load.")
+    if source is None and hub.get("revision") is None:
+        hub["revision"] = getattr(config, "_commit_hash", None)
+    source = str(source or config.name_or_path)
+    folder = Path(source)
+    if source and not folder.is_dir():
+        folder = Path(snapshot_download(source, allow_patterns=[f"{ADAPTER_FOLDER}/*"], **hub))
+    adapter = folder / ADAPTER_FOLDER
+    if not source or not all((adapter / name).exists() for name in (WEIGHTS, CONFIG)):
+        raise HeadLoadError(
+            f"no {ADAPTER_FOLDER}/ with {WEIGHTS} and {CONFIG} beside the heads in {source!r}; pass the folder or Hub "
+            "id of the heads as they were trained."
+        )
+    return adapter
+
+
+def save_adapter_beside(config: DraftHeadConfig, folder: Path, target: PreTrainedModel | None) -> None:
+    """Writes the adapter that heads were trained with next to them: from the target, whose adapter the config then
+    remembers, else from where it lies.
+
+    Raises:
+        HeadLoadError: if it is neither on a bound target nor beside the heads' files.
+    """
+    destination = folder / ADAPTER_FOLDER
+    if target is not None and (identity := adapter_identity(target)):
+        save_adapter(target, destination)
+        config.target_adapter = identity
+        return
+    try:
+        adapter = find_adapter(config, None)
+    except HeadLoadError as error:
+        raise HeadLoadError(
+            f"the adapter of these heads' target is neither beside their files nor on a target they are bound to, and "
+            f"could not be saved with them; call `heads.bind(target)` first. {error}"
+        ) from error
+    if adapter.resolve() != destination.resolve():
+        shutil.copytree(adapter, destination, dirs_exist_ok=True)

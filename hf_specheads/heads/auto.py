@@ -1,0 +1,144 @@
+"""Which class belongs to which `model_type`, and freshly initialised heads for a loaded target."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from ..configuration import DraftHeadConfig
+from ..target.borrowed import BorrowedModules
+from ..tree.config import DraftTreeConfig
+from . import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead, PossEagle3Head, PossHead, PossLoraHead
+from .base import DraftHead
+
+# The one place that lists the methods; a new family adds its row.
+METHODS: dict[str, type[DraftHead]] = {
+    "draft-lm": DraftLanguageModel,
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
+    "hass": EagleHead,
+    "hydra": HydraHead,
+    "medusa": MedusaHead,
+    "poss": PossHead,
+    "poss-eagle3": PossEagle3Head,
+    "poss-lora": PossLoraHead,
+}
+HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head in METHODS.values()}
+
+
+def register() -> None:
+    """Makes `AutoConfig` and `AutoModel` know the heads; called on import, harmless when repeated."""
+    for model_type, head_class in HEADS.items():
+        AutoConfig.register(model_type, head_class.config_class, exist_ok=True)
+        AutoModel.register(head_class.config_class, head_class, exist_ok=True)
+
+
+def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
+    """Head class of a configuration.
+
+    Raises:
+        ValueError: if the configuration is none of a draft head's.
+    """
+    if config.model_type not in HEADS:
+        raise ValueError(f"model_type {config.model_type!r} is none of a draft head; known are {sorted(HEADS)}.")
+    return HEADS[config.model_type]
+
+
+def build_config(config_class: type[DraftHeadConfig], fields: dict[str, Any]) -> DraftHeadConfig:
+    """A validated configuration.
+
+    Raises:
+        ValueError: with the reason in one sentence, for impossible fields.
+    """
+    try:
+        return config_class(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"impossible {config_class.__name__}: {error.__cause__ or error}") from error
+
+
+class AutoDraftHead:
+    """Draft heads of the right class: from a folder or the Hub, from a config, or fresh ones for a target."""
+
+    def __init__(self) -> None:
+        raise OSError("use AutoDraftHead.from_pretrained(...), .from_config(...) or .from_target(...).")
+
+    @staticmethod
+    def from_pretrained(repo_or_path: str | os.PathLike, **kwargs: Any) -> DraftHead:
+        """Heads in this package's own layout; takes the arguments of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: if `model_type` is none of a draft head ([`load_heads`] also reads the authors' layouts).
+        """
+        hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
+        config = kwargs.pop("config", None) or AutoConfig.from_pretrained(repo_or_path, **hub)
+        return head_class_of(config).from_pretrained(repo_or_path, config=config, **kwargs)
+
+    @staticmethod
+    def from_config(config: DraftHeadConfig) -> DraftHead:
+        """Randomly initialised heads of a configuration."""
+        return head_class_of(config)(config)
+
+    @staticmethod
+    def from_target(
+        target: PreTrainedModel,
+        method: str = "poss",
+        *,
+        from_heads: DraftHead | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **config: Any,
+    ) -> DraftHead:
+        """Freshly initialised heads of the right sizes for a loaded target, which they remember.
+
+        Args:
+            target: Any decoder-only language model.
+            method: A key of [`METHODS`].
+            from_heads: Heads of the same family for the same target to start from: their weights are copied, and what
+                `config` leaves open is taken from them. Specialists they lack start as their last layer.
+            dtype: Type of the weights, default the target's.
+            device: Where they live, default the device of the target's `lm_head`.
+            **config: Fields of the heads' config, e.g. `num_specialists=2, positions_per_specialist=3`;
+                `tree_config` may be a [`DraftTreeConfig`] or a dict with some of its fields. EAGLE-3 heads also take
+                `draft_token_ids`, the tokens of their draft vocabulary.
+
+        Raises:
+            ValueError: for an unknown method or option, or a target that is no language model.
+            WarmStartError: if `from_heads` have other sizes.
+            WrongTargetError: if `from_heads` were made for another target.
+        """
+        if method not in METHODS:
+            raise ValueError(f"`method` must be one of {sorted(METHODS)}, got {method!r}.")
+        head_class = METHODS[method]
+        config_class = head_class.config_class
+        config, kept_in_weights = head_class.split_options(config)
+        _refuse_unknown_options(config_class, config)
+        fields = config_class.fields_for_target(target, method)
+        if from_heads is not None:
+            fields |= head_class.fields_of_source(from_heads)
+            from_heads.check_target(target)
+            chosen = from_heads._chosen_tree
+            fields["tree_config"] = from_heads.config.tree_config if chosen is None else chosen.to_dict()
+        if "tree_config" in config:
+            config["tree_config"] = _full_tree_config(config["tree_config"])
+        heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))
+        heads.remember_target(target)
+        if from_heads is None:
+            heads.start_from_target(target, **kept_in_weights)
+        else:
+            heads.start_from(from_heads, **kept_in_weights)
+        return heads.to(device=device or BorrowedModules.of(target).device, dtype=dtype or target.dtype)
+
+
+def _refuse_unknown_options(config_class: type[DraftHeadConfig], options: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(config_class)} | {"rope_theta"}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"unknown option(s) {unknown} for {config_class.__name__}; known are {sorted(known)}.")
+
+
+def _full_tree_config(tree: DraftTreeConfig | dict[str, Any]) -> dict[str, Any]:
+    return (tree if isinstance(tree, DraftTreeConfig) else DraftTreeConfig().replace(**tree)).to_dict()

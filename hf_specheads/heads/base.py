@@ -1,0 +1,295 @@
+"""`DraftHead`: what every draft head can do, whatever its method."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import CommitInfo
+from transformers import PreTrainedModel
+
+from ..configuration import DraftHeadConfig
+from ..contract import DraftingContract, TrainingContract
+from ..errors import CheckpointValueError, WarmStartError, WrongTargetError, refuse_wrong_keys
+from ..metrics import GenerationStats
+from ..publishing.card.facts import Published
+from ..publishing.push import push_heads
+from ..target.adapter import adapter_identity, load_adapter
+from ..target.borrowed import BorrowedModules
+from ..target.identity import fingerprints_match, target_fingerprint, target_identity, target_sizes
+from .adapter import check_adapter, find_adapter, save_adapter_beside
+from .pruning import PRUNED_TOKEN_IDS, PrunableVocabulary
+from .tree_choice import TreeChoice
+
+PUSH_OPTIONS = ("commit_message", "commit_description", "private", "revision", "create_pr", "custom_generate")
+
+
+class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContract, PreTrainedModel):
+    """Base class of all draft heads; hand one to `generate(assistant_model=...)`.
+
+    Attributes:
+        tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call. Left alone, it is the one
+            tuned on this machine ([`tune`]), else the saved one, else the default of the device.
+        verification: `"lossless"`: the output has exactly the target's distribution. `"typical"` (Medusa, section
+            2.3.1): with `do_sample=True`, accepts what the target finds likely enough, and takes the most probable
+            token after it. **Lossy**: faster, and the text follows another distribution (`last_stats.lossy` says so);
+            greedy decoding stays exact.
+        posterior_threshold, posterior_alpha: Of typical acceptance: a token is accepted if its probability exceeds
+            `min(posterior_threshold, posterior_alpha * exp(-entropy))`.
+        exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
+            tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
+            round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
+        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
+        adaptive: Decode plainly where drafting has not paid, by the wall time of rounds and plain steps of this pair
+            so far, and try again now and then ([`generation.pace`]). The tokens do not depend on it, unless they are
+            drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only with
+            `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
+        compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
+            for that. How, says the target's `generation_config.compile_config`.
+        profile: Record wall seconds by stage in `last_stats.seconds`.
+        trace: Keep every draft tree in `last_stats.trees`.
+        last_stats: [`GenerationStats`] of the last `generate`, or `None`.
+    """
+
+    config_class = DraftHeadConfig
+    config: DraftHeadConfig
+    # The methods a class serves, for model cards.
+    published: ClassVar[dict[str, Published]] = {}
+    # Saved tensors that are no floating-point weights, with their types.
+    integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
+    adaptive: bool = True
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["DraftDecoderLayer"]
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__(config)
+        self.forget_tree()
+        self.verification = "lossless"
+        self.posterior_threshold = 0.09
+        self.posterior_alpha = 0.3
+        self.exact_seed = True
+        self.loop = "own"
+        self.compiled = False
+        self.paces = {}
+        self.profile = False
+        self.trace = False
+        self.last_stats: GenerationStats | None = None
+        # A tuple is invisible to nn.Module, so nothing of the target is registered, trained or saved.
+        self._borrowed: tuple[BorrowedModules, ...] = ()
+        self._bound_to: tuple[PreTrainedModel, ...] = ()
+        self._init_vocabulary(config)
+
+    # ------------------------------------------------------------------ the target
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuses a target the heads were not made for, before any forward.
+
+        Raises:
+            WrongTargetError: if sizes, vocabulary or fingerprint differ, or the target lacks the adapter trained with
+                the heads; names both sides.
+        """
+        name = target.config.name_or_path or type(target).__name__
+        self.check_sizes(target)
+        identity = self.config.target or {}
+        known = identity.get("fingerprint")
+        if known and not fingerprints_match(known, target_fingerprint(target)):
+            raise WrongTargetError(
+                f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, and "
+                f"the weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
+                "trained for this target, or set `heads.config.target = None` to use them all the same."
+            )
+        check_adapter(self.config, target)
+
+    def check_sizes(self, target: PreTrainedModel) -> None:
+        """The part of [`check_target`] that looks at sizes."""
+        for field, theirs in target_sizes(target).items():
+            ours = getattr(self.config, field)
+            if ours != theirs:
+                name = target.config.name_or_path or type(target).__name__
+                raise WrongTargetError(
+                    f"these {self.config.method} heads were made for a target with {field}={ours}, but {name!r} has "
+                    f"{field}={theirs}; load heads trained for this target."
+                )
+
+    def bind(self, target: PreTrainedModel) -> DraftHead:
+        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already.
+
+        Raises:
+            WrongTargetError: see [`check_target`].
+        """
+        if not (self._bound_to and self._bound_to[0] is target):
+            self.check_target(target)
+            self._pruned.clear()
+            self.paces.clear()
+        self._borrowed = (BorrowedModules.of(target),)
+        self._bound_to = (target,)
+        self._found_tree = None  # the number of threads may have changed
+        self._refresh_pruning()
+        return self
+
+    def remember_target(self, target: PreTrainedModel) -> None:
+        """Writes the target's identity, adapter of ours included, and special tokens into the config."""
+        self.config.target = target_identity(target)
+        self.config.target_adapter = adapter_identity(target)
+        config = target.config.get_text_config(decoder=True)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(self.config, name, getattr(config, name, None))
+
+    def load_target_adapter(self, target: PreTrainedModel, source: str | None = None, **hub: Any) -> None:
+        """Puts the adapter that lies beside these heads on their target, in place, once; the text of `generate` is
+        then the adapted target's, with and without heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
+
+        Args:
+            target: The target as published.
+            source: Folder or Hub id of the heads, default where they were loaded from.
+            **hub: `revision`, `token`, `local_files_only` of a Hub id.
+
+        Raises:
+            HeadLoadError: if there is no adapter beside the heads.
+            ValueError: if the target has adapters already.
+        """
+        load_adapter(target, find_adapter(self.config, source, **hub))
+
+    @property
+    def borrowed(self) -> BorrowedModules:
+        """The target's parts.
+
+        Raises:
+            RuntimeError: if the heads are not bound to a target yet.
+        """
+        if not self._borrowed:
+            raise RuntimeError("these draft heads are not bound to a target; call `heads.bind(target)` first.")
+        return self._borrowed[0]
+
+    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Draft logits in fp32, [..., H] -> [..., Vd]; Vd is V unless the heads have a [`draft_vocabulary`]."""
+        return self.project(features)
+
+    def get_input_embeddings(self) -> torch.nn.Module | None:
+        """The heads' own token embedding; `None` where they borrow the target's. Quantisers ask for it."""
+        return self._modules.get("embed_tokens")
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        """Fields of the config that a warm start takes from `source`.
+
+        Raises:
+            WarmStartError: if heads of this family cannot start from it.
+        """
+        if not isinstance(source, cls):
+            raise WarmStartError(
+                f"`from_heads` must be loaded {cls.__name__} heads, got {type(source).__name__}; pass load_heads(...)."
+            )
+        kept = (
+            "tree_config",
+            "tuned",
+            "target",
+            "method",
+            "train_max_length",
+            "architectures",
+            "dtype",
+            "pruned_vocab_size",
+        )
+        return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
+                and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
+
+    @classmethod
+    def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Options of `AutoDraftHead.from_target` apart: fields of the config, and what is kept in the weights instead,
+        which [`start_from_target`] and [`start_from`] are given by name."""
+        return options, {}
+
+    def start_from_target(self, target: PreTrainedModel) -> None:
+        """Weights that fresh heads take over from their target; none unless the family says so."""
+
+    def start_from(self, source: DraftHead) -> None:
+        """Copies the weights of `source`.
+
+        Raises:
+            WarmStartError: if they do not fit.
+        """
+        try:
+            self.load_state_dict(trained_weights(source))
+        except RuntimeError as error:
+            raise WarmStartError(
+                f"the heads to start from do not fit the new ones; leave sizes out, they are taken from `from_heads`, "
+                f"or drop `from_heads`. {error}"
+            ) from error
+
+    # ------------------------------------------------------------------ options, saving
+    def with_tree(self, **overrides: Any) -> DraftHead:
+        """The same heads (weights shared) with another draft tree, for one call:
+
+            target.generate(**inputs, assistant_model=heads.with_tree(kind="chain", depth=4))
+
+        Raises:
+            ValueError: for unknown or impossible tree options.
+        """
+        other = copy.copy(self)
+        other.tree_config = self.tree_config.replace(**overrides)
+        other.last_stats = None
+        return other
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, but only from safetensors, and a missing or unknown tensor is an error, not a warning.
+
+        Raises:
+            CheckpointKeysError: naming the missing and the unknown tensors.
+            CheckpointValueError: for a draft vocabulary that is none.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
+        if problem := heads.pruning_problem():
+            raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
+        return (heads, info) if output_loading_info else heads
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+        """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
+        machine. Target weights are never saved, but an adapter is that the target was trained with together with
+        these heads."""
+        push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
+        hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
+        self.write_trees()
+        if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
+            save_adapter_beside(self.config, Path(save_directory), self._bound_to[0] if self._bound_to else None)
+        saved = super().save_pretrained(save_directory, **kwargs)
+        if push:
+            self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
+        return saved
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:
+        """Uploads the heads: weights, config, a model card rendered from facts, its figures, and the adapter of a
+        target that was trained together with them (Medusa-2). Weights of the target are never uploaded.
+
+        Text and metadata that users added to the card, on the Hub or in the folder the heads were loaded from, stay.
+        `training_facts.json` and `eval_results.json` in that folder are what the card says of training and speed.
+
+        Args:
+            repo_id: `org/name`, or a name of one's own; made if it does not exist.
+            commit_message, commit_description, private, token, revision, create_pr, max_shard_size: As in
+                transformers; `revision` is a branch, made if it does not exist.
+            custom_generate: Also upload the code for `generate(custom_generate=repo_id, trust_remote_code=True)`.
+            base_model: The target's Hub id, if the heads were trained with a copy in a folder.
+            facts_from: Folder with the facts, default the one the heads were loaded from.
+            training, evaluations, license, target_license, datasets, language, limits, tags, commit, versions:
+                Facts for the card; see [`publishing.card.facts.CardFacts`].
+
+        Returns:
+            The commit, with its address, and that of the pull request if one was asked for.
+
+        Raises:
+            HfHubHTTPError: if the Hub refuses, or cannot serve.
+            ValueError: for an unknown fact.
+        """
+        return push_heads(self, repo_id, **options)
+
+
+def trained_weights(heads: DraftHead) -> dict[str, torch.Tensor]:
+    """Weights of heads by name, without the tokens they are pruned to: what a warm start copies."""
+    return {name: value for name, value in heads.state_dict().items() if name != PRUNED_TOKEN_IDS}

@@ -1,0 +1,279 @@
+"""Building blocks of draft heads, stated as differences from transformers' Llama layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from ..configuration import DraftHeadConfig
+
+
+class DraftAttention(LlamaAttention):
+    """Llama attention in which only the last `num_queries` rows attend; the rows before them only fill the cache.
+
+    The keys and values of a one-layer head do not depend on attention, so rows that nobody reads (a prompt, the
+    tree levels a new specialist takes over) cost two projections instead of a whole layer.
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.attention_out_bias != config.attention_bias:
+            self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias)
+
+    def cache_rows(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, h]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, R, head_dim]
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all rows, appended to the cache: each [B, key-value heads, cached + R, head_dim]."""
+        rows = hidden_states.shape[:-1]
+        key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)
+        key = (key if self.k_norm is None else self.k_norm(key)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+        key, _ = apply_rotary_pos_emb(key, key, *position_embeddings)
+        if past_key_values is None:
+            return key, value
+        return past_key_values.update(key, value, self.layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,  # additive, [B, 1, Q, cached + R]
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        key, value = self.cache_rows(hidden_states, position_embeddings, past_key_values)
+        queries = hidden_states[:, -num_queries:]
+        cos, sin = (table[:, -num_queries:] for table in position_embeddings)
+        query = self.q_proj(queries).view(*queries.shape[:-1], -1, self.head_dim)
+        query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
+        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        attend = attention_function or ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.o_proj(output.reshape(*queries.shape[:-1], -1))
+
+
+class DraftDecoderLayer(GradientCheckpointingLayer):
+    """A Llama decoder layer **without** the norm before attention (EAGLE, section 3.2; every PosS specialist).
+
+    Shapes: `hidden_states` [B, R, h] -> [B, Q, h], the outputs of the last Q = `num_queries` rows;
+    with Q = 0 the rows only fill the cache.
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        if num_queries == 0:
+            self.self_attn.cache_rows(hidden_states, position_embeddings, past_key_values)
+            return hidden_states[:, :0]
+        attended = self.self_attn(
+            hidden_states, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        residual = hidden_states[:, -num_queries:] + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class NormedDecoderLayer(DraftDecoderLayer):
+    """A Llama decoder layer **with** the norm before attention; the residual is the input without norm.
+
+    Shapes: as [`DraftDecoderLayer`].
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        if num_queries == 0:
+            self.self_attn.cache_rows(normed, position_embeddings, past_key_values)
+            return hidden_states[:, :0]
+        residual = hidden_states[:, -num_queries:] + self.self_attn(
+            normed, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def validate_layer(config: DraftHeadConfig) -> None:
+    """Checks a config's fields of a decoder layer.
+
+    Raises:
+        ValueError: for an impossible value.
+    """
+    config._validate_sizes("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"`num_attention_heads` ({config.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+            f"({config.num_key_value_heads})."
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"`head_dim` must be even for rotary positions, got {config.head_dim}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"`hidden_act` must be an activation transformers knows, got {config.hidden_act!r}.")
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}.")
+
+
+class WideAttention(DraftAttention):
+    """Attention whose queries, keys and values are projected from embedding and feature side by side."""
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = config.row_embedding_size + config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self, name)
+            setattr(self, name, nn.Linear(width, narrow.out_features, bias=narrow.bias is not None))
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+
+class Eagle3DecoderLayer(DraftDecoderLayer):
+    """A Llama decoder layer whose attention reads `[norm(embedding) ; norm(feature)]`; the residual is the feature.
+
+    Shapes: rows [B, R, E + h], embedding first, -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
+    """
+
+    def __init__(self, config: DraftHeadConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.widths = (config.row_embedding_size, config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = WideAttention(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.row_embedding_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        num_queries: int,
+        attention_function: Callable | None = None,
+    ) -> torch.Tensor:
+        embeddings, features = hidden_states.split(self.widths, dim=-1)
+        normed = self.hidden_norm(features)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        if num_queries == 0:
+            self.self_attn.cache_rows(inputs, position_embeddings, past_key_values)
+            return features[:, :0]
+        attended = self.self_attn(
+            inputs, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+        )
+        residual = (normed if self.norm_before_residual else features)[:, -num_queries:] + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
+    """One decoder layer of the target's own proportions, where its config tells them.
+
+    Only the base of the target's rope is taken over, not its scaling: a head is trained at short positions.
+    """
+    config = target.config.get_text_config(decoder=True)
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or max(width // 64, 1)
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    middle = getattr(config, "intermediate_size", None)
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    norm_eps = next((eps for name in names if (eps := getattr(config, name, None))), 1e-6)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0 else heads,
+        "head_dim": head_dim if head_dim % 2 == 0 else head_dim + 1,
+        "intermediate_size": middle if isinstance(middle, int) else 4 * width,
+        "rms_norm_eps": float(norm_eps),
+        "rope_parameters": {"rope_type": "default", "rope_theta": _rope_base(config)},
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
+    }
+
+
+def _rope_base(config: Any) -> float:
+    """Base of the target's rope; 10000 where it has none. Per-layer-type tables (Gemma 3) give full attention's."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters
+    return float(parameters.get("rope_theta") or 10000.0)
+
+
+@strict
+class LayerHeadConfig(DraftHeadConfig):
+    r"""Configuration of heads with Llama decoder layers; families check the fields with [`validate_layer`].
+
+    Args:
+        intermediate_size: Width of the SwiGLU MLP.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
+        hidden_act: Activation of the MLP.
+        rms_norm_eps: Epsilon of the norms.
+        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
+        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
+        attention_out_bias: Bias of the output projection.
+        mlp_bias: Bias of the MLP projections.
+    """
+
+    intermediate_size: int = 11008
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
+        return {**layer_fields_for_target(target), **super().fields_for_target(target, method)}

@@ -1,0 +1,165 @@
+"""Heads whose draft vocabulary is restricted after training (FR-Spec, arXiv 2502.14856, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration import DraftHeadConfig
+from ..draft_vocabulary import draft_ids_problem, mapping_of
+from ..errors import WrongTargetError
+from ..target.borrowed import BorrowedModules
+from ..target.projection import has_plain_weight, projection_rows
+
+PRUNED_TOKEN_IDS = "pruned_token_ids"
+
+
+class PrunableVocabulary:
+    """The part of [`DraftHead`] that says which tokens its draft logits stand for, and restricts them to fewer.
+
+    The ids are a tensor of the heads, saved with them, and `config.pruned_vocab_size` says how many they are. The rows
+    are a copy, made when the heads are bound to their target and never saved.
+    """
+
+    config: DraftHeadConfig
+    pruned_token_ids: torch.Tensor | None
+    borrowed: BorrowedModules
+    device: torch.device
+    _bound_to: tuple[PreTrainedModel, ...]
+    _pruned: dict[str, Any]
+
+    def _init_vocabulary(self, config: DraftHeadConfig) -> None:
+        size = config.pruned_vocab_size
+        ids = None if size is None else torch.arange(size)  # the first tokens until the saved ones are loaded
+        self.register_buffer(PRUNED_TOKEN_IDS, ids)
+        # Shared by the copies that `with_tree` makes, as the weights are.
+        self._pruned = {}
+
+    # ------------------------------------------------------------------ what a family says
+    @property
+    def trained_vocabulary(self) -> torch.Tensor | None:
+        """int64 [Vd], token ids the heads can draft at all, ascending; `None` for all of V."""
+        return None
+
+    def own_projections(self) -> Sequence[nn.Module]:
+        """Projections to draft logits that the heads have themselves, [..., h] -> [..., Vd] each; without any, they
+        use the target's `lm_head`."""
+        return ()
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V of the target, as wide as a distribution over drafts must be for its verification."""
+        return self.config.vocab_size
+
+    # ------------------------------------------------------------------ what drafting asks
+    @property
+    def draft_vocabulary(self) -> torch.Tensor | None:
+        """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
+        return self.trained_vocabulary if self.pruned_token_ids is None else self.pruned_token_ids
+
+    def project(self, hidden: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """Draft logits in fp32 over the draft vocabulary, [..., h] -> [..., Vd].
+
+        Args:
+            hidden: What a projection to logits reads.
+            index: Which of [`own_projections`]; without meaning for heads that use the target's `lm_head`.
+        """
+        return self._projection(index)(hidden).float()
+
+    def _projection(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        own = self.own_projections()
+        if self.pruned_token_ids is None:
+            return own[index] if own else self.borrowed.lm_head
+        if "rows" not in self._pruned:
+            self._copy_rows()
+        return self._pruned["rows"][index if own else 0]
+
+    # ------------------------------------------------------------------ pruning
+    def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Any:
+        """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for smaller draft forwards:
+
+            counts = count_tokens(texts, target.config.vocab_size)
+            heads.prune_draft_vocabulary(most_frequent(counts, 8192))
+
+        The text of `generate` does not change, only how much of it is drafted. With heads that were trained with a
+        draft vocabulary, the tokens that are not in it are dropped. Copies made by [`with_tree`] are pruned as well.
+
+        Args:
+            token_ids: Token ids of the target, in any order; `None` to draft over everything again.
+
+        Returns:
+            The heads themselves.
+
+        Raises:
+            ValueError: for ids that repeat or that there are not, or if none of them can be drafted.
+        """
+        self._pruned.clear()
+        if token_ids is None:
+            self.pruned_token_ids, self.config.pruned_vocab_size = None, None
+            return self
+        d2t, t2d = mapping_of(token_ids, self.config.vocab_size)
+        ids = d2t + torch.arange(len(d2t))
+        if (trained := self.trained_vocabulary) is not None:
+            ids = trained.cpu()[t2d[trained.cpu()]]
+            if not len(ids):
+                raise ValueError(
+                    f"none of the {len(d2t)} `token_ids` is among the {len(trained)} tokens these heads were trained "
+                    "to draft; choose from `heads.trained_vocabulary`."
+                )
+        self.pruned_token_ids, self.config.pruned_vocab_size = ids.to(self.device), len(ids)
+        return self
+
+    def pruning_problem(self) -> str | None:
+        """Why the saved tokens are no draft vocabulary of these heads, `None` if they are, or there are none."""
+        if self.pruned_token_ids is None:
+            return None
+        return draft_ids_problem(self.pruned_token_ids, self.config.vocab_size)
+
+    def _refresh_pruning(self) -> None:
+        """Copies the rows again if what they were copied from has changed since."""
+        if self.pruned_token_ids is None:
+            self._pruned.clear()
+        elif self._pruned.get("source") != self._pruning_source():
+            self._copy_rows()
+
+    def _projections(self) -> Sequence[nn.Module]:
+        return self.own_projections() or (self.borrowed_projection(),)
+
+    def borrowed_projection(self) -> nn.Module:
+        """The target's `lm_head`, as a module."""
+        _ = self.borrowed  # says what to do if there is no target yet
+        return self._bound_to[0].get_output_embeddings()
+
+    def _pruning_source(self) -> list[Any]:
+        """What tells whether weights have moved or changed; of a module that is more than its weight, the module."""
+        source: list[Any] = [self.pruned_token_ids.data_ptr()]
+        for module in self._projections():
+            weight = getattr(module, "weight", None)
+            if has_plain_weight(module):
+                source.append((weight.data_ptr(), weight._version, weight.dtype, weight.device))
+            else:
+                source.append(id(module))
+        return source
+
+    def _copy_rows(self) -> None:
+        own, ids = bool(self.own_projections()), self.pruned_token_ids
+        if own and (trained := self.trained_vocabulary) is not None:
+            rows = torch.searchsorted(trained, ids).clamp_max(len(trained) - 1)  # rows are counted by draft id
+            if bool((trained[rows] != ids).any()):
+                raise WrongTargetError(
+                    f"these {self.config.method} heads are pruned to tokens that they cannot draft for this target, "
+                    f"e.g. {int(ids[trained[rows] != ids][0])}; prune them again, `heads.prune_draft_vocabulary(...)`."
+                )
+            ids = rows
+        like = next(self.parameters()) if own else self._bound_to[0].get_input_embeddings()(ids[:1]).detach()
+        if not own:
+            like = like.to(self.borrowed.device)
+        width = self.config.hidden_size if own else self.config.feature_size
+        widths = [getattr(module, "in_features", width) for module in self._projections()]
+        rows = [projection_rows(*each, ids, like) for each in zip(self._projections(), widths, strict=True)]
+        self._pruned["rows"] = rows
+        self._pruned["source"] = self._pruning_source()

@@ -1,0 +1,69 @@
+"""Which tree heads draft: the assigned one, the one tuned on this machine, the saved one, or the device's default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration import DraftHeadConfig
+from ..tree.config import DraftTreeConfig
+from ..tree.default import default_tree, machine_key, tuned_tree, without_machine
+from ..tuning.tune import TuningResult, tune
+
+
+class TreeChoice:
+    """The part of [`DraftHead`] that knows which draft tree is in force."""
+
+    config: DraftHeadConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_draft_positions: int | None
+    _chosen_tree: DraftTreeConfig | None
+    _found_tree: DraftTreeConfig | None
+
+    @property
+    def tree_config(self) -> DraftTreeConfig:
+        """The tree in force: the assigned one, else the one tuned on this machine, the saved one, or the device's."""
+        if self._chosen_tree is not None:
+            return self._chosen_tree
+        if self._found_tree is None:
+            tree = tuned_tree(self.config.tuned, machine_key(self.device, self.dtype))
+            if tree is None and self.config.tree_config is not None:
+                tree = DraftTreeConfig().replace(**self.config.tree_config)
+            self._found_tree = tree or default_tree(self.device, self.published_tree, self.max_draft_positions)
+        return self._found_tree
+
+    @tree_config.setter
+    def tree_config(self, tree: DraftTreeConfig) -> None:
+        self._chosen_tree = tree
+
+    @property
+    def published_tree(self) -> DraftTreeConfig:
+        """The tree the authors of the method use, made for large targets on accelerators."""
+        return DraftTreeConfig()
+
+    def forget_tree(self) -> None:
+        """Leaves the tree alone again, as after loading."""
+        self._chosen_tree = self._found_tree = None
+
+    def write_trees(self) -> None:
+        """Puts an assigned tree into the config, in the place of one tuned on this machine."""
+        if self._chosen_tree is not None:
+            self.config.tree_config = self._chosen_tree.to_dict()
+            self.config.tuned = without_machine(self.config.tuned, machine_key(self.device, self.dtype)) or None
+
+    def tune(self, target: PreTrainedModel, prompts: Any, **options: Any) -> TuningResult:
+        """Measures which draft tree is fastest with this target on this machine, and uses it from now on:
+
+            print(heads.tune(target, prompts))
+            heads.save_pretrained(folder)  # remembers it, for this machine
+
+        Arguments and errors as in [`hf_specheads.tuning.tune`].
+        """
+        return tune(target, self, prompts, **options)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._found_tree = None  # heads that move or change their type may have another
+        return super()._apply(*args, **kwargs)

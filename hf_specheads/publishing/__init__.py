@@ -1,0 +1,1 @@
+"""Heads on the Hub."""

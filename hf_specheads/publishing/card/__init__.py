@@ -1,0 +1,1 @@
+"""Model cards rendered from facts."""

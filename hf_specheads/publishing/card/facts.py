@@ -1,0 +1,161 @@
+"""What a model card says: facts, collected from files and arguments. Nothing is estimated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+from ...configuration import DraftHeadConfig
+from ..figures import FIGURES
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a model card says of a method: its name, and papers as Markdown."""
+
+    name: str
+    papers: tuple[str, ...] = ()
+
+
+TRAINING_FACTS, EVAL_RESULTS = "training_facts.json", "eval_results.json"
+
+VERSIONED = ("hf-specheads", "transformers", "torch")
+
+
+@dataclass
+class CardFacts:
+    """Everything a card says. What is `None` or empty is left out of the card.
+
+    Attributes:
+        name: Name of the model, usually the repository's.
+        config: The model's `config.json`; `model_type` decides whether these are draft heads or a target.
+        num_parameters: Counted in the weight files.
+        training: Facts of the training run, nested dicts of plain values.
+        evaluations: Results as `specheads eval --json` writes them; each may carry a `task` name.
+        license: Licence id of these weights.
+        target_license: Licence of the target and of the training data, if it says more.
+        datasets: Hub ids of data sets.
+        language: Language codes, `code` for programs.
+        limits: Known limits, one sentence each, besides those the config tells.
+        tags: Tags besides those the config tells.
+        commit: Commit of the training code.
+        versions: Package versions of the training, if known, else at rendering.
+        figures: Files of figures by title, relative to the card.
+        custom_generate: Whether the repository carries `custom_generate/generate.py`.
+    """
+
+    name: str
+    config: dict[str, Any]
+    num_parameters: int | None = None
+    training: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    license: str | None = None
+    target_license: str | None = None
+    datasets: list[str] | None = None
+    language: list[str] | None = None
+    limits: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, str] = field(default_factory=dict)
+    custom_generate: bool = False
+
+    @property
+    def is_heads(self) -> bool:
+        """Whether the card is one of draft heads; otherwise of a target."""
+        return str(self.config.get("model_type", "")).startswith("specheads_")
+
+    @property
+    def method(self) -> str:
+        """Method of draft heads, empty for a target."""
+        return str(self.config.get("method", "")) if self.is_heads else ""
+
+    @property
+    def config_class(self) -> type[DraftHeadConfig] | None:
+        """The family's config, as registered with transformers; `None` for a target or an unknown family."""
+        model_type = self.config.get("model_type")
+        return CONFIG_MAPPING[model_type] if self.is_heads and model_type in CONFIG_MAPPING else None
+
+    @property
+    def published(self) -> Published | None:
+        """Name and papers of the method."""
+        head_class = MODEL_MAPPING.get(self.config_class, None) if self.config_class is not None else None
+        return head_class.published.get(self.method) if head_class is not None else None
+
+    @property
+    def method_name(self) -> str:
+        """The method as its paper calls it."""
+        return self.published.name if self.published is not None else self.method
+
+    @property
+    def target_name(self) -> str | None:
+        """Name of the target the heads were made for; of a folder on some machine, only its last part."""
+        name = (self.config.get("target") or {}).get("name")
+        return name if is_hub_id(name) or not name else Path(name).name
+
+    @property
+    def target_on_hub(self) -> bool:
+        """Whether the target's name is one of a Hub repository."""
+        return is_hub_id(self.target_name)
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a name has the form `owner/name`."""
+    return bool(name and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."))
+
+
+def collect_facts(folder: str | Path, **known: Any) -> CardFacts:
+    """Facts a saved model's folder tells: `config.json`, weights, `training_facts.json`, `eval_results.json`, figures.
+
+    Args:
+        folder: As written by `save_pretrained`.
+        **known: Fields of [`CardFacts`] that the folder does not tell, or that replace what it tells.
+
+    Raises:
+        FileNotFoundError: if there is no `config.json`.
+    """
+    folder = Path(folder)
+    facts: dict[str, Any] = {
+        "name": folder.resolve().name,
+        "config": json.loads((folder / "config.json").read_text(encoding="utf-8")),
+        "num_parameters": _count_parameters(folder),
+        "versions": {package: importlib.metadata.version(package) for package in VERSIONED},
+        "figures": {title: path for title, path in FIGURES.items() if (folder / path).exists()},
+        "custom_generate": (folder / "custom_generate" / "generate.py").exists(),
+    }
+    if (folder / TRAINING_FACTS).exists():
+        facts["training"] = json.loads((folder / TRAINING_FACTS).read_text(encoding="utf-8"))
+        facts["versions"] = facts["training"].get("versions") or facts["versions"]
+        facts["commit"] = facts["training"].get("commit")
+    facts["evaluations"] = read_evaluations(folder / EVAL_RESULTS)
+    return CardFacts(**{**facts, **known})
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Results of `specheads eval --json`, one or a list of them; empty if there is no such file."""
+    if not path.exists():
+        return []
+    results = json.loads(path.read_text(encoding="utf-8"))
+    return results if isinstance(results, list) else [results]
+
+
+def _count_parameters(folder: Path) -> int | None:
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 (not a dict)
+                    count = 1
+                    for size in reader.get_slice(key).get_shape():
+                        count *= size
+                    total += count
+        except (SafetensorError, OSError):
+            return None
+    return total or None

@@ -1,0 +1,207 @@
+"""The sections of a model card: Markdown from facts, and nothing where nothing is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...configuration import DraftHeadConfig
+from .facts import CardFacts
+
+# Of a training run, what a reader of a card wants; the file next to the weights has everything.
+TRAINING_LEFT_OUT = ("versions", "commit", "target", "method", "parameters", "log_history", "num_specialists", "name",
+                     "positions_per_specialist")  # fmt: skip
+ARGUMENTS_SHOWN = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "max_steps",
+    "num_train_epochs", "bf16", "seed", "max_length", "packing", "feature_loss_weight", "token_loss_weight",
+    "top_k_loss_weight", "next_token_loss_weight", "pass_decay", "feature_noise", "embedding_noise",
+)  # fmt: skip
+ADAPTER_TEXT = (
+    " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
+    "`target_adapter/`: the text is that of the target **with** this adapter."
+)
+HELD_OUT = "held-out prompts"
+
+
+def summary(facts: CardFacts) -> str:
+    """What the model is, for which target, in one paragraph."""
+    size = f"{facts.num_parameters / 1e6:.1f} M parameters" if facts.num_parameters else ""
+    if not facts.is_heads:
+        layers = facts.config.get("num_hidden_layers")
+        details = ", ".join(part for part in (size, f"{layers} layers" if layers else "") if part)
+        kind = f"`{facts.config.get('model_type')}` language model"
+        return f"A {kind}{f' ({details})' if details else ''}, target of draft heads."
+    specialists = int(facts.config.get("num_specialists", 1))
+    shape = ""
+    if specialists > 1:
+        shape = f"{specialists} specialists of {facts.config.get('positions_per_specialist')} draft positions each"
+    details = ", ".join(part for part in (shape, size) if part)
+    return (
+        f"{facts.method_name} draft heads{f' ({details})' if details else ''} for "
+        f"{target_link(facts)}. They make `generate` need fewer forwards of the target without changing its output: "
+        "every token is the target's own." + (ADAPTER_TEXT if facts.config.get("target_adapter") else "")
+    )
+
+
+def target_link(facts: CardFacts) -> str:
+    """The target's name with a link, if it is on the Hub, and the revision it had."""
+    name = facts.target_name
+    if not name:
+        return "their target"
+    revision = (facts.config.get("target") or {}).get("revision")
+    link = f"[{name}](https://huggingface.co/{name})" if facts.target_on_hub else f"`{name}`"
+    return f"{link} (revision `{revision}`)" if revision else link
+
+
+def usage(facts: CardFacts) -> str:
+    """Python lines that load and generate."""
+    target = facts.target_name or ("path/to/target" if facts.is_heads else facts.name)
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        *(["from hf_specheads import load_heads"] if facts.is_heads else []),
+        "",
+        f'target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
+        *([f'heads = load_heads("{facts.name}")'] if facts.is_heads else []),
+        *(["heads.load_target_adapter(target)"] if facts.config.get("target_adapter") else []),
+        'inputs = tokenizer("...", return_tensors="pt").to(target.device)',
+        f"out = target.generate(**inputs, {'assistant_model=heads, ' if facts.is_heads else ''}max_new_tokens=256)",
+    ]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ measured results
+def results(facts: CardFacts) -> str:
+    """One row per measurement, columns only where something was measured, a row of pos-acc, and the figures."""
+    evaluations = facts.evaluations
+    columns = {
+        "acceptance length": lambda r: _rounded(r.get("acceptance_length"), 2),
+        "speed-up": lambda r: _rounded(r.get("speed_up"), 2),
+        "tokens/s plain": lambda r: _rounded(r.get("plain_tokens_per_second"), 1),
+        "tokens/s with heads": lambda r: _rounded(r.get("tokens_per_second"), 1),
+        "draft tree": lambda r: _tree_text(r.get("tree_config")),
+        "prompts": lambda r: _rounded(r.get("prompts"), 0),
+        "identical texts": lambda r: {True: "yes", False: "no"}.get(r.get("identical"), ""),
+        "hardware": lambda r: str(r.get("hardware") or ""),
+    }
+    rows = [{name: column(result) for name, column in columns.items()} for result in evaluations]
+    used = [name for name in columns if any(row[name] for row in rows)]
+    if not used:
+        return ""
+    tasks = [str(result.get("task") or HELD_OUT) for result in evaluations]
+    table = markdown_table(
+        ["task", *used], [[task, *(row[n] for n in used)] for task, row in zip(tasks, rows, strict=True)]
+    )
+    return "\n\n".join([table, *_pos_acc(tasks, evaluations), *figure_links(facts)])
+
+
+def _pos_acc(tasks: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    deepest = max(len(result.get("pos_acc") or ()) for result in evaluations)
+    if not deepest:
+        return []
+    rows = [
+        [task, *(f"{value:.2f}" for value in result["pos_acc"]), *[""] * (deepest - len(result["pos_acc"]))]
+        for task, result in zip(tasks, evaluations, strict=True)
+        if result.get("pos_acc")
+    ]
+    header = ["pos-acc at draft position", *map(str, range(1, deepest + 1))]
+    explanation = "pos-acc: how often a draft position is accepted, given that all earlier ones were."
+    return [markdown_table(header, rows), explanation]
+
+
+def figure_links(facts: CardFacts) -> list[str]:
+    """Markdown images of the figures that lie beside the weights."""
+    return [f"![{title}]({path})" for title, path in facts.figures.items()]
+
+
+def _rounded(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else ""
+
+
+def _tree_text(tree: Mapping[str, Any] | None) -> str:
+    if not tree:
+        return ""
+    nodes = "" if tree.get("kind") == "chain" else f", {tree.get('total_tokens')} nodes"
+    return f"{tree.get('kind')}, depth {tree.get('depth')}{nodes}"
+
+
+# ------------------------------------------------------------------ training, architecture
+def training(facts: CardFacts) -> str:
+    """A table of what was trained on what, how long, and to what end."""
+    shown = {key: value for key, value in (facts.training or {}).items() if key not in TRAINING_LEFT_OUT}
+    if isinstance(arguments := shown.get("arguments"), Mapping):
+        shown["arguments"] = {name: arguments[name] for name in ARGUMENTS_SHOWN if name in arguments}
+    if isinstance(recipe := shown.get("recipe"), Mapping):
+        shown["recipe"] = {name: value for name, value in recipe.items() if name not in ("training", "target")}
+    return _fact_table(shown)
+
+
+def _fact_table(facts: Mapping[str, Any]) -> str:
+    rows = [[f"`{key}`", str(value)] for key, value in _flattened(facts)]
+    return markdown_table(["fact", "value"], rows) if rows else ""
+
+
+def _flattened(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            rows += _flattened(value, f"{prefix}{key}.")
+        elif value is not None and not _is_unprintable(value):
+            rows.append((prefix + str(key), f"{value:.6g}" if isinstance(value, float) else value))
+    return rows
+
+
+def _is_unprintable(value: Any) -> bool:
+    """Long lists, and folders of the machine a model was trained on."""
+    return (isinstance(value, list) and len(value) > 12) or (isinstance(value, str) and Path(value).is_absolute())
+
+
+def architecture(facts: CardFacts) -> str:
+    """Sizes every model has, then what the family's own config adds."""
+    names = ["vocab_size", "hidden_size", "feature_size", "embedding_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "head_dim"]  # fmt: skip
+    if (config_class := facts.config_class) is not None:
+        base = {field.name for field in dataclasses.fields(DraftHeadConfig)}
+        own = [field.name for field in dataclasses.fields(config_class) if field.name not in base]
+        names += [name for name in own if name not in names and not isinstance(facts.config.get(name), dict)]
+    return _fact_table({name: facts.config.get(name) for name in [*names, "dtype"]})
+
+
+# ------------------------------------------------------------------ limits, licence, provenance
+def limits(facts: CardFacts) -> list[str]:
+    """Known limits: of all heads, of these by their config, and those that were given."""
+    if not facts.is_heads:
+        return facts.limits
+    known = [
+        "They fit only the target they were trained for; loading checks its sizes and a fingerprint of its embedding."
+    ]
+    if facts.config.get("trained_positions"):
+        known.append(
+            f"Trained for {facts.config['trained_positions']} draft positions; deeper drafts are accepted less."
+        )
+    if facts.config.get("train_max_length"):
+        known.append(f"Trained on sequences of up to {facts.config['train_max_length']} tokens.")
+    return [*known, *facts.limits, "Text unlike the training data is drafted worse: slower, but never different."]
+
+
+def licence(facts: CardFacts) -> str:
+    """Licence of the weights, and what is known of the target's."""
+    own = f"These weights: {facts.license}." if facts.license else "No licence of these weights was stated."
+    target = "The target has its own licence, which binds users of the pair." if facts.is_heads else ""
+    return " ".join(part for part in (own, facts.target_license or target) if part)
+
+
+def provenance(facts: CardFacts) -> str:
+    """Versions and commit."""
+    rows = {**facts.versions, **({"commit": facts.commit} if facts.commit else {})}
+    return ", ".join(f"{name} {value}" for name, value in rows.items())
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; bars and line ends inside of cells are made harmless."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )

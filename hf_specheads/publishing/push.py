@@ -1,0 +1,193 @@
+"""`push_to_hub`: draft heads with their card, figures and facts in one commit; never anything of the target's weights.
+
+Uploading, rights, branches, pull requests and going on after an interruption are huggingface_hub's affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from transformers import PreTrainedModel
+
+from ..version import __version__
+from .card.facts import EVAL_RESULTS, TRAINING_FACTS, CardFacts, collect_facts, is_hub_id, read_evaluations
+from .card.render import render_card
+from .card.sections import target_link
+from .figures import can_draw, draw_figures
+
+logger = logging.getLogger(__name__)
+
+CUSTOM_GENERATE = "custom_generate"
+CODE = '''"""Generates with the draft heads of this repository; the text is the target's own.
+
+    target.generate(**inputs, custom_generate="{source}", trust_remote_code=True)
+"""
+
+import sys
+
+from hf_specheads.custom_generate import generate_with
+
+# Where the heads are, unless the call says: a copy of this repository loads its own.
+REPOSITORY = "{source}"
+
+
+def generate(model, *args, **kwargs):
+    source = sys._getframe(1).f_locals.get("custom_generate") or REPOSITORY
+    return generate_with(source, __file__, model, *args, **kwargs)
+'''
+REQUIREMENTS = "hf-specheads>={version}\n"
+# What an earlier push may have left and this one does not overwrite: shards, figures, an adapter, generated code.
+REPLACED = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "figures/pos_acc.png",
+            "figures/speed_up.png", "target_adapter/*", f"{CUSTOM_GENERATE}/*")  # fmt: skip
+COUNTED = {"name", "config", "num_parameters", "figures", "custom_generate"}  # facts the folder alone tells
+GIVEN = {field.name for field in dataclasses.fields(CardFacts)} - COUNTED
+
+
+def push_heads(
+    heads: PreTrainedModel,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    custom_generate: bool = False,
+    base_model: str | None = None,
+    facts_from: str | os.PathLike | None = None,
+    **card: Any,
+) -> CommitInfo:
+    """See [`DraftHead.push_to_hub`]."""
+    if unknown := sorted(set(card) - GIVEN):
+        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(GIVEN)}.")
+    api = HfApi(token=token, library_name="hf-specheads")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, source = Path(temporary), facts_from or heads.name_or_path
+        heads.save_pretrained(folder, max_shard_size=max_shard_size)
+        name_target(folder / "config.json", base_model)
+        if source and os.path.isdir(source):
+            _copy_facts(Path(source), folder)
+        for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
+            if (given := card.pop(field, None)) is not None:
+                (folder / name).write_text(json.dumps(given, indent=1, default=str) + "\n", encoding="utf-8")
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo_id=repo_id, branch=revision, exist_ok=True)
+        if custom_generate:
+            write_custom_generate(folder, repo_id)
+        complete_folder(folder, repo_id, api, revision=revision, **card)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload draft heads",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+            delete_patterns=list(REPLACED),
+        )
+
+
+def complete_folder(
+    folder: Path, repo_id: str, api: HfApi | None, *, revision: str | None = None, **card: Any
+) -> Path:
+    """Draws the figures of a folder of heads and writes its card, with what users wrote into earlier ones: the one on
+    the Hub, which counts most, and the README in the folder.
+
+    Args:
+        folder: With config, weights and facts.
+        repo_id: Where it will be pushed.
+        api: Asks the Hub for the card that is there, and for the target's licence; `None` asks nobody.
+        revision: Branch that will be pushed to.
+        **card: Fields of [`CardFacts`].
+
+    Returns:
+        The card's path.
+    """
+    if can_draw():
+        draw_figures(folder, card.get("evaluations") or read_evaluations(folder / EVAL_RESULTS))
+    else:
+        logger.warning("no figures in the model card: they need matplotlib (`pip install matplotlib`).")
+    facts = collect_facts(folder, **{**card, "name": repo_id})
+    if facts.target_license is None and (found := target_licence(facts, api)):
+        facts.target_license = f"The licence of the target, {target_link(facts)}, is `{found}`."
+    path = folder / "README.md"
+    earlier = [published_card(api, repo_id, revision) if api is not None else None, path]
+    texts = [file.read_text(encoding="utf-8") for file in earlier if file is not None and file.is_file()]
+    path.write_text(render_card(facts, *texts), encoding="utf-8")
+    return path
+
+
+def published_card(api: HfApi, repo_id: str, revision: str | None = None) -> Path | None:
+    """The README a repository has now, fetched; `None` if it has none.
+
+    Raises:
+        LocalEntryNotFoundError: if the Hub does not answer: a card that may be there must not be overwritten.
+    """
+    try:
+        return Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def target_licence(facts: CardFacts, api: HfApi | None) -> str | None:
+    """Licence id in the card of the target, on the Hub or in its folder; `None` if it cannot be found."""
+    name = (facts.config.get("target") or {}).get("name")
+    try:
+        if api is not None and is_hub_id(name) and not os.path.isdir(name):
+            licence = (api.model_info(name).card_data or {}).get("license")
+        else:
+            licence = ModelCard.load(Path(name) / "README.md").data.get("license")
+    except (HfHubHTTPError, OSError, ValueError, TypeError):
+        return None
+    return licence if isinstance(licence, str) else None
+
+
+def name_target(config: Path, base_model: str | None) -> None:
+    """Writes the target's Hub id into the pushed config; of a folder on this machine only its last part remains."""
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    target = dict(fields.get("target") or {})
+    name = target.get("name")
+    if name is not None and (os.path.isdir(name) or not is_hub_id(name)):
+        name = Path(name).name
+    if not (base_model or name):
+        return
+    fields["target"] = target | {"name": base_model or name}
+    config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_facts(source: Path, folder: Path) -> None:
+    """Facts of training and measurement, and the card, that lie beside the heads."""
+    for name in (TRAINING_FACTS, EVAL_RESULTS, "README.md"):
+        if (source / name).is_file() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_custom_generate(folder: str | Path, source: str) -> list[Path]:
+    """Writes `custom_generate/generate.py` and `custom_generate/requirements.txt` into a folder of heads.
+
+    Args:
+        folder: As written by `save_pretrained`.
+        source: Repository the folder is pushed to.
+
+    Returns:
+        The files written.
+    """
+    inside = Path(folder) / CUSTOM_GENERATE
+    inside.mkdir(parents=True, exist_ok=True)
+    code, requirements = inside / "generate.py", inside / "requirements.txt"
+    code.write_text(CODE.format(source=source), encoding="utf-8")
+    requirements.write_text(REQUIREMENTS.format(version=__version__), encoding="utf-8")
+    return [code, requirements]

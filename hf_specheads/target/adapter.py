@@ -1,0 +1,149 @@
+"""LoRA adapters of targets: heads that were trained together with their target (Medusa-2) bring one along.
+
+The adapter lies beside the heads in `target_adapter/`, as peft writes it. The heads' config remembers a fingerprint of
+it, and [`check_adapter`] refuses a target without it: such heads would draft for another model than they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import HeadLoadError
+
+ADAPTER_NAME = "specheads"
+
+ADAPTER_FOLDER = "target_adapter"
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+PREFIX = "base_model.model."  # of peft's files, not of an adapter inside of a model
+
+FINGERPRINT_LAYERS, FINGERPRINT_ENTRIES = 8, 4
+
+
+def _lora_layers(target: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in target.modules() if isinstance(module, LoraLayer)]
+
+
+def has_adapters(target: nn.Module) -> bool:
+    """Whether a model has LoRA adapters, whoever put them there, switched on or off."""
+    return bool(_lora_layers(target))
+
+
+# ------------------------------------------------------------------ recognising an adapter
+def active_fingerprints(target: nn.Module) -> list[list[float]]:
+    """A few entries of every LoRA adapter that is in force, one list per adapter; empty if there is none."""
+    layers = [layer for layer in _lora_layers(target) if not layer.disable_adapters]
+    names = dict.fromkeys(name for layer in layers for name in layer.active_adapters)
+    return [_fingerprint(layers, name) for name in names]
+
+
+@torch.no_grad()
+def _fingerprint(layers: list[Any], name: str) -> list[float]:
+    # The second factor: it starts at zero, so that two trainings from one seed differ.
+    weights = [layer.lora_B[name].weight for layer in layers if name in layer.lora_B]
+    chosen = torch.linspace(0, len(weights) - 1, FINGERPRINT_LAYERS).long().tolist() if weights else []
+    entries: list[float] = []
+    for index in chosen:
+        flat = weights[index].flatten()
+        places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_ENTRIES, device=flat.device).long()
+        entries += [float(f"{value:.5g}") for value in flat[places].float().tolist()]
+    return entries
+
+
+def adapter_identity(target: nn.Module) -> dict[str, Any] | None:
+    """What heads remember of our adapter on a target; `None` without one."""
+    if ADAPTER_NAME not in (getattr(target, "peft_config", None) or {}):
+        return None
+    return {"fingerprint": _fingerprint(_lora_layers(target), ADAPTER_NAME)}
+
+
+# ------------------------------------------------------------------ an adapter of our own on a target
+def add_adapter(target: PreTrainedModel, rank: int, alpha: float, modules: str) -> None:
+    """Puts a fresh adapter on a target, which changes nothing until it is trained.
+
+    Args:
+        target: Gets the adapter in place.
+        rank: r of LoRA.
+        alpha: The adapter's product counts alpha / r times.
+        modules: Names of the adapted modules, separated by commas; `"all-linear"` for all but the `lm_head`.
+
+    Raises:
+        ValueError: if the target has adapters already.
+    """
+    from peft import LoraConfig
+
+    _refuse_adapters(target)
+    names = modules if modules == "all-linear" else [name.strip() for name in modules.split(",")]
+    target.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"), ADAPTER_NAME)
+
+
+def load_adapter(target: PreTrainedModel, folder: Path) -> None:
+    """Puts a saved adapter on a target.
+
+    Raises:
+        ValueError: if the target has adapters already.
+    """
+    _refuse_adapters(target)
+    target.load_adapter(str(folder), ADAPTER_NAME)
+    target.set_adapter(ADAPTER_NAME)
+
+
+def _refuse_adapters(target: PreTrainedModel) -> None:
+    if has_adapters(target):
+        raise ValueError(
+            "the target has LoRA adapters already; merge them into its weights first, or load the target anew."
+        )
+
+
+def adapter_parameters(target: nn.Module) -> list[nn.Parameter]:
+    """Weights of our adapter on a target, in a fixed order."""
+    return [p for name, p in target.named_parameters() if "lora_" in name and f".{ADAPTER_NAME}." in name]
+
+
+def save_adapter(target: PreTrainedModel, folder: Path) -> None:
+    """Writes our adapter on a target into a folder, as peft does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target.peft_config[ADAPTER_NAME].save_pretrained(str(folder))
+    weights = target.get_adapter_state_dict(ADAPTER_NAME)
+    save_file({PREFIX + key: value.detach().cpu().contiguous() for key, value in weights.items()}, folder / WEIGHTS)
+
+
+def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
+    """Reads saved weights into our adapter on a target.
+
+    Raises:
+        HeadLoadError: if the folder lacks them, or they are of another adapter.
+    """
+    from peft import set_peft_model_state_dict
+
+    if not (folder / WEIGHTS).exists():
+        raise HeadLoadError(f"{folder} holds no {WEIGHTS}; the heads beside it were not trained with an adapter.")
+    weights = {key.removeprefix(PREFIX): value for key, value in load_file(folder / WEIGHTS).items()}
+    expected = target.get_adapter_state_dict(ADAPTER_NAME)
+    if {key: value.shape for key, value in weights.items()} != {key: value.shape for key, value in expected.items()}:
+        raise HeadLoadError(f"the adapter in {folder} has other sizes than the target's; train with its rank.")
+    set_peft_model_state_dict(target, weights, adapter_name=ADAPTER_NAME)
+
+
+@contextmanager
+def without_adapter(target: nn.Module) -> Iterator[None]:
+    """Switches all adapters of a model off for a while: the model as it was before."""
+    layers = [layer for layer in _lora_layers(target) if not layer.disable_adapters]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)

@@ -1,0 +1,88 @@
+"""Who a target is: the sizes heads must agree with, and a fingerprint of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .borrowed import as_embedding
+
+FINGERPRINT_ROWS = 8
+
+FINGERPRINT_COLUMNS = 4
+
+FINGERPRINT_TOLERANCE = 0.02  # of the entries' root mean square: above bf16/fp16 rounding, far below another model
+
+
+def target_sizes(target: PreTrainedModel) -> dict[str, int]:
+    """Sizes a head must agree on: `vocab_size`, `feature_size` (H) and `embedding_size` of a loaded target.
+
+    Raises:
+        ValueError: if the target has no output embedding, i.e. is not a language model.
+    """
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(target).__name__} has no `lm_head`; draft heads need a decoder-only language model "
+            "(AutoModelForCausalLM)."
+        )
+    config = target.config.get_text_config(decoder=True)
+    embedding = target.get_input_embeddings()
+    return {
+        "vocab_size": config.vocab_size,
+        "feature_size": getattr(target.get_output_embeddings(), "in_features", config.hidden_size),
+        "embedding_size": getattr(embedding, "embedding_dim", config.hidden_size),
+    }
+
+
+def target_fingerprint(target: PreTrainedModel) -> list[float]:
+    """A few entries of the target's token embedding, spread over vocabulary and width.
+
+    Read through the module, so it is the same for offloaded targets; compared with a tolerance, so it is the same for
+    fp32, bf16 and fp16 copies of one model.
+
+    Returns:
+        FINGERPRINT_ROWS * FINGERPRINT_COLUMNS floats.
+    """
+    embedding = target.get_input_embeddings()
+    weight = getattr(embedding, "weight", None)
+    device = weight.device if weight is not None and weight.device.type != "meta" else torch.device("cpu")
+    return _fingerprint(embedding, target.config.get_text_config(decoder=True).vocab_size, device)
+
+
+def weight_fingerprint(weight: torch.Tensor) -> list[float]:
+    """The same as [`target_fingerprint`], from a copy [V, E] of the target's token embedding."""
+    return _fingerprint(as_embedding(weight), weight.shape[0], weight.device)
+
+
+@torch.no_grad()
+def _fingerprint(
+    embedding: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, device: torch.device
+) -> list[float]:
+    ids = torch.linspace(0, vocab_size - 1, FINGERPRINT_ROWS, device=device).long()
+    rows = embedding(ids).float()
+    columns = torch.linspace(0, rows.shape[-1] - 1, FINGERPRINT_COLUMNS, device=rows.device).long()
+    return [round(x, 6) for x in rows[:, columns].flatten().tolist()]
+
+
+def fingerprints_match(ours: list[float], theirs: list[float]) -> bool:
+    """Whether two fingerprints come from the same weights, up to rounding to 16 bits."""
+    if len(ours) != len(theirs):
+        return False
+    a, b = torch.tensor(ours), torch.tensor(theirs)
+    scale = a.square().mean().sqrt().clamp_min(1e-8)
+    return bool(((a - b).abs().max() / scale) < FINGERPRINT_TOLERANCE)
+
+
+def target_identity(target: PreTrainedModel) -> dict[str, Any]:
+    """What heads remember of their target: name, revision, type, depth and fingerprint."""
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "name": target.config.name_or_path or None,
+        "revision": getattr(target.config, "_commit_hash", None),
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "fingerprint": target_fingerprint(target),
+    }

@@ -1,0 +1,68 @@
+"""Projections from hidden states to logits: some of their rows, and the weight of a target's `lm_head`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .borrowed import BorrowedModules
+from .identity import target_sizes
+
+ROWS_AT_ONCE = 256  # columns of a weight read through its module in one call
+
+
+# ---------------------------------------------------------------------- rows of projections to logits
+@dataclass(frozen=True)
+class Projection:
+    """Some rows of a projection to logits, copied: `[..., H] -> [..., Vp]`.
+
+    Attributes:
+        weight: [Vp, H], contiguous.
+        bias: [Vp], or `None`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+def has_plain_weight(module: nn.Module) -> bool:
+    """Whether a linear module is no more than its weight: not quantised, offloaded, adapted or wrapped."""
+    weight = getattr(module, "weight", None)
+    return (
+        type(module) is nn.Linear
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.dtype.is_floating_point
+        and weight.device.type != "meta"
+    )
+
+
+@torch.no_grad()
+def projection_rows(module: nn.Module, width: int, token_ids: torch.Tensor, like: torch.Tensor) -> Projection:
+    """Rows of a projection, read from its weight or, where that is not all there is to it, asked of the module.
+
+    Args:
+        module: Linear map from [..., H] to [..., V], possibly with bias.
+        width: H.
+        token_ids: int64 [Vp], the rows.
+        like: A tensor on the device and of the dtype the module's inputs have, for modules that are asked.
+    """
+    if has_plain_weight(module):
+        ids = token_ids.to(module.weight.device)
+        return Projection(module.weight.detach()[ids], None if module.bias is None else module.bias.detach()[ids])
+    bias = module(like.new_zeros(1, width))[0, token_ids.to(like.device)]
+    columns = []
+    for start in range(0, width, ROWS_AT_ONCE):
+        units = torch.eye(width, dtype=like.dtype, device=like.device)[start : start + ROWS_AT_ONCE]
+        columns.append(module(units)[:, token_ids.to(like.device)] - bias)
+    return Projection(torch.cat(columns).T.contiguous(), bias if bool(bias.any()) else None)
+
+
+def output_weight(target: PreTrainedModel) -> torch.Tensor:
+    """Weight [V, H] of a target's `lm_head`; asked of the module where it is quantised or offloaded."""
+    rows = torch.arange(target.config.get_text_config(decoder=True).vocab_size)
+    like = torch.zeros(1, dtype=target.dtype, device=BorrowedModules.of(target).device)
+    return projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight

@@ -1,0 +1,74 @@
+"""Facts about machines that decide which draft tree heads use when nobody says.
+
+The choice depends on where the heads lie, never on a measurement in passing: the same call grows the same trees.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import DraftTreeConfig
+
+# On a CPU every verified node past the first few costs time (docs/tuning.md). The fastest trees measured for the
+# shipped heads were chains of 4 to 8 where drafts are good, and 8 nodes of depth 1 to 3 where they are not; this lies
+# between.
+CPU_TREE = DraftTreeConfig(depth=4, top_k=3, total_tokens=8)
+
+
+def default_tree(device: torch.device, published: DraftTreeConfig, deepest: int | None = None) -> DraftTreeConfig:
+    """The tree of heads for which none was ever chosen.
+
+    Args:
+        device: Where the heads are.
+        published: What the method's authors use, on accelerators, where verifying many nodes costs hardly more than
+            one.
+        deepest: Draft positions the heads have, `None` without limit.
+    """
+    tree = CPU_TREE if device.type == "cpu" else published
+    if deepest is None or tree.depth <= deepest:
+        return tree
+    return tree.replace(depth=deepest)
+
+
+def machine_name(device: torch.device) -> str:
+    """What tells machines apart that need trees of their own: the accelerator, or processor and number of cores."""
+    if device.type != "cpu":
+        backend = getattr(torch, device.type)
+        return str(backend.get_device_name(device)) if hasattr(backend, "get_device_name") else device.type
+    return _processor()
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} logical cores"
+
+
+def machine_key(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a tuned tree is for: `machine`, `dtype`, and on a CPU the `threads`."""
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    return {"machine": machine_name(device), "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+
+
+def tuned_tree(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> DraftTreeConfig | None:
+    """The tree tuned for a machine, `None` if there is none."""
+    for entry in reversed(tuned or []):
+        if all(entry.get(name) == value for name, value in key.items()):
+            return DraftTreeConfig().replace(**entry["tree_config"])
+    return None
+
+
+def without_machine(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tuned trees of other machines."""
+    return [entry for entry in tuned or [] if any(entry.get(name) != value for name, value in key.items())]

@@ -1,0 +1,266 @@
+"""What a search for the fastest draft tree must know: how often which child is accepted, and what forwards cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..cache.target import TreeCache
+from ..contract import DraftingContract
+from ..generation.attention import grouped_attention_under_masks
+from ..metrics import GenerationStats
+from ..target.features import asked_hidden_states, select_hidden_states
+from ..tree.config import DraftTreeConfig
+from ..tree.draft_tree import DraftTree
+
+Path = tuple[int, ...]
+FEWEST_TRIALS = 50  # below that many, a draft position is given the acceptance pooled over all positions
+
+
+@dataclass(frozen=True)
+class MeasuredAcceptance:
+    """How often which child was accepted.
+
+    Attributes:
+        accepted: [D][B], times child b at draft position i + 1 was the accepted one.
+        trials: [D], times a node at that position had its B children verified.
+        tree: The tree this was measured with.
+        seconds_per_round: Wall seconds of its rounds, the median over prompts.
+    """
+
+    accepted: tuple[tuple[int, ...], ...]
+    trials: tuple[int, ...]
+    tree: DraftTreeConfig
+    seconds_per_round: float
+
+    @property
+    def pooled(self) -> list[float]:
+        """p[b] over all draft positions, as Sequoia has it."""
+        total = max(sum(self.trials), 1)
+        return [sum(column) / total for column in zip(*self.accepted, strict=True)]
+
+    @property
+    def by_position(self) -> list[list[float]]:
+        """p[i][b]; of all positions together where a position was seldom reached."""
+        pooled = self.pooled
+        return [
+            [count / trials for count in row] if trials >= FEWEST_TRIALS else pooled
+            for row, trials in zip(self.accepted, self.trials, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the parts of a round.
+
+    Attributes:
+        target: Of a target forward, by number of verified nodes, root included.
+        draft: Of a draft forward after the first, by number of rows.
+        start: Of the first draft forward, which takes in the committed rows.
+        overhead: Of everything else in a round.
+    """
+
+    target: dict[int, float]
+    draft: dict[int, float]
+    start: float = 0.0
+    overhead: float = 0.0
+
+    def of(self, choices: Sequence[Path]) -> float:
+        """Seconds of a round with a tree, given by its paths; measured points are joined by straight lines."""
+        inner = {path[:-1] for path in choices}
+        drafting = self.start
+        for length in range(1, max(map(len, choices), default=0)):
+            drafting += interpolate(self.draft, sum(len(path) == length for path in inner))
+        return drafting + interpolate(self.target, len(choices) + 1) + self.overhead
+
+
+def interpolate(points: dict[int, float], at: int) -> float:
+    """A measured value, on the straight line through the two points nearest to it if it was not measured itself."""
+    if not points:
+        return 0.0
+    if at in points or len(points) == 1:
+        return points.get(at, next(iter(points.values())))
+    known = sorted(points)
+    right = min(max(sum(size < at for size in known), 1), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    return max(points[low] + (points[high] - points[low]) * (at - low) / (high - low), 0.0)
+
+
+def favourite_path(depth: int, num_children: int) -> tuple[Path, ...]:
+    """Paths of the tree in which the root and every node on the favourite path have `num_children` children."""
+    return tuple((0,) * level + (rank,) for level in range(depth) for rank in range(num_children))
+
+
+def measure_acceptance(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Sequence[torch.Tensor | Sequence[int]],
+    depth: int = 8,
+    num_children: int = 8,
+    max_new_tokens: int = 64,
+    **generate_options: Any,
+) -> MeasuredAcceptance:
+    """How often each of B children is the accepted one, at every draft position, by generating.
+
+    The tree offers B children to every node of the favourite path. Whether a node's children are offered thus depends
+    only on its ancestors, never on which child will be accepted, so every node reached is an unbiased trial of all of
+    its children at once.
+
+    Args:
+        target: The target.
+        heads: Its heads; how children are chosen (`children`, `draft_temperature`) stays as it is.
+        prompts: Token ids of prompts, [1, T] or plain lists.
+        depth: Draft positions D, lowered to what the heads draft at most.
+        num_children: B.
+        max_new_tokens: Tokens to generate per prompt.
+        **generate_options: For `generate`, e.g. `do_sample=True`; greedy by default.
+
+    Raises:
+        ValueError: without prompts, or if no round drafted anything.
+    """
+    depth = min(depth, heads.max_draft_positions or depth)
+    measured = heads.with_tree(kind="static", choices=favourite_path(depth, num_children))
+    measured.trace = measured.profile = True
+    accepted = [[0] * num_children for _ in range(depth)]
+    trials, seconds = [0] * depth, []
+    for prompt in prompts:
+        ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
+        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
+        output = target.generate(input_ids=ids, assistant_model=measured, **{**options, **generate_options})
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        stats = measured.last_stats
+        assert stats is not None
+        if stats.rounds:
+            _count(stats, sequences[0, ids.shape[1] :].tolist(), accepted, trials)
+            seconds.append((stats.seconds["total"] - stats.seconds["prefill"]) / stats.rounds)
+    if not sum(trials):
+        raise ValueError("nothing was drafted: give at least one prompt, and leave room for more than one new token.")
+    rows = tuple(tuple(row) for row in accepted)
+    return MeasuredAcceptance(rows, tuple(trials), measured.tree_config, statistics.median(seconds))
+
+
+def _count(stats: GenerationStats, new_ids: list[int], accepted: list[list[int]], trials: list[int]) -> None:
+    """Follows every round's tokens down its tree, to the first that is no child of the node before it.
+
+    The last token of a round is followed too: in a round cut short by the end of the text it is an accepted one.
+    """
+    start = 1  # the first token comes from the prefill
+    for tree, taken in zip(stats.trees, stats.num_accepted[0], strict=True):
+        tokens, parents = tree.token_ids[0].tolist(), tree.parents[0].tolist()
+        node = 0
+        for position, token in enumerate(new_ids[start : start + taken + 1]):
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            if not children:
+                break
+            trials[position] += 1
+            ranks = [rank for rank, child in enumerate(children) if tokens[child] == token]
+            if not ranks:
+                break
+            accepted[position][ranks[0]] += 1
+            node = children[ranks[0]]
+        start += taken + 1
+
+
+@torch.no_grad()
+def measure_costs(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    context_length: int = 128,
+    nodes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    rows: Sequence[int] = (1, 2, 4, 8, 16),
+    repeats: int = 9,
+) -> RoundCosts:
+    """Medians of bare forwards after a random context, on the devices where the models are.
+
+    Args:
+        target: The target.
+        heads: Its heads.
+        context_length: Tokens in the caches.
+        nodes: Sizes of the target's tree forward.
+        rows: Sizes of the draft forward of the second draft position.
+        repeats: Times everything is run; all sizes take turns, so that whatever else the machine does meets all.
+    """
+    heads.bind(target)
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = min(heads.config.vocab_size, target.config.get_text_config(decoder=True).vocab_size)
+    ids = torch.randint(vocab_size, (1, context_length + 1), generator=generator)
+    with grouped_attention_under_masks(target):
+        verify, features = _target_forward(target, heads, ids.to(target.device))
+        draft = _draft_forward(heads, ids, features, max(rows))
+        verified: dict[int, list[float]] = {size: [] for size in nodes}
+        drafted: dict[int, list[float]] = {size: [] for size in rows}
+        started: list[float] = []
+        for repeat in range(repeats + 1):
+            for size in nodes:
+                verified[size].append(verify(size))
+            for size in rows:
+                first, further = draft(size)
+                started.append(first)
+                drafted[size].append(further)
+            if repeat == 0:  # the first calls of everything are no measure
+                for seconds in (started, *verified.values(), *drafted.values()):
+                    seconds.clear()
+    middle = statistics.median
+    return RoundCosts(
+        target={size: middle(seconds) for size, seconds in verified.items()},
+        draft={size: middle(seconds) for size, seconds in drafted.items()},
+        start=middle(started),
+    )
+
+
+def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    """Wall seconds of a call, until the device is done."""
+    wait = getattr(torch, device.type).synchronize
+    wait()
+    started = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - started
+
+
+def _target_forward(
+    target: PreTrainedModel, heads: DraftingContract, ids: torch.Tensor
+) -> tuple[Callable[[int], float], torch.Tensor | None]:
+    """A timed forward of the target over that many nodes after the tokens [1, T + 1], and their features [1, T, F]."""
+    cache, length = DynamicCache(config=target.config), ids.shape[1] - 1
+    asked = {"output_hidden_states": asked_hidden_states(heads.feature_layers), "use_cache": True}
+    states = target(input_ids=ids[:, :-1], past_key_values=cache, **asked).hidden_states
+    features = select_hidden_states(states, heads.feature_layers) if heads.feature_layers else None
+    slots = TreeCache(cache, target, 1, None, torch.tensor([[length]], device=ids.device), target.dtype)
+
+    def verify(size: int) -> float:
+        depths = torch.arange(size, device=ids.device).clamp_max(1)[None]
+        tree = DraftTree(ids[:, -1:].expand(1, size), depths - 1, depths, depths.float(), 1)
+        return _seconds(ids.device, lambda: target(tree.token_ids, **slots.forward_inputs(tree), **asked))
+
+    return verify, features
+
+
+def _draft_forward(
+    heads: DraftingContract, ids: torch.Tensor, features: torch.Tensor | None, most_rows: int
+) -> Callable[[int], tuple[float, float]]:
+    """Timed first and second draft forwards of a round in which one row was committed, the second over that many
+    rows (0 seconds if the heads draft one position)."""
+    ids, cache = ids.to(heads.device), heads.new_draft_cache()
+    if features is not None:
+        features = features.to(heads.device)
+    heads.start_draft(cache, ids, features)
+    newest = None if features is None else features[:, -1:]
+    room = torch.eye(most_rows, dtype=torch.bool, device=heads.device)[None]
+
+    def draft(size: int) -> tuple[float, float]:
+        states: list[torch.Tensor] = []
+        first = _seconds(heads.device, lambda: states.append(heads.start_draft(cache, ids[:, -2:], newest)[0]))
+        if heads.max_draft_positions == 1:
+            return first, 0.0
+        parents = states[0].expand(-1, size, *states[0].shape[2:])
+        tokens, visible = ids[:, :1].expand(-1, size), room[:, :size, :size]
+        return first, _seconds(heads.device, lambda: heads.extend_draft(cache, 1, tokens, parents, visible))
+
+    return draft

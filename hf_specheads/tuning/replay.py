@@ -1,0 +1,294 @@
+"""Which draft trees would have accepted how much: every tree replayed on the same recorded drafts.
+
+Draft heads start from committed tokens alone, so what they draft at a place of a text does not depend on the tree that
+was drafted before. A text the target wrote is therefore drafted for once, at every place, with a tree wide and deep
+enough to hold the others (and the true path, whatever its rank); how far a smaller tree would have come at that place
+is then looked up. This holds for greedy text, and for sampled text with top-k children: these are accepted when they
+are what the target has drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..contract import DraftingContract
+from ..target.features import asked_hidden_states, select_hidden_states
+from ..tree.config import DraftTreeConfig
+
+NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or that comes after the text
+STARTS = 5  # walks through a text begin at that many places, so that no tree is favoured by where rounds happen to end
+
+
+@dataclass(frozen=True)
+class RecordedDrafts:
+    """What heads drafted at T places of texts, for frontiers of K nodes and D draft positions.
+
+    Attributes:
+        scores: D tensors [T, F, K]; cumulative log-probabilities of the best K children of the F frontier nodes of
+            each level (F = 1 for the root, else K), the best first.
+        frontiers: D - 1 tensors int64 [T, K]: which of the F * K children became the next frontier.
+        true_children: int64 [T, D], which of the F * K children is the true token after a true path, -1 for none.
+        true_ranks: int64 [T, D], rank of the true token among all children of the true node before it.
+        lengths: Places per text; they follow one another in T.
+    """
+
+    scores: tuple[torch.Tensor, ...]
+    frontiers: tuple[torch.Tensor, ...]
+    true_children: torch.Tensor
+    true_ranks: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return len(self.scores)
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.scores[0].shape[-1]
+
+
+# ---------------------------------------------------------------------- recording
+@torch.no_grad()
+def record_drafts(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Sequence[torch.Tensor | Sequence[int]],
+    depth: int = 8,
+    top_k: int = 8,
+    max_new_tokens: int = 64,
+    **generate_options: Any,
+) -> RecordedDrafts:
+    """Drafts at every place of the texts the target writes.
+
+    Args:
+        target: The target.
+        heads: Its heads.
+        prompts: Token ids of prompts, [1, T] or plain lists.
+        depth: Draft positions D, lowered to what the heads draft at most.
+        top_k: Children per node and nodes per level K, lowered to the draft vocabulary.
+        max_new_tokens: Tokens to write per prompt, plainly.
+        **generate_options: For `generate`; greedy by default.
+
+    Raises:
+        ValueError: if no text is longer than its prompt by two tokens: nothing can be drafted then.
+    """
+    heads.bind(target)
+    depth = min(depth, heads.max_draft_positions or depth)
+    vocabulary = heads.draft_vocabulary
+    top_k = min(top_k, heads.target_vocab_size if vocabulary is None else len(vocabulary))
+    wide = heads.with_tree(kind="dynamic", depth=depth, top_k=top_k, total_tokens=depth + 1)
+    places, lengths = [], []
+    for prompt in prompts:
+        ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
+        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
+        text = target.generate(input_ids=ids, **{**options, **generate_options})
+        text = text if isinstance(text, torch.Tensor) else text.sequences
+        found = _record_text(target, wide, text, ids.shape[1], depth, top_k)
+        places += found
+        lengths += [len(found)] if found else []
+    if not places:
+        raise ValueError("nothing can be drafted: give at least one prompt, and leave room for two new tokens.")
+    scores, frontiers, children, ranks = zip(*places, strict=True)
+    return RecordedDrafts(
+        scores=tuple(torch.stack(level) for level in zip(*scores, strict=True)),
+        frontiers=tuple(torch.stack(level) for level in zip(*frontiers, strict=True)),
+        true_children=torch.tensor(children),
+        true_ranks=torch.tensor(ranks),
+        lengths=tuple(lengths),
+    )
+
+
+def _record_text(
+    target: PreTrainedModel, heads: DraftingContract, text: torch.Tensor, prompt_length: int, depth: int, top_k: int
+) -> list[tuple]:
+    """One entry per root from the first new token [1, T] to the last but one."""
+    features = None
+    if heads.feature_layers:
+        states = target(text, output_hidden_states=asked_hidden_states(heads.feature_layers)).hidden_states
+        features = select_hidden_states(states, heads.feature_layers).to(heads.device)
+    ids, cache = text.to(heads.device), heads.new_draft_cache()
+    found, committed = [], 0
+    for root in range(prompt_length, ids.shape[1] - 1):
+        rows = None if features is None else features[:, committed:root]
+        state, logits = heads.start_draft(cache, ids[:, committed : root + 1], rows)
+        committed = root
+        found.append(_record_place(heads, cache, state, logits, ids[0, root + 1 :][:depth].tolist(), depth, top_k))
+    return found
+
+
+def _record_place(
+    heads: DraftingContract,
+    cache: Any,
+    state: torch.Tensor,
+    logits: torch.Tensor,
+    truth: list[int],
+    depth: int,
+    top_k: int,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int], list[int]]:
+    """The frontier grows as in a dynamic tree; one more row follows the true path, so that its ranks are known."""
+    vocabulary, temperature = heads.draft_vocabulary, heads.tree_config.draft_temperature
+    scores, frontiers, true_children, true_ranks = [], [], [], []
+    above = logits.new_zeros(1)  # cumulative scores of the frontier
+    true_slot, on_path = 0, True
+    visible = torch.zeros(top_k + 1, 0, dtype=torch.bool, device=heads.device)
+    for position in range(depth):
+        log_probs = torch.log_softmax(logits[0] / temperature, dim=-1).nan_to_num(nan=-torch.inf)  # [F or F + 1, Vd]
+        best = log_probs[: len(above)].topk(top_k, dim=-1)
+        children = above[:, None] + best.values
+        scores.append(children)
+        rank = _true_rank(log_probs[-1], truth[position] if on_path and position < len(truth) else None, vocabulary)
+        on_path = rank < NOT_DRAFTED
+        in_frontier = on_path and true_slot >= 0 and rank < top_k
+        true_children.append(true_slot * top_k + rank if in_frontier else -1)
+        true_ranks.append(rank)
+        if position == depth - 1:
+            break
+        above, chosen = children.flatten().topk(top_k)
+        frontiers.append(chosen)
+        tokens = best.indices.flatten()[chosen]
+        true_slot = _place_of(true_children[-1], chosen)
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
+        true_token = torch.tensor([truth[position] if on_path else 0], device=tokens.device)
+        parents = torch.cat([chosen // top_k, chosen.new_tensor([children.shape[0] if position else 0])])
+        state = state[:, parents]
+        own_row = torch.eye(top_k + 1, dtype=torch.bool, device=tokens.device)
+        visible = torch.cat([visible[parents], own_row], dim=1)
+        frontier = torch.cat([tokens, true_token])[None]
+        state, logits = heads.extend_draft(cache, position + 1, frontier, state, visible[None])
+    return scores, frontiers, true_children, true_ranks
+
+
+def _true_rank(log_probs: torch.Tensor, token: int | None, vocabulary: torch.Tensor | None) -> int:
+    if token is not None and vocabulary is not None:
+        found = (vocabulary == token).nonzero()
+        token = int(found) if len(found) else None
+    if token is None or token >= len(log_probs):
+        return NOT_DRAFTED
+    return int((log_probs > log_probs[token]).sum() + (log_probs[:token] == log_probs[token]).sum())
+
+
+def _place_of(child: int, chosen: torch.Tensor) -> int:
+    found = (chosen == child).nonzero()
+    return int(found[0]) if child >= 0 and len(found) else -1
+
+
+# ---------------------------------------------------------------------- replaying
+def accepted_by_ranks(record: RecordedDrafts, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Accepted draft tokens of a tree of fixed shape at every place, int64 [T]."""
+    known, depth = set(paths), max(map(len, paths))
+    accepted = []
+    for ranks in record.true_ranks[:, :depth].tolist():
+        length = 0
+        while length < len(ranks) and tuple(ranks[: length + 1]) in known:
+            length += 1
+        accepted.append(length)
+    return torch.tensor(accepted)
+
+
+@dataclass(frozen=True)
+class ReplayedDynamic:
+    """Dynamic trees of one depth and width, with any number of nodes.
+
+    Attributes:
+        better: int64 [T, D], candidates that score above the true node of each level, `NOT_DRAFTED` where the true
+            node is no candidate.
+        best_of_level: [T, D], score of the best frontier node of each level.
+    """
+
+    better: torch.Tensor
+    best_of_level: torch.Tensor
+
+    def accepted(self, total_tokens: int, stop_below: float = 0.0) -> torch.Tensor:
+        """Accepted draft tokens at every place, int64 [T]: the true nodes among the best `total_tokens - 1`."""
+        drafted = torch.arange(self.better.shape[1]) < self.levels(stop_below)[:, None]
+        kept = (self.better < total_tokens - 1) & drafted
+        return kept.long().cumprod(dim=1).sum(dim=1)
+
+    def levels(self, stop_below: float) -> torch.Tensor:
+        """Levels drafted at every place, int64 [T]; those after a frontier worse than `stop_below` are not."""
+        goes_on = self.best_of_level[:, :-1] >= (math.log(stop_below) if stop_below > 0 else -math.inf)
+        return 1 + goes_on.long().cumprod(dim=1).sum(dim=1)
+
+
+def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDynamic:
+    """Replays frontiers of `top_k` nodes; nodes the recorded frontier did not hold count as without children.
+
+    Raises:
+        ValueError: if the record is not that deep or wide.
+    """
+    if depth > record.depth or top_k > record.top_k:
+        raise ValueError(f"the record has depth {record.depth} and top_k {record.top_k}, asked for {depth}, {top_k}.")
+    width, places = record.top_k, len(record.true_ranks)
+    slots = torch.zeros(places, 1, dtype=torch.long)
+    levels, true_scores, best = [], [], []
+    for level in range(depth):
+        scores = record.scores[level].gather(1, slots.clamp_min(0)[..., None].expand(-1, -1, width))[..., :top_k]
+        scores = scores.masked_fill(slots[..., None] < 0, -torch.inf).flatten(1)  # [T, F * k]
+        index = (slots[..., None] * width + torch.arange(top_k)).flatten(1)
+        index = index.masked_fill((slots[..., None] < 0).expand(-1, -1, top_k).flatten(1), -2)
+        true = index == record.true_children[:, level, None]
+        true_scores.append(torch.where(true, scores, -torch.inf).amax(dim=1))
+        levels.append(scores)
+        frontier = scores.topk(min(top_k, scores.shape[1]), dim=1)
+        best.append(frontier.values[:, 0])
+        if level + 1 < depth:
+            chosen = index.gather(1, frontier.indices)  # [T, k]
+            found = record.frontiers[level][:, None] == chosen[..., None]  # [T, k, K]
+            slots = torch.where(found.any(-1), found.long().argmax(-1), -1)
+    candidates = torch.cat(levels, dim=1)
+    better = torch.stack([(candidates > score[:, None]).sum(dim=1) for score in true_scores], dim=1)
+    impossible = torch.stack(true_scores, dim=1).isinf()
+    return ReplayedDynamic(better.masked_fill(impossible, NOT_DRAFTED), torch.stack(best, dim=1))
+
+
+def favourite_paths(record: RecordedDrafts, most_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
+    """Paths of child ranks that the true text took most often: among all trees of fixed shape, their first N - 1 are
+    the N nodes that would have accepted most (a path is never more frequent than its beginning).
+
+    Returns:
+        At most `most_nodes - 1` paths, the most frequent first; beginnings come before what they begin.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    for ranks in record.true_ranks[:, :depth].tolist():
+        for length in range(1, len(ranks) + 1):
+            if ranks[length - 1] >= record.top_k:
+                break
+            counts[tuple(ranks[:length])] += 1
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return tuple(order[: most_nodes - 1])
+
+
+def walk(record: RecordedDrafts, accepted: torch.Tensor, seconds: torch.Tensor | float = 0.0) -> tuple[float, float]:
+    """Tokens and seconds per round of rounds that follow one another through the texts.
+
+    Args:
+        record: The record.
+        accepted: int64 [T], accepted draft tokens of a round that starts at each place.
+        seconds: [T], or one number: what such a round costs.
+    """
+    costs = torch.as_tensor(seconds, dtype=torch.float64).expand(len(accepted)).tolist()
+    steps = (accepted + 1).tolist()
+    tokens = rounds = spent = 0.0
+    first = 0
+    for length in record.lengths:
+        for start in range(min(STARTS, length)):
+            place = start
+            while place < length:
+                rounds, tokens, spent = rounds + 1, tokens + steps[first + place], spent + costs[first + place]
+                place += steps[first + place]
+        first += length
+    return tokens / rounds, spent / rounds
+
+
+def fixed_tree(paths: Sequence[tuple[int, ...]], **tree: Any) -> DraftTreeConfig:
+    """The tree config of a tree of fixed shape."""
+    return DraftTreeConfig(kind="static", choices=tuple(paths), **tree)

@@ -1,0 +1,136 @@
+"""What rounds with any draft tree cost, from rounds of a few trees inside real generations."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..contract import DraftingContract
+from ..generation.refusals import refuse_tree
+from ..tree.config import DraftTreeConfig
+from .measure import interpolate
+
+Prompts = Sequence[torch.Tensor | Sequence[int]]
+
+# Trees whose rounds are timed: chains by depth; dynamic ones by depth, top_k and nodes.
+TIMED_CHAINS = (1, 2, 3, 4, 6, 8)
+TIMED_TREES = (
+    (2, 2, 3), (2, 2, 4), (2, 8, 16), (2, 8, 48), (2, 4, 10), (8, 2, 12), (8, 4, 6), (8, 4, 24), (8, 8, 8), (8, 8, 32),
+    (8, 8, 64),
+)  # fmt: skip
+
+
+@dataclass
+class TimedRounds:
+    """Seconds of a round by stage.
+
+    Attributes:
+        chain_target, tree_target: Of the target's forward by nodes.
+        chain_draft: Of drafting a chain, by depth.
+        dynamic_draft: Of drafting a dynamic tree, by top_k, then by depth.
+        other: Of everything else.
+    """
+
+    chain_target: dict[int, float] = field(default_factory=dict)
+    tree_target: dict[int, float] = field(default_factory=dict)
+    chain_draft: dict[int, float] = field(default_factory=dict)
+    dynamic_draft: dict[int, dict[int, float]] = field(default_factory=dict)
+    other: float = 0.0
+
+    def of_chain(self, depth: int) -> float:
+        """A chain."""
+        return interpolate(self.chain_draft, depth) + interpolate(self.chain_target, depth + 1) + self.other
+
+    def of_dynamic(self, depth: int, top_k: int, nodes: int) -> float:
+        """A dynamic tree."""
+        widths = {width: interpolate(depths, depth) for width, depths in self.dynamic_draft.items()}
+        return interpolate(widths, top_k) + interpolate(self.tree_target, nodes) + self.other
+
+    def of_fixed(self, paths: Sequence[tuple[int, ...]]) -> float:
+        """A tree of fixed shape: its levels cost what those of a dynamic tree of as many inner nodes do."""
+        inner = {path[:-1] for path in paths}
+        drafting = interpolate(self.chain_draft, 1)
+        for length in range(1, max(map(len, paths))):
+            rows = sum(len(path) == length for path in inner)
+            drafting += interpolate(self._level_costs(), max(rows, 1))
+        return drafting + interpolate(self.tree_target, len(paths) + 1) + self.other
+
+    def _level_costs(self) -> dict[int, float]:
+        """Of a further level, by rows."""
+        widths = {1: self.chain_draft, **self.dynamic_draft}
+        costs = {}
+        for width, depths in widths.items():
+            low, high = min(depths), max(depths)
+            if high > low:
+                costs[width] = max((depths[high] - depths[low]) / (high - low), 0.0)
+        return costs
+
+
+def time_rounds(
+    target: PreTrainedModel, heads: DraftingContract, prompts: Prompts, repeats: int, **options: Any
+) -> TimedRounds:
+    """Rounds of a few trees, all taking turns; the median over repeats of each tree's mean over its rounds."""
+    deepest = heads.max_draft_positions or max(TIMED_CHAINS)
+    drawn = {"draft_temperature": heads.tree_config.draft_temperature}
+    depths = [depth for depth in TIMED_CHAINS if depth <= deepest]
+    trees = {("chain", depth, 1, depth + 1): DraftTreeConfig(kind="chain", depth=depth, **drawn) for depth in depths}
+    for depth, top_k, nodes in TIMED_TREES:
+        depth = min(depth, deepest)
+        tree = DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=nodes, **drawn)
+        trees["dynamic", depth, top_k, nodes] = tree
+    if refuse_tree(target, DynamicCache(config=target.config)) is not None:
+        trees = {key: tree for key, tree in trees.items() if tree.kind == "chain"}
+    seconds: dict[tuple, list[tuple[float, float, float]]] = {key: [] for key in trees}
+    for repeat in range(repeats + 1):
+        for key, tree in trees.items():
+            timed = heads.with_tree(**tree.to_dict())
+            timed.profile, timed.adaptive = True, False
+            timed_generation(target, prompts[repeat % len(prompts)], assistant_model=timed, **options)
+            stats = timed.last_stats
+            if repeat and stats is not None and stats.rounds:  # the first run of a tree is no measure
+                rest = stats.seconds["total"] - sum(stats.seconds.get(s, 0.0) for s in ("prefill", "draft", "target"))
+                stages = (stats.seconds["draft"], stats.seconds["target"], rest)
+                seconds[key].append(tuple(stage / stats.rounds for stage in stages))
+    return _collected(seconds)
+
+
+def _collected(seconds: dict[tuple, list[tuple[float, float, float]]]) -> TimedRounds:
+    found, others = TimedRounds(), []
+    targets: dict[tuple[bool, int], list[float]] = {}
+    drafts: dict[tuple[int, int], list[float]] = {}
+    for (kind, depth, top_k, nodes), measured in seconds.items():
+        if not measured:
+            continue
+        draft, verify, other = (statistics.median(stage) for stage in zip(*measured, strict=True))
+        others.append(other)
+        targets.setdefault((kind == "chain", nodes), []).append(verify)
+        if kind == "chain":
+            found.chain_draft[depth] = draft
+        else:
+            drafts.setdefault((top_k, depth), []).append(draft)
+    for (chain, nodes), values in targets.items():
+        (found.chain_target if chain else found.tree_target)[nodes] = statistics.median(values)
+    for (top_k, depth), values in drafts.items():
+        found.dynamic_draft.setdefault(top_k, {})[depth] = statistics.median(values)
+    found.other = statistics.median(others)
+    return found
+
+
+def text_of(target: PreTrainedModel, prompt: Any, **options: Any) -> torch.Tensor:
+    """Prompt and new tokens of one generation, int64 [1, T]; greedy unless the options say otherwise."""
+    ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
+    text = target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **{"do_sample": False, **options})
+    return text if isinstance(text, torch.Tensor) else text.sequences
+
+
+def timed_generation(target: PreTrainedModel, prompt: Any, **options: Any) -> tuple[int, float]:
+    """New tokens and wall seconds of one generation."""
+    started = time.perf_counter()
+    tokens = len(text_of(target, prompt, **options)[0].tolist()) - torch.as_tensor(prompt).numel()  # waits for devices
+    return tokens, time.perf_counter() - started

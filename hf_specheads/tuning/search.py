@@ -1,0 +1,217 @@
+"""Which draft tree is fastest: Sequoia's dynamic programme (arXiv 2402.12374, section 3.1) over what was measured.
+
+Child b of a node at depth i is the accepted one with probability p[i][b]. A tree then emits, the bonus token included,
+
+    1 + sum over drafted nodes of the product of p along the node's path
+
+tokens per round in expectation. For every number of nodes and every depth the programme finds the tree that maximises
+this; of these, the one is taken whose round, drafted and verified at measured costs, takes least time per token.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..contract import DraftingContract
+from ..tree.config import DraftTreeConfig
+from .measure import MeasuredAcceptance, Path, RoundCosts, interpolate, measure_acceptance, measure_costs
+
+
+@dataclass(frozen=True)
+class OptimalTree:
+    """The outcome of a search.
+
+    Attributes:
+        tree: Its tree, of kind `"optimal"`.
+        acceptance_length: Expected tokens per round, the bonus token included.
+        seconds_per_round: Expected wall seconds of a round.
+        costs: What the search knew of the machine.
+        acceptance: What it measured of the heads; `None` where it was given numbers.
+    """
+
+    tree: DraftTreeConfig
+    acceptance_length: float
+    seconds_per_round: float
+    costs: RoundCosts
+    acceptance: MeasuredAcceptance | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What the search minimises."""
+        return self.seconds_per_round / self.acceptance_length
+
+    @property
+    def speed_up(self) -> float:
+        """Expected tokens per second over those of bare target forwards of one token each."""
+        return interpolate(self.costs.target, 1) / self.seconds_per_token
+
+
+class BestTrees:
+    """Best trees of every number of nodes up to `max_nodes`, none deeper than `depth`.
+
+    T(i, m, b) is the expected length of the best tree of m nodes whose root lies at depth i and has exactly b
+    children, F(i, m) that of any number of children:
+
+        T(i, 1, 0) = 1,    T(i, m, b) = max over 1 <= y < m of  T(i, y, b - 1) + p[i][b - 1] * F(i + 1, m - y)
+
+    Args:
+        acceptance: p[i][b] by draft position; the last row goes on past the positions there are.
+        max_nodes: Nodes M, root included.
+        depth: Levels below the root, at least 1.
+    """
+
+    def __init__(self, acceptance: Sequence[Sequence[float]], max_nodes: int, depth: int):
+        self.max_nodes, self.depth = max_nodes, depth
+        self.rows = [acceptance[min(level, len(acceptance) - 1)] for level in range(depth)]
+        nodes = torch.arange(max_nodes + 1)
+        self._rest = (nodes[:, None] - nodes).clamp_min(0)  # [m, y] -> m - y
+        self._possible = (nodes >= 1) & (nodes < nodes[:, None])
+        leaf = torch.full((max_nodes + 1,), -torch.inf, dtype=torch.float64)
+        leaf[1] = 1.0
+        self.best = [leaf] * (depth + 1)  # F, by depth of the root
+        self._children = [torch.zeros(max_nodes + 1, dtype=torch.long)] * (depth + 1)
+        self._nodes_before: list[list[torch.Tensor]] = [[]] * depth  # per child, the best y
+        for level in reversed(range(depth)):
+            self._fill(level, leaf)
+
+    def _fill(self, level: int, leaf: torch.Tensor) -> None:
+        below = self.best[level + 1]
+        values, nodes_before = [leaf], []
+        for probability in self.rows[level]:
+            # [m, y]; 0 * -inf would be NaN, and a child that is never accepted may still be asked for.
+            child = torch.where(below.isinf(), below, probability * below)
+            options = torch.where(self._possible, values[-1] + child[self._rest], -torch.inf)
+            value, before = options.max(dim=1)
+            values.append(value)
+            nodes_before.append(before)
+        self.best[level], self._children[level] = torch.stack(values).max(dim=0)
+        self._nodes_before[level] = nodes_before
+
+    def expected_length(self, num_nodes: int) -> float:
+        """Tokens per round of the best tree of exactly that many nodes; -inf if no tree has so many."""
+        return float(self.best[0][num_nodes])
+
+    def choices(self, num_nodes: int) -> tuple[Path, ...]:
+        """Paths of the best tree of exactly that many nodes, root included; siblings' ranks have no gaps."""
+        found: list[Path] = []
+        pending: list[tuple[Path, int]] = [((), num_nodes)]
+        while pending:
+            path, nodes = pending.pop()
+            for rank in reversed(range(int(self._children[len(path)][nodes]))):
+                before = int(self._nodes_before[len(path)][rank][nodes])
+                pending.append(((*path, rank), nodes - before))
+                found.append((*path, rank))
+                nodes = before
+        return tuple(sorted(found, key=lambda path: (len(path), path)))
+
+
+def expected_length(choices: Sequence[Path], acceptance: Sequence[Sequence[float]]) -> float:
+    """Expected tokens per round of any tree, given by its paths, the bonus token included.
+
+    Args:
+        choices: Paths of child ranks; ranks past the end of a row of `acceptance` are never accepted.
+        acceptance: p[i][b] by draft position; the last row goes on past the positions there are.
+    """
+    total = 1.0
+    for path in choices:
+        reached = 1.0
+        for level, rank in enumerate(path):
+            row = acceptance[min(level, len(acceptance) - 1)]
+            reached *= row[rank] if rank < len(row) else 0.0
+        total += reached
+    return total
+
+
+def optimal_tree(
+    acceptance: Sequence[float] | Sequence[Sequence[float]],
+    costs: RoundCosts,
+    max_nodes: int = 64,
+    max_depth: int = 8,
+    **tree: Any,
+) -> OptimalTree:
+    """The tree of least expected seconds per token.
+
+    Among the trees of equal size and depth limit only the one of greatest expected length is looked at, so a tree that
+    gives up some length for cheaper draft forwards may be missed where these get much dearer with their rows.
+
+    Args:
+        acceptance: p[b], or p[i][b] by draft position.
+        costs: What rounds cost.
+        max_nodes: Most nodes to verify, root included, at least 2.
+        max_depth: Most draft positions.
+        **tree: More fields of the tree config: `children`, `draft_temperature`.
+
+    Raises:
+        ValueError: if a probability is outside [0, 1], those of one position sum to more than 1, or a limit is too
+            small for any tree.
+    """
+    table = [acceptance] if acceptance and not isinstance(acceptance[0], Sequence) else acceptance
+    if not table or not all(table):
+        raise ValueError(f"`acceptance` must hold the acceptance of at least one child, got {acceptance!r}.")
+    if any(min(row) < 0 or sum(row) > 1 + 1e-6 for row in table):
+        raise ValueError(f"`acceptance` must hold probabilities that sum to at most 1 per position, got {table!r}.")
+    if max_nodes < 2 or max_depth < 1:
+        raise ValueError(f"a tree needs max_nodes >= 2 and max_depth >= 1, got {max_nodes} and {max_depth}.")
+    found: OptimalTree | None = None
+    for depth in range(1, max_depth + 1):
+        best = BestTrees(table, max_nodes, depth)
+        for nodes in range(2, max_nodes + 1):
+            length = best.expected_length(nodes)
+            if length == -torch.inf:
+                break
+            choices = best.choices(nodes)
+            seconds = costs.of(choices)
+            if found is None or seconds / length < found.seconds_per_token:
+                config = DraftTreeConfig(kind="optimal", choices=choices, **tree)
+                found = OptimalTree(config, length, seconds, costs)
+    assert found is not None
+    return found
+
+
+def search_tree(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Sequence[torch.Tensor | Sequence[int]],
+    max_nodes: int = 64,
+    max_depth: int = 8,
+    num_children: int = 8,
+    max_new_tokens: int = 64,
+    by_position: bool = False,
+    **generate_options: Any,
+) -> OptimalTree:
+    """Measures acceptance and costs of heads here and now, and finds their fastest tree:
+
+        heads.tree_config = search_tree(target, heads, prompts).tree
+
+    Args:
+        target: The target.
+        heads: Its heads.
+        prompts: Token ids of prompts like those the tree is for, [1, T] or plain lists.
+        max_nodes: Most nodes to verify, root included.
+        max_depth: Most draft positions, lowered to what the heads draft at most.
+        num_children: Most children of a node.
+        max_new_tokens: Tokens to generate per prompt while measuring.
+        by_position: Let the acceptance of a child depend on its draft position; Sequoia does not. Needs more prompts.
+        **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
+
+    Raises:
+        ValueError: without prompts.
+    """
+    sizes = {"depth": max_depth, "num_children": num_children, "max_new_tokens": max_new_tokens}
+    acceptance = measure_acceptance(target, heads, prompts, **sizes, **generate_options)
+    length = statistics.mean(torch.as_tensor(prompt).numel() for prompt in prompts) + max_new_tokens / 2
+    nodes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < max_nodes] + [max_nodes]
+    costs = measure_costs(target, heads, int(length), nodes)
+    # What a round took beyond the forwards it is made of: choosing children and nodes, accepting, compacting.
+    overhead = max(acceptance.seconds_per_round - costs.of(acceptance.tree.paths), 0.0)
+    costs = replace(costs, overhead=overhead)
+    children = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    table = acceptance.by_position if by_position else acceptance.pooled
+    found = optimal_tree(table, costs, max_nodes, len(acceptance.trials), **children)
+    return replace(found, acceptance=acceptance)

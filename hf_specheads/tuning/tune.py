@@ -1,0 +1,322 @@
+"""`heads.tune`: which draft tree gives most tokens per second with these heads, this target, on this machine.
+
+Three steps. Drafts are recorded once at every place of some texts, which tells how much any tree would have accepted
+(`replay`). Rounds of a few dozen trees are timed inside real generations, which tells what any tree costs. The
+trees for which both together promise most are then run against each other, plain generation among them, and the
+fastest wins.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..contract import DraftingContract
+from ..generation.pace import every_round_drafts
+from ..tree.config import DraftTreeConfig
+from ..tree.default import machine_key, without_machine
+from .replay import RecordedDrafts, accepted_by_ranks, favourite_paths, record_drafts, replay_dynamic, walk
+from .rounds import Prompts, TimedRounds, time_rounds, timed_generation
+from .search import search_tree
+
+TOP_KS = (1, 2, 3, 4, 5, 6, 8)
+STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
+AS_FAST = 0.98  # of the fastest tree's tokens per second: no clock tells such trees apart, nor would other texts
+SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # nodes, root included
+
+
+@dataclass(frozen=True)
+class TunedTree:
+    """One tree, as predicted and, for the most promising ones, as measured.
+
+    Attributes:
+        tree: The tree.
+        acceptance_length: Tokens per round, replayed; `None` where it cannot be.
+        predicted: Tokens per second, the prefill left out.
+        measured: Tokens per second of timed generations, the prefill included.
+        spread: The same of every prompt's slowest repeat, and of its fastest, which is `measured`.
+    """
+
+    tree: DraftTreeConfig
+    acceptance_length: float | None = None
+    predicted: float | None = None
+    measured: float | None = None
+    spread: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The outcome of `heads.tune`.
+
+    Attributes:
+        trees: Trees that were timed, `trees[0]` the one chosen: of those as fast as the fastest, up to what cannot be
+            told apart, the smallest. The others follow by speed.
+        plain: Tokens per second of plain generation, from the same runs.
+        before: The tree in force before, as it ran among them.
+        key: `machine`, `dtype`, `threads`.
+        candidates: Trees that were predicted.
+        seconds: What tuning took.
+    """
+
+    trees: tuple[TunedTree, ...]
+    plain: float
+    before: TunedTree
+    key: dict[str, Any]
+    candidates: int
+    seconds: float
+
+    @property
+    def tree(self) -> DraftTreeConfig:
+        """The chosen tree."""
+        return self.trees[0].tree
+
+    @property
+    def speed_up(self) -> float:
+        """Of the chosen tree over plain generation."""
+        return (self.trees[0].measured or 0.0) / self.plain
+
+    def entry(self) -> dict[str, Any]:
+        """What is saved with the heads, in `config.tuned`."""
+        return {
+            **self.key,
+            "tree_config": self.tree.to_dict(),
+            "tokens_per_second": round(self.trees[0].measured or 0.0, 2),
+            "plain_tokens_per_second": round(self.plain, 2),
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
+            "torch": torch.__version__,
+        }
+
+    def table(self) -> str:
+        """All timed trees as text, one a line."""
+        lines = [f"{'tree':<34} {'tau':>5} {'predicted':>10} {'measured':>9}  tokens/s"]
+        for one in (*self.trees, *(() if self.before in self.trees else (self.before,))):
+            tau = "" if one.acceptance_length is None else f"{one.acceptance_length:.2f}"
+            predicted = "" if one.predicted is None else f"{one.predicted:.1f}"
+            note = " (before)" if one.tree == self.before.tree else ""
+            lines.append(f"{describe(one.tree) + note:<34} {tau:>5} {predicted:>10} {one.measured or 0.0:>9.1f}")
+        lines.append(f"{'plain generate':<34} {'1.00':>5} {'':>10} {self.plain:>9.1f}")
+        if self.speed_up < 1:
+            lines.append("No tree is faster than plain generation here.")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def describe(tree: DraftTreeConfig) -> str:
+    """A tree in a few words."""
+    stop = f", stop {tree.stop_below:g}" if tree.stop_below else ""
+    if tree.kind == "chain":
+        return f"chain, depth {tree.depth}{stop}"
+    width = f", top_k {tree.top_k}" if tree.kind == "dynamic" else ""
+    return f"{tree.kind}, depth {tree.depth}{width}, {tree.total_tokens} nodes{stop}"
+
+
+# ---------------------------------------------------------------------- predictions
+def predict(record: RecordedDrafts, rounds: TimedRounds, **tree: Any) -> list[TunedTree]:
+    """All candidates with what they promise, the best first.
+
+    Args:
+        record: Drafts to replay.
+        rounds: What rounds cost.
+        **tree: More fields of the tree configs.
+    """
+    found = [_predicted(record, c, accepted_by_ranks(record, c.paths), rounds.of_chain(c.depth))
+             for c in _chains(record.depth, tree)]  # fmt: skip
+    found += _stopping_chains(record, rounds, tree)
+    if rounds.tree_target:
+        found += _dynamic_trees(record, rounds, tree)
+        found += _fixed_trees(record, rounds, tree)
+    return sorted(found, key=lambda one: -(one.predicted or 0.0))
+
+
+def _chains(depth: int, tree: dict[str, Any]) -> list[DraftTreeConfig]:
+    return [DraftTreeConfig(kind="chain", depth=d, top_k=1, total_tokens=d + 1, **tree) for d in range(1, depth + 1)]
+
+
+def _stopping_chains(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, Any]) -> Iterable[TunedTree]:
+    """Chains as deep as drafts were recorded, given up where the draft is no longer sure of itself."""
+    depth, whole = record.depth, _chains(record.depth, tree)[-1]
+    accepted, replayed = accepted_by_ranks(record, whole.paths), replay_dynamic(record, depth, 1)
+    seconds = torch.tensor([0.0, *(rounds.of_chain(levels) for levels in range(1, depth + 1))], dtype=torch.float64)
+    for stop in STOPS if depth > 1 else ():
+        levels = replayed.levels(stop)
+        yield _predicted(record, whole.replace(stop_below=stop), torch.minimum(accepted, levels), seconds[levels])
+
+
+def _predicted(
+    record: RecordedDrafts, config: DraftTreeConfig, accepted: torch.Tensor, seconds: torch.Tensor | float
+) -> TunedTree:
+    length, cost = walk(record, accepted, seconds)
+    return TunedTree(config, length, length / cost)
+
+
+def _dynamic_trees(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, Any]) -> Iterable[TunedTree]:
+    for depth in range(1, record.depth + 1):
+        for top_k in TOP_KS[1:]:
+            if top_k > record.top_k:
+                break
+            replayed, most = replay_dynamic(record, depth, top_k), 1 + top_k + (depth - 1) * top_k * top_k
+            for nodes in (size for size in SIZES if depth < size <= most):
+                config = DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=nodes, **tree)
+                yield _predicted(record, config, replayed.accepted(nodes), rounds.of_dynamic(depth, top_k, nodes))
+
+
+def _fixed_trees(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, Any]) -> Iterable[TunedTree]:
+    for depth in range(1, record.depth + 1):
+        paths = favourite_paths(record, max(SIZES), depth)
+        for nodes in (size for size in SIZES if size <= len(paths) + 1):
+            chosen = paths[: nodes - 1]
+            config = DraftTreeConfig(kind="static", choices=chosen, **tree)
+            if config.depth == depth:  # shallower ones were looked at before
+                yield _predicted(record, config, accepted_by_ranks(record, chosen), rounds.of_fixed(chosen))
+
+
+def shortlist(candidates: Sequence[TunedTree], size: int) -> list[TunedTree]:
+    """The most promising trees: the best of each kind, then the best of those that differ from all before.
+
+    Trees that promise alike are alike; of those with one kind, depth and width only the best is taken.
+    """
+    chosen: list[TunedTree] = []
+    seen: set[tuple] = set()
+    firsts = [next((c for c in candidates if c.tree.kind == kind), None) for kind in ("chain", "static", "dynamic")]
+    for one in (*(first for first in firsts if first is not None), *candidates):
+        tree = one.tree
+        shape = (tree.kind, tree.stop_below, tree.depth, tree.top_k if tree.kind == "dynamic" else tree.total_tokens)
+        if shape not in seen and len(chosen) < size:
+            seen.add(shape)
+            chosen.append(one)
+    return chosen
+
+
+# ---------------------------------------------------------------------- tuning
+def tune(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    depth: int = 8,
+    top_k: int = 8,
+    confirm: int = 6,
+    repeats: int = 3,
+    **generate_options: Any,
+) -> TuningResult:
+    """Finds the fastest draft tree of heads here and now; the heads use it from then on, and save it with them.
+
+    Args:
+        target: The target, as it will be used: its type, device and quantisation matter, as does the number of
+            threads.
+        heads: Its heads.
+        prompts: Token ids of prompts like those to come, [1, T] or plain lists; a dozen will do. With four or more,
+            trees are made for one half and run against each other on the other: a tree fits the texts it was made for.
+        max_new_tokens: Tokens per prompt in every run.
+        depth: Deepest trees to consider, lowered to what the heads draft at most.
+        top_k: Widest dynamic trees to consider.
+        confirm: Trees to run against each other in the end.
+        repeats: Times everything is timed.
+        **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
+
+    Raises:
+        ValueError: without prompts, or if nothing can be drafted on them.
+    """
+    started = time.perf_counter()
+    heads.bind(target)
+    options = {**generate_options, "max_new_tokens": max_new_tokens}
+    made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
+    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    if tree["children"] == "sampled" and options.get("do_sample"):
+        candidates = _trees_of_drawn_children(target, heads, made_for, depth, tree, options)
+    else:
+        record = record_drafts(target, heads, made_for, depth, top_k, **options)
+        rounds = time_rounds(target, heads, made_for, repeats, **options)
+        tree = {**tree, "children": "top_k"}
+        candidates = predict(record, rounds, **tree)
+    chosen = shortlist(candidates, confirm)
+    before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
+    if before not in chosen:
+        chosen.append(before)
+    plain, measured = confirm_trees(target, heads, judged_on, chosen, repeats, **options)
+    result = TuningResult(
+        trees=tuple(ranked(measured)),
+        plain=plain,
+        before=next(one for one in measured if one.tree == before.tree),
+        key=machine_key(heads.device, heads.dtype),
+        candidates=len(candidates),
+        seconds=time.perf_counter() - started,
+    )
+    heads.config.tuned = [*without_machine(heads.config.tuned, result.key), result.entry()]
+    heads.forget_tree()
+    return result
+
+
+def ranked(trees: Sequence[TunedTree]) -> list[TunedTree]:
+    """Timed trees, those as fast as the fastest first, the smallest of them at the head."""
+    fastest = max(one.measured or 0.0 for one in trees)
+
+    def place(one: TunedTree) -> tuple[bool, float, float]:
+        measured = one.measured or 0.0
+        as_fast = measured >= AS_FAST * fastest
+        return not as_fast, one.tree.num_nodes if as_fast else 0, -measured
+
+    return sorted(trees, key=place)
+
+
+def _trees_of_drawn_children(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    depth: int,
+    tree: dict[str, Any],
+    options: dict[str, Any],
+) -> list[TunedTree]:
+    """Drawn children are verified by another rule, which no replay knows: Sequoia's tree, and chains."""
+    found = search_tree(target, heads, prompts, max_depth=depth, **options)
+    optimal = TunedTree(found.tree, found.acceptance_length, 1 / found.seconds_per_token)
+    return [optimal, *(TunedTree(chain) for chain in _chains(min(depth, heads.max_draft_positions or depth), tree))]
+
+
+def confirm_trees(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    trees: Sequence[TunedTree],
+    repeats: int,
+    **options: Any,
+) -> tuple[float, list[TunedTree]]:
+    """Tokens per second of plain generation and of trees, all taking turns on every prompt in a rotating order.
+
+    Every prompt counts with its fastest repeat: whatever else a machine does can only slow a run down.
+    """
+    sides: list[DraftTreeConfig | None] = [None, *(one.tree for one in trees)]
+    runs: list[list[list[float]]] = [[[] for _ in prompts] for _ in sides]  # seconds per token, [side][prompt][repeat]
+
+    def run(side: int, index: int, **changes: Any) -> tuple[int, float]:
+        tree = sides[side]
+        assistant = {} if tree is None else {"assistant_model": heads.with_tree(**tree.to_dict())}
+        with every_round_drafts(assistant.get("assistant_model", heads)):
+            return timed_generation(target, prompts[index], **assistant, **{**options, **changes})
+
+    def rate(side: int, pick: Any = min) -> float:
+        return len(prompts) / sum(pick(seconds) for seconds in runs[side])
+
+    numbers = range(len(sides))
+    for side in numbers:
+        run(side, 0, max_new_tokens=8)
+    for repeat in range(repeats):
+        for index in range(len(prompts)):
+            first = (index + repeat) % len(sides)
+            for side in (*numbers[first:], *numbers[:first]):
+                tokens, seconds = run(side, index)
+                runs[side][index].append(seconds / tokens)
+    measured = [
+        replace(one, measured=rate(side), spread=(rate(side, max), rate(side)))
+        for side, one in enumerate(trees, start=1)
+    ]
+    return rate(0), measured

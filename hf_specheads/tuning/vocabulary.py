@@ -1,0 +1,112 @@
+"""How many of the most frequent tokens are worth drafting (FR-Spec, arXiv 2502.14856), measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..contract import DraftingContract
+from ..draft_vocabulary import count_tokens, most_frequent
+from ..generation.pace import every_round_drafts
+from ..metrics import acceptance_length
+from .rounds import Prompts, text_of, timed_generation
+
+
+@dataclass(frozen=True)
+class VocabularySize:
+    """One size of the draft vocabulary, as measured.
+
+    Attributes:
+        size: Tokens; `None` for all of them.
+        coverage: Share of the corpus that these tokens make up.
+        acceptance_length: Tokens per round.
+        tokens_per_second: Of timed generations, the prefill included.
+    """
+
+    size: int | None
+    coverage: float
+    acceptance_length: float
+    tokens_per_second: float
+
+
+def tune_vocabulary(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    sizes: Sequence[int | None],
+    corpus: Iterable[torch.Tensor | Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int = 64,
+    repeats: int = 3,
+    **generate_options: Any,
+) -> list[VocabularySize]:
+    """Prunes heads to the most frequent tokens of a corpus; of several sizes, to the fastest, measured with the draft
+    tree in force (FR-Spec).
+
+    Args:
+        target: The target.
+        heads: Its heads; pruned, or whole again, in the end.
+        prompts: Token ids of prompts to generate from.
+        sizes: Sizes to try; `None` stands for no pruning.
+        corpus: Token ids of texts to count tokens in; default the prompts and what the target makes of them, which is
+            little to go by: frequent tokens of other texts may be missing.
+        max_new_tokens: Tokens per prompt in every run.
+        repeats: Times everything is timed, taking turns.
+        **generate_options: For `generate`; greedy by default.
+
+    Returns:
+        All sizes as measured, the fastest first.
+
+    Raises:
+        ValueError: for a size that is not between 1 and V, or without any.
+    """
+    if not sizes:
+        raise ValueError("`sizes` must hold at least one size to try.")
+    options = {**generate_options, "max_new_tokens": max_new_tokens}
+    heads.bind(target)
+    if corpus is None:
+        corpus = [text_of(target, prompt, **options) for prompt in prompts]
+    counts = count_tokens(corpus, heads.target_vocab_size)
+    chosen = {size: None if size is None else most_frequent(counts, size) for size in sizes}
+    lengths, seconds = _time_vocabularies(target, heads, prompts, chosen, repeats, options)
+    found = [
+        VocabularySize(
+            size=size,
+            coverage=1.0 if ids is None else float(counts[ids].sum() / counts.sum().clamp_min(1)),
+            acceptance_length=acceptance_length(lengths[size]),
+            tokens_per_second=len(prompts) / sum(map(min, seconds[size])),
+        )
+        for size, ids in chosen.items()
+    ]
+    found.sort(key=lambda one: -one.tokens_per_second)
+    heads.prune_draft_vocabulary(chosen[found[0].size])
+    return found
+
+
+def _time_vocabularies(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    chosen: dict[int | None, torch.Tensor | None],
+    repeats: int,
+    options: dict[str, Any],
+) -> tuple[dict[int | None, list[list[int]]], dict[int | None, list[list[float]]]]:
+    """Accepted tokens per round, and seconds per token by prompt, of every size; all sizes take turns."""
+    lengths: dict[int | None, list[list[int]]] = {size: [] for size in chosen}
+    seconds: dict[int | None, list[list[float]]] = {size: [[] for _ in prompts] for size in chosen}
+    for ids in chosen.values():
+        heads.prune_draft_vocabulary(ids)
+        timed_generation(target, prompts[0], assistant_model=heads, **{**options, "max_new_tokens": 8})
+    for _ in range(repeats):
+        for index, prompt in enumerate(prompts):
+            for size, ids in chosen.items():
+                heads.prune_draft_vocabulary(ids).bind(target)  # the rows are copied before the clock starts
+                with every_round_drafts(heads):
+                    tokens, spent = timed_generation(target, prompt, assistant_model=heads, **options)
+                seconds[size][index].append(spent / tokens)
+                lengths[size] += heads.last_stats.num_accepted
+    return lengths, seconds

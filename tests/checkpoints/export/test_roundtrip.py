@@ -1,0 +1,174 @@
+"""What is written for a destination and read again is what was written, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.heads import SCALED_ROPES, deep_target, random_heads
+from support.targets import VOCAB, plain, prompt
+
+from hf_specheads import DraftHead, HydraHead, MedusaHead, export_heads, load_heads
+
+TOKENS = [token for token in range(VOCAB) if token % 3]
+FIELDS = (
+    "vocab_size", "hidden_size", "feature_size", "embedding_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters", "max_position_embeddings",
+    "mlp_bias", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
+    "norm_before_fc", "fc_norm", "qk_norm", "extra_norms", "num_heads", "num_blocks", "tied_blocks", "grounded",
+    "head_arch", "lm_head", "hidden_state_offset",
+)  # fmt: skip
+NO_ROPE_CONFIG = ("rope_parameters", "max_position_embeddings", "rms_norm_eps", "intermediate_size",
+                  "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
+
+EAGLE = {
+    "plain": {"fc_bias": False},
+    "one key head": {"fc_bias": False, "num_key_value_heads": 1},
+    "bias of q, k, v": {"fc_bias": False, "attention_bias": True},
+    "linear rope": {"fc_bias": False, "rope_parameters": SCALED_ROPES["linear"]},
+}
+EAGLE3 = {
+    "plain": {},
+    "reduced vocabulary": {"draft_token_ids": TOKENS},
+    "one key head": {"num_key_value_heads": 1, "draft_token_ids": TOKENS},
+    "llama3 rope": {"rope_parameters": SCALED_ROPES["llama3"]},
+    "two levels": {"feature_layers": (1, 4)},
+}
+EAGLE3_VARIANTS = {
+    "norm_before_residual": {"norm_before_residual": True, "draft_token_ids": TOKENS},
+    "norm_output": {"norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True, "feature_layers": (0, 3, 4, 6)},
+    "own embedding": {"own_embedding": True},
+}
+NORMED = {"norms of queries and keys": {"qk_norm": True}}
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    *(("eagle", to, name, options) for to in ("vllm", "sglang", "eagle") for name, options in EAGLE.items()),
+    *(("eagle", to, "bias", {}) for to in ("sglang", "eagle")),
+    ("eagle", "eagle", "dynamic rope", {"rope_parameters": SCALED_ROPES["dynamic"]}),
+    ("hass", "sglang", "bias", {}),
+    ("hass", "eagle", "bias", {}),
+    ("hass", "eagle", "norms", {"extra_norms": True}),
+    *(("eagle3", to, name, options) for to in ("vllm", "sglang", "speculators") for name, options in EAGLE3.items()),
+    *(("eagle3", "eagle", name, options) for name, options in EAGLE3.items() if name != "two levels"),
+    *(("eagle3", to, name, options) for to in ("vllm", "speculators")
+      for name, options in (EAGLE3_VARIANTS | NORMED).items()),
+    *(("eagle3", "sglang", name, EAGLE3_VARIANTS[name]) for name in ("norm_output", "norm_before_fc", "fc_norm")),
+    *(("eagle3", to, "bias of q, k, v", {"attention_bias": True}) for to in ("vllm", "speculators", "eagle")),
+    *(("eagle3", to, "all biases", {"attention_bias": True, "attention_out_bias": True})
+      for to in ("vllm", "speculators")),
+    *(("medusa", to, "tied", {"num_heads": 3, "num_blocks": 2}) for to in ("medusa", "vllm-medusa")),
+    *(("medusa", to, "untied", {"num_blocks": 3, "tied_blocks": False}) for to in ("medusa", "vllm-medusa")),
+    ("medusa", "medusa", "shared lm_head", {"lm_head": "target"}),
+    ("hydra", "hydra", "grounded", {"num_heads": 3, "num_blocks": 3}),
+    ("hydra", "hydra", "ungrounded", {"grounded": False, "num_blocks": 2, "tied_blocks": False}),
+    ("hydra", "hydra", "Hydra++", {"head_arch": "prefix-mlp", "num_blocks": 4, "num_key_value_heads": 2}),
+]  # fmt: skip
+
+
+def differences(heads: DraftHead, again: DraftHead) -> list[str]:
+    """Names of config fields and tensors that are not the same; biases of 0 that a destination needs are not told."""
+    names = [name for name in FIELDS if hasattr(heads.config, name)]
+    if isinstance(heads, MedusaHead) or (isinstance(heads, HydraHead) and heads.prefix is None):
+        names = [name for name in names if name not in NO_ROPE_CONFIG]
+    wrong = [name for name in names if getattr(heads.config, name) != getattr(again.config, name)]
+    ours, theirs = heads.state_dict(), again.state_dict()
+    wrong += [key for key in ours if key not in theirs or ours[key].dtype != theirs[key].dtype]
+    wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
+    return wrong + [key for key in theirs if key not in ours and not (key.endswith("bias") and not theirs[key].any())]
+
+
+@pytest.mark.parametrize(("method", "to", "name", "options"), CASES, ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
+def test_round_trip(tmp_path: Path, method: str, to: str, name: str, options: dict[str, Any]) -> None:
+    heads = random_heads(method, **options)
+    exported = export_heads(heads, tmp_path / f"{method}-heads", to=to, target="tiny-target")
+    again = load_heads(exported.folder)
+    assert type(again) is type(heads) and again.config.method == method
+    assert differences(heads, again) == []
+    assert sorted(path.name for path in exported.folder.iterdir()) == sorted(exported.files)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("method", "to"),
+    [("eagle", "sglang"), ("eagle", "eagle"), ("eagle3", "vllm"), ("eagle3", "speculators"), ("eagle3", "eagle"),
+     ("medusa", "medusa"), ("hydra", "hydra")],
+)  # fmt: skip
+def test_types_of_weights(tmp_path: Path, method: str, to: str, dtype: torch.dtype) -> None:
+    heads = random_heads(method, dtype=dtype)
+    again = load_heads(export_heads(heads, tmp_path / "heads", to=to, target="tiny-target").folder)
+    assert again.dtype == dtype and differences(heads, again) == []
+
+
+@pytest.mark.parametrize("to", ["sglang", "eagle"])
+def test_drafting_is_the_same(tmp_path: Path, to: str) -> None:
+    target, ids = deep_target(), prompt()
+    heads = random_heads("eagle")
+    expected = plain(target, ids, 24)
+    assert torch.equal(plain(target, ids, 24, assistant_model=heads), expected)
+    again = load_heads(export_heads(heads, tmp_path / "heads", to=to, target=target).folder)
+    assert torch.equal(plain(target, ids, 24, assistant_model=again), expected)
+    assert again.last_stats.num_accepted == heads.last_stats.num_accepted
+
+
+@pytest.mark.parametrize("method", ["poss", "poss-lora", "poss-eagle3"])
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_poss_heads_become_their_specialist_0(tmp_path: Path, method: str, to: str) -> None:
+    options = {"num_specialists": 2, "positions_per_specialist": 2}
+    heads = random_heads(method, **options, **({} if method == "poss-eagle3" else {"fc_bias": False}))
+    exported = export_heads(heads, tmp_path / "heads", to=to)
+    again = load_heads(exported.folder)
+    assert again.config.method == ("eagle3" if method == "poss-eagle3" else "eagle")
+    first, found = heads.specialist_state(0), again.specialist_state(0)
+    assert first.keys() == found.keys() and all(torch.equal(first[key], found[key]) for key in first)
+    shared = {key: value for key, value in heads.state_dict().items() if not key.startswith("layers.")}
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in shared.items())
+    assert any("specialist 0 of 2 only" in note and "positions 1 to 2" in note for note in exported.notes)
+
+
+@pytest.mark.parametrize("method", ["poss", "poss-lora"])
+def test_poss_heads_keep_their_specialists_in_their_authors_layout(tmp_path: Path, method: str) -> None:
+    target = deep_target()
+    heads = random_heads(method, num_specialists=3, positions_per_specialist=2)
+    exported = export_heads(heads, tmp_path / "PosS2-heads", to="eagle", target=target)
+    again = load_heads(exported.folder)
+    assert (again.config.num_specialists, again.config.positions_per_specialist) == (3, 2)
+    for index in range(3):
+        ours, theirs = heads.specialist_state(index), again.specialist_state(index)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    again.check_target(target)
+    written = load_file(exported.folder / "model.safetensors")
+    assert torch.equal(written["embed_tokens.weight"], target.get_input_embeddings().weight)
+    assert any("--position_per_layer 2 --forward_num_total 6" in note for note in exported.notes)
+
+
+def test_a_draft_language_model_is_an_ordinary_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    heads = random_heads("draft-lm", num_hidden_layers=1)
+    exported = export_heads(heads, tmp_path / "lm", to="vllm", target="tiny-target")
+    again = AutoModelForCausalLM.from_pretrained(exported.folder)
+    ours, theirs = heads.language_model.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert '"method": "draft_model"' in exported.command
+
+
+def test_pruned_eagle3_heads_are_written_as_if_trained_so(tmp_path: Path) -> None:
+    target, ids = deep_target(), prompt()
+    heads = random_heads("eagle3", draft_token_ids=TOKENS)
+    kept = TOKENS[::2]
+    heads.prune_draft_vocabulary(kept)
+    expected = plain(target, ids, 16, assistant_model=heads)
+    for to in ("vllm", "sglang", "speculators", "eagle"):
+        again = load_heads(export_heads(heads, tmp_path / to, to=to, target="tiny-target").folder)
+        assert again.draft_vocabulary.tolist() == kept
+        assert torch.equal(plain(target, ids, 16, assistant_model=again), expected)
+        assert again.last_stats.num_accepted == heads.last_stats.num_accepted
+    eagle = random_heads("eagle", fc_bias=False)
+    eagle.prune_draft_vocabulary(kept)
+    exported = export_heads(eagle, tmp_path / "pruned", to="vllm")
+    assert any(f"pruned to {len(kept)} tokens" in note for note in exported.notes)
+    assert load_heads(exported.folder).draft_vocabulary is None

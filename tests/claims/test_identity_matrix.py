@@ -1,0 +1,73 @@
+"""Every method with every kind of draft tree: greedy text, and sampled text with a seed, are the target's own."""
+
+import pytest
+import torch
+from support.stubs import StubHead
+from support.targets import plain, prompt, shared_target
+from transformers import set_seed
+
+from hf_specheads import AutoDraftHead, DraftTreeConfig
+from hf_specheads.heads.auto import METHODS
+
+NEW = 24
+FAMILIES = ("llama", "mistral", "gpt-neox")  # grouped keys; a sliding window; partial rotary positions, no gated MLP
+CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 1), (0, 0, 0, 0))
+OPTIMAL = ((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+TREES = {
+    "chain": DraftTreeConfig(kind="chain", depth=4),
+    "static": DraftTreeConfig(kind="static", choices=CHOICES),
+    "dynamic": DraftTreeConfig(depth=4, top_k=3, total_tokens=12),
+    "optimal": DraftTreeConfig(kind="optimal", choices=OPTIMAL),
+}
+LEVELS = {"feature_layers": (0, 1, -1)}  # the targets are too shallow for EAGLE-3's usual levels
+SPECIALISTS = {"num_specialists": 2, "positions_per_specialist": 2}
+OPTIONS = {
+    "poss": SPECIALISTS,
+    "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
+    "eagle3": LEVELS,
+    "poss-eagle3": {**LEVELS, **SPECIALISTS},
+    "draft-lm": {"num_hidden_layers": 1},
+}
+
+
+def fresh_heads(target, method: str, tree: DraftTreeConfig):
+    torch.manual_seed(3)
+    return AutoDraftHead.from_target(target, method, tree_config=tree, **OPTIONS.get(method, {})).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy(method, kind, family):
+    target, ids = shared_target(family), prompt()
+    heads = fresh_heads(target, method, TREES[kind])
+    expected = plain(target, ids, NEW)
+    assert plain(target, ids, NEW, assistant_model=heads)[0].tolist() == expected[0].tolist()
+    stats = heads.last_stats
+    assert stats.draft_forwards > 0
+    assert sum(n + 1 for n in stats.num_accepted[0]) == NEW - 1  # the first token comes from the prefill
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_with_a_seed(method, kind):
+    target, ids = shared_target("llama"), prompt()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
+    heads = fresh_heads(target, method, TREES[kind])
+    set_seed(11)
+    expected = target.generate(ids, **options)
+    set_seed(11)
+    got = target.generate(ids, assistant_model=heads, **options)
+    assert got[0].tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["static", "optimal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_paths_of_fixed_trees(family, kind):
+    """Drafts that know the text, at ranks the tree offers and at others: rounds accept little and whole paths."""
+    target, ids = shared_target(family), prompt()
+    expected = plain(target, ids, NEW)
+    heads = StubHead(target, expected, (0, 0, 1, 0, None, 0, 0, 0, 2), **TREES[kind].to_dict())
+    assert plain(target, ids, NEW, assistant_model=heads)[0].tolist() == expected[0].tolist()
+    accepted = heads.last_stats.num_accepted[0]
+    assert min(accepted) < 2 and max(accepted) >= 3

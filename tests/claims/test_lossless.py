@@ -1,0 +1,201 @@
+"""Greedy text with draft heads is the target's own, token for token in fp32: families, trees, heads good and bad."""
+
+import pytest
+import torch
+from support.stubs import CountForwards, StubHead, random_heads
+from support.targets import FAMILIES, WINDOW, plain, prompt, shared_target
+
+from hf_specheads.cache import target as target_cache
+from hf_specheads.errors import UnsupportedGenerationError
+
+CHAIN_ONLY = ("bloom", "llama4", "lfm2")
+TREE_FAMILIES = [family for family in FAMILIES if family not in CHAIN_ONLY]
+NEW = 36
+# The true token is sometimes the favourite, sometimes further down, sometimes missing: paths through the tree are
+# not contiguous, and rounds accept between 0 and `depth` tokens.
+MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
+
+
+def text(family: str, **options) -> tuple:
+    """Target, prompt and plain output, which must be varied enough for a mistake to show."""
+    target, ids = shared_target(family, **options), prompt()
+    expected = plain(target, ids, NEW)
+    distinct = len(set(expected[0, ids.shape[1] :].tolist()))
+    assert distinct >= 8, f"plain text of {family} has only {distinct} distinct tokens; the test could not fail"
+    return target, ids, expected
+
+
+def assert_same_text(target, ids, expected, heads) -> None:
+    got = plain(target, ids, expected.shape[1] - ids.shape[1], assistant_model=heads)
+    assert got[0].tolist() == expected[0].tolist()
+    assert sum(n + 1 for n in heads.last_stats.num_accepted[0]) == expected.shape[1] - ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_families(family, attention):
+    if family in ("gemma2", "gpt-oss") and attention == "sdpa":
+        pytest.skip("transformers has no sdpa for this family")
+    target, ids, expected = text(family, attention=attention)
+    stub = StubHead(target, expected, MIXED)
+    assert_same_text(target, ids, expected, stub)
+    accepted = stub.last_stats.num_accepted[0]
+    assert max(accepted) >= 2, "no round accepted enough to exercise the cache"
+    assert min(accepted) < 4, "no round rejected anything"
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_untrained_heads_on_every_family(family):
+    target, ids, expected = text(family)
+    assert_same_text(target, ids, expected, random_heads(target, "poss"))
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_chains_on_every_family(family):
+    target, ids, expected = text(family)
+    assert_same_text(target, ids, expected, StubHead(target, expected, MIXED, kind="chain", depth=5))
+
+
+TREES = [
+    {"depth": 1, "top_k": 2, "total_tokens": 2},
+    {"depth": 1, "top_k": 9, "total_tokens": 10},
+    {"depth": 3, "top_k": 2, "total_tokens": 5},
+    {"depth": 7, "top_k": 3, "total_tokens": 16},
+    {"depth": 6, "top_k": 10, "total_tokens": 60},
+    {"depth": WINDOW + 3, "top_k": 2, "total_tokens": 20},  # deeper than the sliding window
+    {"kind": "chain", "depth": 1},
+    {"kind": "chain", "depth": WINDOW + 3},
+]
+
+
+@pytest.mark.parametrize("ranks", [(0,), MIXED], ids=["always", "mixed"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(map(str, tree.values())))
+def test_tree_shapes(family, tree, ranks):
+    target, ids, expected = text(family)
+    assert_same_text(target, ids, expected, StubHead(target, expected, ranks, **tree))
+
+
+@pytest.mark.parametrize("method", ["eagle", "hass", "poss"])
+@pytest.mark.parametrize("tree", [TREES[3], TREES[4], TREES[6]], ids=lambda tree: "-".join(map(str, tree.values())))
+def test_untrained_heads(method, tree):
+    target, ids, expected = text("llama")
+    assert_same_text(target, ids, expected[:, : ids.shape[1] + 20], random_heads(target, method, **tree))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_agreement(seed):
+    """The draft is right at random: the true token at random ranks, or missing."""
+    target, ids, expected = text("qwen2-window", seed=seed % 2)
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.randint(-1, 4, (23,), generator=generator).tolist()
+    ranks = tuple(None if rank < 0 else max(rank - 1, 0) for rank in ranks)
+    assert_same_text(target, ids, expected, StubHead(target, expected, ranks, depth=5, top_k=4, total_tokens=24))
+
+
+@pytest.mark.parametrize("tree", [{"depth": 4, "top_k": 3, "total_tokens": 9}, {"kind": "chain", "depth": 4}], ids=str)
+def test_always_right_and_never_right(tree):
+    """Exact counts: 41 tokens are one from the prefill and 8 rounds of 5, or 40 rounds of 1."""
+    target, ids = shared_target("llama"), prompt()
+    expected = plain(target, ids, 41)
+    for ranks, rounds, accepted in [((0,), 8, 4), ((None,), 40, 0)]:
+        stub = StubHead(target, expected, ranks, **tree)
+        with CountForwards(target) as forwards:
+            assert torch.equal(plain(target, ids, 41, assistant_model=stub), expected)
+        stats = stub.last_stats
+        assert stats.num_accepted == [[accepted] * rounds]
+        assert stats.acceptance_length == accepted + 1
+        assert forwards.count == stats.target_forwards == rounds + 1
+        assert stub.calls == rounds - (accepted == 0)  # the last single token of the budget is not drafted for
+        assert stats.pos_acc == ([1.0] * 4 if accepted else [0.0])
+
+
+def test_one_host_sync_per_round():
+    target, ids, expected = text("llama")
+    for heads in (StubHead(target, expected, MIXED), random_heads(target)):
+        plain(target, ids, NEW, assistant_model=heads)
+        assert heads.last_stats.host_syncs == heads.last_stats.rounds + 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize(
+    "tree", [{"depth": 6, "top_k": 4, "total_tokens": 20}, {"kind": "chain", "depth": 6}], ids=str
+)
+def test_prompt_and_output_fill_the_position_embeddings_exactly(family, tree):
+    """No node may lie past the last position the target has, or its embedding would not exist."""
+    limit = 48
+    ids = prompt(20)
+    size = {"n_positions": limit} if family == "gpt2" else {"max_position_embeddings": limit}
+    target = shared_target(family, **size)
+    expected = plain(target, ids, limit - 20)
+    for ranks in ((0,), MIXED):
+        stub = StubHead(target, expected, ranks, **tree)
+        assert_same_text(target, ids, expected, stub)
+    # Past its trained positions a rotary target still generates; no draft is made there, and the text is the same.
+    if family == "llama":
+        expected = plain(target, ids, limit)
+        assert_same_text(target, ids, expected, StubHead(target, expected, MIXED, **tree))
+
+
+@pytest.mark.parametrize("family", CHAIN_ONLY)
+def test_targets_that_take_only_chains(family):
+    target, ids, expected = text(family, seed=3)
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="chain"):
+        plain(target, ids, NEW, assistant_model=StubHead(target, expected))
+    assert forwards.count == 0
+    for ranks in ((0,), (0, 0, 1, 0, None)):
+        assert_same_text(target, ids, expected, StubHead(target, expected, ranks, kind="chain", depth=4))
+    assert_same_text(target, ids, expected, random_heads(target, kind="chain"))
+
+
+def test_heads_serve_prompt_after_prompt():
+    """Nothing of one generation is left for the next."""
+    target = shared_target("mistral")
+    heads = random_heads(target, "poss")
+    for length in (3, 19, 8, 1):
+        ids = prompt(length, seed=length)
+        assert torch.equal(plain(target, ids, 20, assistant_model=heads), plain(target, ids, 20))
+
+
+# ---------------------------------------------------------------------- planted bugs must be seen
+
+
+_slot_mask = target_cache.slot_mask
+
+
+def _causal_mask(visible, *others) -> torch.Tensor:
+    return _slot_mask(torch.ones_like(visible).tril(), *others)
+
+
+def _forget_the_window(visible, lengths, first, end, window, depths, padding_mask) -> torch.Tensor:
+    return _slot_mask(visible, lengths, first, end, None, depths, padding_mask)
+
+
+def _positions_by_slot(root_positions, tree) -> torch.Tensor:
+    return root_positions + torch.arange(tree.num_nodes)
+
+
+def _plant(monkeypatch, bug: str) -> None:
+    if bug == "causal mask":
+        monkeypatch.setattr(target_cache, "slot_mask", _causal_mask)
+    elif bug == "rows stay where they are":
+        monkeypatch.setattr(target_cache._Group, "move", lambda self, path, lengths: None)
+    elif bug == "slot positions":
+        monkeypatch.setattr(target_cache, "tree_position_ids", _positions_by_slot)
+    else:
+        monkeypatch.setattr(target_cache, "slot_mask", _forget_the_window)
+
+
+@pytest.mark.parametrize(
+    ("family", "bug"),
+    [("llama", bug) for bug in ("causal mask", "rows stay where they are", "slot positions")]
+    + [("mistral", bug) for bug in ("causal mask", "rows stay where they are", "slot positions", "no window")],
+)
+def test_planted_bugs_change_the_text(family, bug, monkeypatch):
+    target, ids, expected = text(family)
+    tree = {"depth": WINDOW + 3, "top_k": 2, "total_tokens": 20} if bug == "no window" else {}
+    stubs = [StubHead(target, expected, ranks, **tree) for ranks in ((0,), MIXED, (0, 1))]
+    for stub in stubs:
+        assert_same_text(target, ids, expected, stub)
+    _plant(monkeypatch, bug)
+    assert any(not torch.equal(plain(target, ids, NEW, assistant_model=stub), expected) for stub in stubs)

@@ -1,0 +1,139 @@
+"""Growing trees: equal to a naive best-first expansion, whatever the head says, also when it says NaN."""
+
+import pytest
+import torch
+from support.stubs import random_heads
+from support.targets import plain, prompt, shared_target
+from support.trees import path_of
+
+from hf_specheads import DraftTreeConfig
+from hf_specheads.cache.draft import DraftCache
+from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.heads.base import DraftHead
+
+VOCAB = 11
+
+
+class TableHead(DraftHead):
+    """The logits after a path are a fixed random function of the path: drafting by table."""
+
+    def __init__(self, seed: int, rows: int, tied: bool = False, broken_level: int | None = None, **tree):
+        torch.nn.Module.__init__(self)
+        self.register_buffer("pruned_token_ids", None)
+        self.tree_config = DraftTreeConfig(**tree)
+        self.seed, self.rows, self.tied, self.broken_level = seed, rows, tied, broken_level
+        self.drafted: list[list[tuple[int, ...]]] = []  # per row, the paths of all drafted rows so far
+
+    def logits_after(self, row: int, path: tuple[int, ...]) -> torch.Tensor:
+        if self.broken_level is not None and len(path) >= self.broken_level:
+            return torch.full((VOCAB,), torch.nan)
+        if self.tied:
+            return torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 200.0)  # one child of probability 1
+        generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % 2**31)
+        return torch.randn(VOCAB, generator=generator)
+
+    def start_draft(self, cache, token_ids, features):
+        self.drafted = [[] for _ in range(self.rows)]
+        return features[:, -1:], torch.stack([self.logits_after(row, ()) for row in range(self.rows)])[:, None]
+
+    def extend_draft(self, cache, position, token_ids, features, visible):
+        logits = []
+        if visible is None:
+            visible = torch.ones(self.rows, 1, position, dtype=torch.bool)
+        for row in range(self.rows):
+            tokens = [path[-1] for path in self.drafted[row]] + token_ids[row].tolist()
+            # The visible drafted rows, in order, spell the path of each frontier node.
+            paths = [tuple(tokens[i] for i in seen.nonzero()[:, 0].tolist()) for seen in visible[row]]
+            self.drafted[row] += paths
+            logits.append(torch.stack([self.logits_after(row, path) for path in paths]))
+        return features, torch.stack(logits)
+
+
+def naive_tree(head: TableHead, row: int) -> dict[tuple[int, ...], float]:
+    """EAGLE-2 in words: expand the K best nodes of a level with K children each, keep the best N - 1 of all."""
+    config = head.tree_config
+    width = 1 if config.kind == "chain" else min(config.top_k, VOCAB)
+    frontier, candidates = {(): 0.0}, {}
+    for _ in range(config.depth):
+        level = {}
+        for path, score in frontier.items():
+            values, tokens = torch.log_softmax(head.logits_after(row, path), -1).topk(width)
+            level |= {(*path, t): score + v for t, v in zip(tokens.tolist(), values.tolist(), strict=True)}
+        candidates |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:width])
+    return dict(sorted(candidates.items(), key=lambda item: -item[1])[: config.num_nodes - 1])
+
+
+TREES = [
+    {"depth": 4, "top_k": 3, "total_tokens": 12},
+    {"depth": 1, "top_k": 5, "total_tokens": 4},
+    {"depth": 3, "top_k": 4, "total_tokens": 500},  # more than there are candidates
+    {"depth": 2, "top_k": 40, "total_tokens": 30},  # more children than the vocabulary has
+    {"kind": "chain", "depth": 5},
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_grown_tree_equals_naive_expansion(tree, rows):
+    head = TableHead(4, rows, **tree)
+    roots = torch.arange(rows)[:, None] + 20
+    grown = grow_tree(head, DraftCache(0), roots, torch.zeros(rows, 1, 2), head.tree_config.depth)
+    for row in range(rows):
+        tokens, parents = grown.token_ids[row].tolist(), grown.parents[row].tolist()
+        expected = naive_tree(head, row)
+        paths = {tuple(tokens[n] for n in path_of(parents, node)[1:]): node for node in range(1, grown.num_nodes)}
+        assert tokens[0] == row + 20
+        assert set(paths) == set(expected)
+        for path, node in paths.items():
+            assert grown.scores[row, node].item() == pytest.approx(expected[path], abs=1e-5)
+            assert grown.depths[row, node].item() == len(path)
+
+
+def test_a_chain_is_the_greedy_path():
+    head = TableHead(9, 1, kind="chain", depth=5)
+    grown = grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 5)
+    path = ()
+    for _ in range(5):
+        path = (*path, head.logits_after(0, path).argmax().item())
+    assert grown.token_ids[0].tolist() == [3, *path]
+    assert grown.parents[0].tolist() == [-1, 0, 1, 2, 3, 4]
+
+
+def _assert_connected(grown):
+    for parents, depths in zip(grown.parents.tolist(), grown.depths.tolist(), strict=True):
+        for node in range(1, grown.num_nodes):
+            assert 0 <= parents[node] < node
+            assert depths[node] == depths[parents[node]] + 1
+
+
+@pytest.mark.parametrize("total_tokens", [3, 5, 9, 20])
+def test_children_of_probability_one_do_not_tear_the_tree(total_tokens):
+    head = TableHead(1, 1, tied=True, depth=5, top_k=3, total_tokens=total_tokens)
+    _assert_connected(grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 5))
+
+
+@pytest.mark.parametrize("broken_level", [0, 1, 2])
+def test_a_head_that_overflows_to_nan_does_not_tear_the_tree(broken_level):
+    head = TableHead(1, 2, broken_level=broken_level, depth=4, top_k=3, total_tokens=9)
+    grown = grow_tree(head, DraftCache(0), torch.tensor([[3], [4]]), torch.zeros(2, 1, 2), 4)
+    _assert_connected(grown)
+    assert ((grown.token_ids >= 0) & (grown.token_ids < VOCAB)).all()
+
+
+def test_nan_heads_do_not_change_the_text():
+    target, ids = shared_target(), prompt()
+    heads = random_heads(target, "poss")
+    with torch.no_grad():
+        heads.layers[1].mlp.down_proj.weight.fill_(torch.nan)
+    assert torch.equal(plain(target, ids, assistant_model=heads), plain(target, ids))
+    with torch.no_grad():
+        heads.fc.weight.fill_(torch.nan)
+    assert torch.equal(plain(target, ids, assistant_model=heads), plain(target, ids))
+
+
+def test_depth_of_a_round_may_be_less_than_configured():
+    head = TableHead(4, 1, depth=6, top_k=3, total_tokens=30)
+    grown = grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
+    assert grown.max_depth == 2
+    assert grown.depths.max().item() == 2

@@ -1,0 +1,79 @@
+"""Choosing tokens: all nodes at once or one at a time, through transformers' processors."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hf_specheads.generation.sampling import TokenSampler
+
+WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
+
+
+class TopKLogitsWarperOfTheUser(TopKLogitsWarper):
+    """A user's processor is never taken for one of transformers' own."""
+
+
+TopKLogitsWarperOfTheUser.__name__ = "TopKLogitsWarper"
+
+
+@pytest.mark.parametrize(
+    ("processors", "row_wise"),
+    [
+        ([], True),
+        (WARPERS, True),
+        ([SuppressTokensLogitsProcessor([3])], True),
+        ([RepetitionPenaltyLogitsProcessor(1.2)], False),
+        ([*WARPERS, NoRepeatNGramLogitsProcessor(2)], False),
+        ([TopKLogitsWarperOfTheUser(4)], False),
+    ],
+    ids=["none", "warpers", "suppress", "repetition", "mixed", "user"],
+)
+def test_row_wise_is_an_allow_list(processors, row_wise):
+    assert TokenSampler(LogitsProcessorList(processors), do_sample=False).row_wise is row_wise
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_all_nodes_at_once_equal_one_node_at_a_time(batch):
+    sampler = TokenSampler(LogitsProcessorList(WARPERS), do_sample=False)
+    ids, logits = torch.randint(0, 30, (batch, 6)), torch.randn(batch, 7, 30)
+    before = logits.clone()
+    tokens, scores = sampler.at_all_nodes(logits)
+    for row in range(batch):
+        for node in range(7):
+            token, score = sampler.at_node(ids[row : row + 1], logits[row : row + 1, node])
+            assert token.item() == tokens[row, node].item()
+            assert torch.equal(score[0], scores[row, node])
+    assert torch.equal(logits, before), "processors must not write into the target's logits"
+
+
+def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():
+    logits = torch.randn(2, 4, 30).to(torch.bfloat16)
+    tokens, scores = TokenSampler(LogitsProcessorList(), do_sample=False).at_all_nodes(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert scores is logits
+
+
+def test_one_draw_per_token_as_in_plain_generation():
+    logits = torch.randn(1, 30)
+    torch.manual_seed(5)
+    tokens = [TokenSampler(LogitsProcessorList(), True).at_node(torch.zeros(1, 3).long(), logits)[0] for _ in range(4)]
+    torch.manual_seed(5)
+    expected = [torch.multinomial(logits.softmax(-1), 1)[0] for _ in range(4)]
+    assert [t.item() for t in tokens] == [t.item() for t in expected]
+
+
+def test_processors_work_in_fp32():
+    """In bf16 a division by the temperature rounds; plain generation casts first."""
+    logits = torch.randn(1, 3, 30).to(torch.bfloat16)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.37)])
+    _, scores = TokenSampler(processors, do_sample=True).at_all_nodes(logits)
+    torch.testing.assert_close(scores, logits.float() / 0.37)

@@ -1,0 +1,89 @@
+"""Documents tell the truth: README code runs or names what exists, public names are documented, words are ours."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import hf_specheads
+import hf_specheads.trainer
+from hf_specheads.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+# Ambiguous words the vocabulary rules out, and traces of the machine a file was written on.
+BANNED = (r"\baccept length\b", r"\bacceptance rate\b", r"(?<![\w.])/(tmp|work|root)/")
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("code", code_blocks("python"))
+def test_python_blocks_use_what_exists(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hf_specheads"):
+            module = hf_specheads.trainer if node.module.endswith("trainer") else hf_specheads
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_commands_and_make_targets_exist() -> None:
+    shell = "\n".join(code_blocks("bash"))
+    assert set(re.findall(r"^specheads (\w+)", shell, flags=re.MULTILINE)) == set(COMMANDS)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", shell, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+
+
+def test_the_quickstart_runs(target, poss_heads, tokenizer, tmp_path: Path) -> None:
+    """As written, but for the names of the models."""
+    for model in (target, tokenizer):
+        model.save_pretrained(tmp_path / "target")
+    poss_heads.save_pretrained(tmp_path / "heads")
+    code = next(block for block in code_blocks("python") if "load_heads(" in block and "generate" in block)
+    code = re.sub(r'^name = ".*"$', f"name = {str(tmp_path / 'target')!r}", code, flags=re.MULTILINE)
+    code = re.sub(r'load_heads\(".*?"\)', f"load_heads({str(tmp_path / 'heads')!r})", code)
+    code = code.replace('device_map="auto"', 'device_map="cpu"').replace("max_new_tokens=256", "max_new_tokens=9")
+    code = code.replace("The three laws of robotics are", "w5 w6 w7")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["out"].shape[1] == 3 + 9
+    assert names["heads"].last_stats.acceptance_length >= 1
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_local_links(name: str) -> None:
+    """Files that are linked exist, and so do the headings."""
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        linked = (ROOT / name).parent / path if path else ROOT / name
+        assert linked.exists(), f"{name} links to {link}"
+        headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+@pytest.mark.parametrize("package", [hf_specheads, hf_specheads.trainer], ids=lambda package: package.__name__)
+def test_public_names_are_documented(package) -> None:
+    for name in package.__all__:
+        public = getattr(package, name)
+        if inspect.isclass(public) or inspect.isfunction(public):
+            assert inspect.getdoc(public), name
+
+
+def test_words() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix not in (".py", ".md", ".yaml", ".toml") or not path.exists() or path == Path(__file__):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for pattern in BANNED:
+            assert not (match := re.search(pattern, text)), f"{name}: {match[0]!r}"

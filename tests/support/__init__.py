@@ -1,0 +1,1 @@
+"""What tests share: targets, heads, trees, checkpoints and a local Hub."""

@@ -1,0 +1,1 @@
+"""A Hub on this machine, with real HTTP."""

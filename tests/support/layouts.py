@@ -1,0 +1,318 @@
+"""Every published layout, one small checkpoint each: files as their writers name them, all for one target.
+
+folder = LAYOUTS["eagle3-modelopt"].write(tmp_path)
+heads = load_heads(folder, **LAYOUTS["eagle3-modelopt"].arguments)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from hf_specheads import AutoDraftHead, DraftHead
+from support.checkpoints import (
+    EAGLE3_CONFIG,
+    HEAD_DIM,
+    HIDDEN,
+    LLAMA_CONFIG,
+    MODELOPT_CONFIG,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    eagle_tensors,
+    hydra_tensors,
+    medusa_tensors,
+)
+from support.targets import shared_target
+
+Tensors = dict[str, torch.Tensor]
+SPECULATORS_KINDS = {
+    "algorithm": "x", "default_proposal_method": "greedy",
+    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+    "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
+}  # fmt: skip
+
+
+def target() -> Any:
+    """The target of all checkpoints here: deep enough for EAGLE-3's usual levels."""
+    return shared_target("llama", num_hidden_layers=8)
+
+
+def embedding() -> torch.Tensor:
+    """A copy of the target's token embedding [V, H]."""
+    return target().get_input_embeddings().weight.detach().clone()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout.
+
+    Attributes:
+        files: Makes the content of every file by name: a JSON object, or tensors.
+        folder: Name of the folder, where it tells something.
+        arguments: What `load_heads` must be told.
+        kind: What the layout is found to be, a key of `hf_specheads.checkpoints.layouts.detect.TITLES`.
+        method: Of the heads.
+    """
+
+    files: Callable[[], dict[str, dict]]
+    kind: str
+    method: str
+    folder: str = "heads"
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, parent: Path, files: dict[str, dict] | None = None) -> Path:
+        """Writes the files to a folder of that name and returns it."""
+        folder = parent / self.folder
+        for name, content in (self.files() if files is None else files).items():
+            write_file(folder / name, content)
+        return folder
+
+
+def write_file(path: Path, content: dict) -> None:
+    """Writes a JSON object or tensors, as the name asks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(content))
+    elif path.suffix == ".safetensors":
+        save_file({key: tensor.contiguous() for key, tensor in content.items()}, path, metadata={"format": "pt"})
+    else:
+        torch.save(content, path)
+
+
+def with_embedding(tensors: Tensors) -> Tensors:
+    return tensors | {"embed_tokens.weight": embedding()}
+
+
+def single(
+    tensors: Callable[[], Tensors], config: dict[str, Any], name: str = "model.safetensors"
+) -> Callable[[], dict[str, dict]]:
+    """Files of a checkpoint of one weight file."""
+    return lambda: {"config.json": dict(config), name: tensors()}
+
+
+def sharded(tensors: Callable[[], Tensors], config: dict[str, Any], suffix: str) -> Callable[[], dict[str, dict]]:
+    """Files of a checkpoint of three shards and an index."""
+
+    def files() -> dict[str, dict]:
+        everything, stem = tensors(), "model" if suffix == "safetensors" else "pytorch_model"
+        shards: dict[str, Tensors] = {f"{stem}-0000{i + 1}-of-00003.{suffix}": {} for i in range(3)}
+        places = {key: list(shards)[i % 3] for i, key in enumerate(sorted(everything))}
+        for key, place in places.items():
+            shards[place][key] = everything[key]
+        index = {"metadata": {"total_size": 1}, "weight_map": places}
+        return {"config.json": dict(config), f"{stem}.{suffix}.index.json": index, **shards}
+
+    return files
+
+
+# ------------------------------------------------------------------ tensors under other names, in other company
+def hass_norms() -> Tensors:
+    names = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
+    return {f"{name}.weight": torch.rand(HIDDEN, generator=torch.Generator().manual_seed(i)) + 0.5
+            for i, name in enumerate(names)}  # fmt: skip
+
+
+def speculators_eagle(norms: bool) -> Tensors:
+    """EAGLE heads as `speculators` up to 0.6 saves them."""
+    tensors = eagle_tensors(embedding=False) | (hass_norms() if norms else {})
+    names = {"embed_layernorm": "embedding_layernorm", "hidden_layernorm": "transformer.input_layernorm",
+             "lm_head_layernorm": "pre_lm_head_layernorm", "fc": "fusion_fc", "layers.0": "transformer"}  # fmt: skip
+    renamed = {}
+    for key, tensor in tensors.items():
+        old = next(old for old in names if key.startswith(f"{old}."))
+        renamed[names[old] + key.removeprefix(old)] = tensor
+    return renamed
+
+
+def qk_norms(tensors: Tensors) -> Tensors:
+    generator = torch.Generator().manual_seed(2)
+    return tensors | {
+        f"layers.0.self_attn.{x}_norm.weight": torch.rand(HEAD_DIM, generator=generator) + 0.5 for x in "qk"
+    }
+
+
+def speculators_config(kind: str, **fields: Any) -> dict[str, Any]:
+    """Config of `speculators`; the layer's own fields are in an object of their own."""
+    layer = {key: value for key, value in LLAMA_CONFIG.items() if key not in ("architectures", "rope_theta")}
+    layer |= {"head_dim": HEAD_DIM, "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"}}
+    layer |= fields.pop("layer", {})
+    return {"speculators_model_type": kind, "speculators_version": "0.9.0", "transformer_layer_config": layer,
+            "speculators_config": SPECULATORS_KINDS | {"algorithm": kind}, **fields}  # fmt: skip
+
+
+SPECULATORS_EAGLE3 = speculators_config(
+    "eagle3", architectures=["Eagle3Speculator"], draft_vocab_size=len(TOKENS), norm_before_residual=True,
+    norm_before_fc=False, fc_norm=False, norm_output=False, target_hidden_size=None,
+    eagle_aux_hidden_state_layer_ids=None, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def vllm_medusa() -> Tensors:
+    renamed = {}
+    for key, tensor in medusa_tensors(4, 2, tied=False).items():
+        head, index, rest = key.split(".", 2)
+        linear = rest.startswith("linear")
+        renamed[f"blocks.{head}.layers.{index}.{rest[7:]}" if linear else f"lm_heads.{head}.weight"] = tensor
+    return renamed
+
+
+def whole_target(prefix: str) -> Tensors:
+    """A target that carries its heads."""
+    state = {key: tensor.detach().clone() for key, tensor in target().state_dict().items()}
+    return state | {prefix + key: tensor for key, tensor in medusa_tensors().items()}
+
+
+def without_mapping(tensors: Tensors) -> Tensors:
+    """EAGLE-3 over all of V."""
+    kept = {key: tensor for key, tensor in tensors.items() if key not in ("d2t", "t2d")}
+    return kept | {"lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.3}
+
+
+def modelopt_eagle3() -> Tensors:
+    return {key: tensor for key, tensor in eagle3_tensors("layers.0.").items() if key != "t2d"}
+
+
+def hydra_with_embedding(prefixed: bool) -> Tensors:
+    return hydra_tensors(prefixed=prefixed) | {"input_embed_fn.weight": embedding()}
+
+
+def ours(method: str, **options: Any) -> Callable[[], dict[str, dict]]:
+    """Files of heads in this package's own layout."""
+
+    def files() -> dict[str, dict]:
+        torch.manual_seed(11)
+        heads: DraftHead = AutoDraftHead.from_target(target(), method, **options)
+        for parameter in heads.parameters():
+            parameter.data.normal_(0, 0.3)
+        heads.config.architectures = [type(heads).__name__]
+        config = json.loads(json.dumps(heads.config.to_diff_dict() | {"dtype": "float32"}))
+        tied = heads.all_tied_weights_keys
+        state = {key: tensor.detach().clone() for key, tensor in heads.state_dict().items() if key not in tied}
+        return {"config.json": config, "model.safetensors": state}
+
+    return files
+
+
+SGLANG = LLAMA_CONFIG | {"architectures": ["LlamaForCausalLMEagle"]}
+EAGLE3_SGLANG = EAGLE3_CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
+TINY_MEDUSA = {"base_model_name_or_path": "org/target", "medusa_num_heads": 2, "medusa_num_layers": 1}
+HYDRA = {"base_model_name_or_path": "org/target", "hydra_num_heads": 3, "hydra_num_layers": 3,
+         "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}  # fmt: skip
+NARROW = {"hidden_size": 24, "target_hidden_size": HIDDEN, "head_dim": HEAD_DIM}
+POSS_OPTIONS = {"num_specialists": 2, "positions_per_specialist": 2, "tree_config": {"depth": 4, "top_k": 3,
+                "total_tokens": 9}}  # fmt: skip
+
+
+def fp16(tensors: Tensors) -> Tensors:
+    return {key: tensor.half() if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
+
+
+def prefixed(tensors: Tensors, prefix: str, *beside: str) -> Tensors:
+    return {key if key in beside else prefix + key: tensor for key, tensor in tensors.items()}
+
+
+LAYOUTS: dict[str, Layout] = {
+    "ours-poss": Layout(ours("poss", **POSS_OPTIONS), "specheads", "poss"),
+    "ours-eagle3": Layout(ours("eagle3", draft_token_ids=TOKENS.tolist()), "specheads", "eagle3"),
+    "ours-medusa": Layout(ours("medusa", num_heads=3), "specheads", "medusa"),
+    "ours-hydra": Layout(ours("hydra", num_heads=3, num_blocks=2, head_arch="prefix-mlp"), "specheads", "hydra"),
+    "eagle": Layout(
+        single(lambda: with_embedding(eagle_tensors(fc_bias=False)), LLAMA_CONFIG, "pytorch_model.bin"),
+        "eagle", "eagle",
+    ),
+    "eagle-qkv-bias": Layout(
+        single(lambda: eagle_tensors(qkv_bias=True, embedding=False), LLAMA_CONFIG), "eagle", "eagle"
+    ),
+    "eagle-sglang": Layout(
+        single(
+            lambda: prefixed(with_embedding(eagle_tensors()), "model.") | {"lm_head.weight": embedding()},
+            SGLANG,
+        ),
+        "eagle", "eagle",
+    ),
+    "eagle-fp16-shards": Layout(
+        sharded(lambda: fp16(with_embedding(eagle_tensors())), LLAMA_CONFIG, "safetensors"), "eagle", "eagle"
+    ),
+    "hass": Layout(
+        single(lambda: with_embedding(eagle_tensors()), LLAMA_CONFIG), "eagle", "hass", "HASS-Llama3-8B-Instruct"
+    ),
+    "hass-norms": Layout(
+        single(lambda: with_embedding(eagle_tensors() | hass_norms()), LLAMA_CONFIG), "eagle", "eagle"
+    ),
+    "hass-training-state": Layout(
+        lambda: {"config.json": dict(LLAMA_CONFIG),
+                 "state_20/model.safetensors": prefixed(with_embedding(eagle_tensors()), "module."),
+                 "state_20/optimizer.bin": {"step": 1}},
+        "eagle", "hass", "hass-run",
+    ),
+    "poss": Layout(
+        single(lambda: with_embedding(eagle_tensors(4)), LLAMA_CONFIG), "poss", "poss", "PosS3-Llama3-8B-Instruct"
+    ),
+    "poss-pickled-shards": Layout(
+        sharded(lambda: with_embedding(eagle_tensors(3)), LLAMA_CONFIG, "bin"), "poss", "poss",
+        arguments={"positions_per_specialist": 2},
+    ),
+    "eagle3": Layout(single(eagle3_tensors, EAGLE3_CONFIG, "pytorch_model.bin"), "eagle3", "eagle3"),
+    "eagle3-specforge": Layout(single(eagle3_tensors, EAGLE3_SGLANG), "eagle3", "eagle3"),
+    "eagle3-modelopt": Layout(
+        single(modelopt_eagle3, EAGLE3_SGLANG | {"eagle_config": MODELOPT_CONFIG}), "eagle3", "eagle3"
+    ),
+    "eagle3-whole-vocabulary": Layout(
+        single(lambda: without_mapping(eagle3_tensors()), EAGLE3_CONFIG | {"draft_vocab_size": VOCAB}),
+        "eagle3", "eagle3",
+    ),
+    "eagle3-narrow": Layout(
+        single(lambda: eagle3_tensors(hidden=24, embedding=True), EAGLE3_SGLANG | NARROW), "eagle3", "eagle3"
+    ),
+    "speculators-eagle3": Layout(
+        single(lambda: eagle3_tensors("layers.0."), SPECULATORS_EAGLE3), "speculators", "eagle3"
+    ),
+    "speculators-eagle3-qwen3": Layout(
+        single(
+            lambda: qk_norms(eagle3_tensors("layers.0.")),
+            SPECULATORS_EAGLE3 | {"transformer_layer_config":
+                                  SPECULATORS_EAGLE3["transformer_layer_config"] | {"model_type": "qwen3"}},
+        ),
+        "speculators", "eagle3",
+    ),
+    "speculators-eagle": Layout(
+        single(lambda: speculators_eagle(False), speculators_config("eagle", layernorms=False, fusion_bias=True)),
+        "speculators", "eagle",
+    ),
+    "speculators-hass-norms": Layout(
+        single(lambda: speculators_eagle(True), speculators_config("eagle", layernorms=True, fusion_bias=True)),
+        "speculators", "hass", "hass-speculator",
+    ),
+    "medusa-v1": Layout(single(lambda: medusa_tensors(5), TINY_MEDUSA, "medusa_lm_head.pt"), "medusa", "medusa"),
+    "medusa-version-2": Layout(
+        single(
+            lambda: medusa_tensors(projections=False), TINY_MEDUSA | {"version": "2", "vocab_size": VOCAB},
+            "medusa_lm_head.safetensors",
+        ),
+        "medusa", "medusa",
+    ),
+    "medusa-2-whole-model": Layout(
+        sharded(lambda: whole_target("medusa_head."), LLAMA_CONFIG, "safetensors"), "medusa", "medusa"
+    ),
+    "medusa-modelopt": Layout(
+        single(lambda: whole_target("medusa_heads."), LLAMA_CONFIG | {"medusa": {"num_medusa_heads": 3}}),
+        "medusa", "medusa",
+    ),
+    "medusa-vllm": Layout(
+        single(vllm_medusa, {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN,
+                             "vocab_size": VOCAB, "num_heads": 4, "medusa_fc_bias": True}),
+        "medusa", "medusa",
+    ),
+    "hydra": Layout(single(lambda: hydra_with_embedding(False), HYDRA, "hydra_lm_head.pt"), "hydra", "hydra"),
+    "hydra-plus": Layout(
+        single(lambda: hydra_with_embedding(True), HYDRA | {"hydra_head_arch": "prefix-mlp"}, "hydra_lm_head.pt"),
+        "hydra", "hydra",
+    ),
+}  # fmt: skip

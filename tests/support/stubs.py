@@ -1,0 +1,119 @@
+"""Stand-ins for trained heads: stubs that know the answer and use that knowledge for or against the target.
+
+A stub implements the drafting contract of `DraftHead` and nothing else. It knows the target's whole output in advance
+(`truth`) and finds its place in it by counting committed rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_specheads import AutoDraftHead, DraftHead, DraftHeadConfig
+from hf_specheads.cache.draft import DraftCache
+from hf_specheads.target.identity import target_sizes
+
+
+class StubHead(DraftHead):
+    """Drafts the true continuation at a rank of the test's choosing, among arbitrary other tokens.
+
+    Args:
+        target: The target.
+        truth: Per batch row int64 [T], prompt and whole output of plain generation, without padding.
+        ranks: Rank of the true token among the children of a node whose ancestors are all true, by sequence position
+            (cycled); 0 is the draft's favourite, `None` keeps the true token out of the draft.
+        tree: Fields of the tree config.
+    """
+
+    def __init__(self, target: Any, truth: Any, ranks: tuple[int | None, ...] = (0,), **tree: Any):
+        sizes = target_sizes(target)
+        super().__init__(DraftHeadConfig(**sizes, hidden_size=sizes["feature_size"]))
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.tree_config = self.tree_config.replace(**({"depth": 4, "top_k": 4, "total_tokens": 14} | tree))
+        self.truth, self.ranks = [row.tolist() for row in truth], ranks
+        self.levels: list[torch.Tensor] = []
+        self.calls = 0
+
+    def new_draft_cache(self) -> DraftCache:
+        return StubCache(list(range(len(self.truth))))
+
+    def _token(self, row: int, index: int) -> int | None:
+        return self.truth[row][index] if index < len(self.truth[row]) else None
+
+    def _logits(self, row: int, index: int, on_path: torch.Tensor) -> torch.Tensor:
+        """Logits [K, V] for sequence position `index`; `on_path` bool [K] says which nodes are true so far."""
+        generator = torch.Generator().manual_seed(1000 + index)
+        vocab = self.config.vocab_size
+        logits = torch.randn(len(on_path), vocab, generator=generator)
+        rank, token = self.ranks[(index + row) % len(self.ranks)], self._token(row, index)
+        if token is not None:
+            for node in on_path.nonzero()[:, 0].tolist():
+                logits[node, token] = -1e9
+                if rank is not None:
+                    others = logits[node].sort(descending=True).values
+                    # Close behind the token one rank better: low ranks lie beside the draft's favourite path.
+                    logits[node, token] = others[0] + 4 if rank == 0 else others[rank - 1] - 1e-4
+        return logits
+
+    def start_draft(self, cache, token_ids, features):
+        self.calls += 1
+        cache.commit(features.shape[1])
+        self.levels = []
+        logits = [self._logits(row, n + 1, torch.tensor([True])) for row, n in cache.numbered()]
+        return features[:, -1:], torch.stack(logits)
+
+    def extend_draft(self, cache, position, token_ids, features, visible):
+        visible = torch.ones(1, 1, position, dtype=torch.bool) if visible is None else visible
+        expected = [self._token(row, n + position) for row, n in cache.numbered()]
+        self.levels.append(torch.stack([ids == (-1 if token is None else token)
+                                        for ids, token in zip(token_ids, expected, strict=True)]))  # fmt: skip
+        true_rows = torch.cat(self.levels, dim=1)  # [B, rows], which drafted rows carry the true token of their level
+        on_path = (true_rows[:, None] | ~visible).all(-1)
+        logits = [self._logits(row, n + position + 1, true)
+                  for (row, n), true in zip(cache.numbered(), on_path, strict=True)]  # fmt: skip
+        return features, torch.stack(logits)
+
+
+class StubCache(DraftCache):
+    """Counts rows, and remembers which rows of the batch are left."""
+
+    def __init__(self, rows: list[int]):
+        super().__init__(0)
+        self.rows = rows
+
+    def numbered(self) -> list[tuple[int, int]]:
+        """Row of the batch and its committed rows, per row that is left."""
+        counts = self.counts if len(self.counts) == len(self.rows) else self.counts * len(self.rows)
+        return list(zip(self.rows, counts, strict=True))
+
+    def select_rows(self, kept: torch.Tensor) -> None:
+        self.become_ragged(len(self.rows), kept.device)
+        super().select_rows(kept)
+        self.rows = [self.rows[row] for row in kept.tolist()]
+
+
+def random_heads(target: Any, method: str = "eagle", *, seed: int = 3, **tree: Any) -> DraftHead:
+    """Freshly initialised heads; they know nothing and are seldom right."""
+    torch.manual_seed(seed)
+    options = {} if method != "poss" else {"num_specialists": 2, "positions_per_specialist": 2}
+    tree = {"depth": 4, "top_k": 4, "total_tokens": 14} | tree
+    return AutoDraftHead.from_target(target, method, tree_config=tree, **options).eval()
+
+
+class CountForwards:
+    """Counts the forwards of a target inside a `with` block."""
+
+    def __init__(self, target: Any):
+        self.target, self.count = target, 0
+
+    def __enter__(self) -> CountForwards:
+        self.hook = self.target.register_forward_pre_hook(self._add)
+        return self
+
+    def _add(self, *args: Any) -> None:
+        self.count += 1
+
+    def __exit__(self, *args: Any) -> None:
+        self.hook.remove()

@@ -1,0 +1,45 @@
+"""Random draft trees, and the naive Python that the tensor code is compared with."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hf_specheads.tree.draft_tree import DraftTree
+
+
+def random_tree(seed: int, nodes: int = 14, depth: int = 4, batch: int = 1, vocab: int = 99) -> DraftTree:
+    """A random tree per row; siblings have different tokens (so `vocab` > `nodes`), parents precede children."""
+    rng = random.Random(seed)
+    tokens, parents, depths = [], [], []
+    for _ in range(batch):
+        row_tokens, row_parents, row_depths, taken = [rng.randrange(3, vocab)], [-1], [0], set()
+        while len(row_tokens) < nodes:
+            parent = rng.choice([node for node in range(len(row_tokens)) if row_depths[node] < depth])
+            token = rng.randrange(3, vocab)
+            if (parent, token) in taken:
+                continue
+            taken.add((parent, token))
+            row_tokens.append(token)
+            row_parents.append(parent)
+            row_depths.append(row_depths[parent] + 1)
+        tokens.append(row_tokens)
+        parents.append(row_parents)
+        depths.append(row_depths)
+    ids = torch.tensor(tokens)
+    return DraftTree(ids, torch.tensor(parents), torch.tensor(depths), torch.zeros(ids.shape), depth)
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """Root-to-node path, by following the parents."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def row(tree: DraftTree, index: int) -> DraftTree:
+    """One batch row as a tree of its own."""
+    part = slice(index, index + 1)
+    return DraftTree(tree.token_ids[part], tree.parents[part], tree.depths[part], tree.scores[part], tree.max_depth)
