@@ -70,7 +70,9 @@ class Slots:
 
     def round(self, tree: DraftTree, path: list[int]) -> None:
         self.target(tree.token_ids, use_cache=True, **self.cache.forward_inputs(tree))
-        self.cache.keep_path(torch.tensor([path]), [len(path)], path == list(range(len(path))))
+        self.cache.keep_paths(
+            torch.tensor([path]), [len(path)], torch.tensor([len(path)]), path == list(range(len(path)))
+        )
 
 
 class Dynamic:

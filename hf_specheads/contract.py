@@ -40,7 +40,6 @@ from .target.borrowed import BorrowedModules
 from .tree.config import DraftTreeConfig
 from .unroll.rows import DraftedPass, TrainingRows
 
-VERIFICATIONS = ("lossless", "typical")
 LOOPS = ("own", "transformers")
 
 

@@ -20,11 +20,12 @@ from packaging.version import Version
 from transformers import GenerationMixin
 
 from .generation.candidates import DraftHeadCandidateGenerator
-from .generation.loop import speculative_generate
-from .generation.refusals import refuse_call, refuse_prepared_call
+from .generation.loop import begin_call, run_rounds
+from .generation.refusals import refuse_prepared_call
 from .heads.base import DraftHead
 
 MINIMUM_TRANSFORMERS = "5.23.0"
+OPTIONS = "draft_options"  # under this name the settings of a call travel from its first hook to its second
 EXPECTED_PARAMETERS = {
     "_assisted_decoding": {
         "input_ids",
@@ -86,16 +87,16 @@ def _wrap(name: str, ours: Callable) -> None:
 
 
 def _assisted_decoding(original: Callable, target: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    head = kwargs.get("assistant_model")
+    head, options = kwargs.get("assistant_model"), kwargs.pop(OPTIONS, None)
     if not isinstance(head, DraftHead):
         return original(target, input_ids, *args, **kwargs)
-    if head.loop == "transformers":
+    if options.loop == "transformers":
         prepared = {k: v for k, v in kwargs.items() if k not in ("generation_config", "assistant_model")}
-        refuse_prepared_call(target, head, input_ids.shape[0], kwargs["generation_config"], prepared)
+        refuse_prepared_call(target, head, options, input_ids.shape[0], kwargs["generation_config"], prepared)
         return original(target, input_ids, *args, **kwargs)
     for unused in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
         kwargs.pop(unused, None)
-    return speculative_generate(target, input_ids, *args, draft_head=head, **kwargs)
+    return run_rounds(target, input_ids, *args, draft_head=head, options=options, **kwargs)
 
 
 def _validate_generation_mode(
@@ -103,7 +104,8 @@ def _validate_generation_mode(
 ) -> None:
     head = generation_mode_kwargs.get("assistant_model")
     if isinstance(head, DraftHead):
-        refuse_call(target, head, generation_mode, generation_config)
+        # generate() hands this dict on to the decoding method.
+        generation_mode_kwargs[OPTIONS] = begin_call(target, head, generation_mode, generation_config)
         # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
         if head.config.vocab_size != target.config.get_text_config().vocab_size:
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}

@@ -16,7 +16,7 @@ class DraftCache(SlotCache):
     a row is its position.
 
     Attributes:
-        valid: bool [B, M], which of the rows a round takes in are real, `None` if all are. In a batch, rows have
+        valid: bool [B, M], which of the rows a round takes in are real, `None` if all are. In a batch, sequences have
             accepted different numbers of tokens; those that accepted fewer than others come after columns of no
             meaning. Set before every round ([`begin_round`]).
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
@@ -32,7 +32,7 @@ class DraftCache(SlotCache):
 
     @property
     def committed(self) -> int:
-        """Committed rows, of the longest batch row: its committed tokens minus one."""
+        """Committed rows, of the longest sequence: its committed tokens minus one."""
         return self.longest
 
     def begin_round(self, valid: torch.Tensor | None = None, counts: list[int] | None = None) -> None:
@@ -40,7 +40,7 @@ class DraftCache(SlotCache):
 
         Args:
             valid: bool [B, M]; `None` if all are.
-            counts: How many that are, per batch row.
+            counts: How many that are, per sequence.
         """
         self.valid, self._new_counts = valid, counts
         if valid is not None:

@@ -24,7 +24,7 @@ def slot_mask(
 
     Args:
         visible: bool [B, Q, R], which of the R rows after the committed ones a new row sees.
-        lengths: Committed rows: a number for all batch rows, or int64 [B].
+        lengths: Committed rows: a number for all sequences, or int64 [B].
         first, end: The slots shown.
         window: Sliding window of the attention; `None` without.
         depths: int64 [B, R], how far after the last committed row every row lies (its slot may lie further); needed

@@ -1,9 +1,9 @@
 """Keys and values in pre-allocated slots, written in place: what draft cache and target cache have in common.
 
-A batch row b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, whatever the other rows have, and
+A sequence b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, whatever the others have, and
 the rows of a round (tree nodes, drafted rows) lie in the slots right after. Slots beyond are not shown to attention,
-or masked; what they hold does not matter. So rows of a batch may accept different numbers of tokens without any row
-being moved or padded.
+or masked; what they hold does not matter. So the sequences of a batch may accept different numbers of tokens without
+any row being moved or padded.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SlotCacheLayer(CacheLayerMixin):
             buffer[:, :, : old.shape[2]] = old
             setattr(self, name, buffer)
 
-    def select_rows(self, kept: torch.Tensor) -> None:
-        """Keeps only some rows of the batch, int64 [B']."""
+    def select_sequences(self, kept: torch.Tensor) -> None:
+        """Keeps only some sequences of the batch, int64 [B']."""
         kept = kept.to(self.keys.device)
         self.keys, self.values = self.keys[kept], self.values[kept]
 
@@ -89,9 +89,9 @@ class SlotCache(Cache):
         capacity: Slots of the buffers; doubled when they are full, unless `static`.
         static: Whether all slots are always shown, so that shapes never change. Nothing that a compiled step reads is
             a number of the host then: it would be compiled into it.
-        counts: Committed rows of every batch row, on the host; one entry for all while they are the same.
-        lengths: The same on the device, int64 [B]; `None` while all rows have the same number.
-        start: First slot of the rows written next, where that is the same for all batch rows.
+        counts: Committed rows of every sequence, on the host; one entry for all while they are the same.
+        lengths: The same on the device, int64 [B]; `None` while all have the same number.
+        start: First slot of the rows written next, where that is the same for all sequences.
         slots: int64 [B, R], slots of the rows written next, otherwise.
     """
 
@@ -107,11 +107,11 @@ class SlotCache(Cache):
 
     @property
     def longest(self) -> int:
-        """Committed rows of the longest batch row."""
+        """Committed rows of the longest sequence."""
         return max(self.counts)
 
     def known_lengths(self) -> int | torch.Tensor:
-        """Committed rows: a number for all batch rows, or int64 [B]."""
+        """Committed rows: a number for all sequences, or int64 [B]."""
         return self.counts[0] if self.lengths is None else self.lengths
 
     def shown(self, window: int | None = None) -> tuple[int, int]:
@@ -155,16 +155,16 @@ class SlotCache(Cache):
                 layer.grow(self.capacity)
 
     def become_ragged(self, batch: int, device: torch.device) -> None:
-        """From now on every batch row has a number of committed rows of its own."""
+        """From now on every sequence has a number of committed rows of its own."""
         if self.lengths is None:
             self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
             self.lengths = torch.tensor(self.counts, device=device)
 
-    def select_rows(self, kept: torch.Tensor) -> None:
-        """Keeps only some rows of the batch, int64 [B']."""
+    def select_sequences(self, kept: torch.Tensor) -> None:
+        """Keeps only some sequences of the batch, int64 [B']."""
         for layer in self.layers:
             if layer.is_initialized:
-                layer.select_rows(kept)
+                layer.select_sequences(kept)
         if self.lengths is not None:
             self.lengths = self.lengths[kept.to(self.lengths.device)]
-            self.counts = [self.counts[row] for row in kept.tolist()]
+            self.counts = [self.counts[sequence] for sequence in kept.tolist()]

@@ -1,7 +1,7 @@
 """The target's cache during a generation: where a tree's keys and values go, what it sees, what of it is kept.
 
 Two kinds. [`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees,
-batches whose rows accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and
+batches whose sequences accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and
 rolls it back: for targets and caches that take no trees, one chain at a time.
 """
 
@@ -23,7 +23,7 @@ TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 FIRST_SLOTS = 256
 
 
-def refuse_tree_cache(cache: Cache) -> str | None:
+def tree_cache_problem(cache: Cache) -> str | None:
     """Why a target cache cannot hold a draft tree, or `None` if it can.
 
     An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
@@ -53,10 +53,10 @@ class TreeCache(SlotCache):
     """Slots that hold the target's keys and values, all layers of one shape in one buffer.
 
     Args:
-        stock: transformers' cache after the prefill, every row of it `length` slots long. It is emptied, and given its
+        stock: transformers' cache after the prefill. It is emptied, and given its
             contents back by [`give_back`].
         target: The target.
-        batch: Batch rows B.
+        batch: Sequences B.
         padding_mask: int or bool [B, P], 0 on padding of the prompt; `None` without padding.
         root_positions: int64 [B, 1] or [3, B, 1], positions of the tokens after the prompt.
         dtype: The target's compute dtype.
@@ -110,11 +110,11 @@ class TreeCache(SlotCache):
         for group in self.groups:
             group.grow(self.capacity)
 
-    def select_rows(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: torch.Tensor) -> None:
         self.become_ragged(len(self.counts), self.device)
-        super().select_rows(kept)
+        super().select_sequences(kept)
         for group in self.groups:
-            group.select_rows(kept)
+            group.select_sequences(kept)
         self.root_positions = self.root_positions[..., kept.to(self.device), :]
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[kept.to(self.padding_mask.device)]
@@ -157,21 +157,24 @@ class TreeCache(SlotCache):
         slides = any(getattr(layer, "window", None) is not None for layer in self.layers)
         return mask(self.window if slides else None)
 
-    def keep_path(self, path: torch.Tensor, counts: list[int], is_prefix: bool) -> None:
+    def keep_paths(
+        self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
+    ) -> None:
         """Commits the rows of the accepted paths; those of other nodes are written over by the next round.
 
         Args:
-            path: int64 [B, A], nodes to keep, the root first; a row's entries past its count do not matter.
-            counts: How many of them count, per batch row.
-            is_prefix: Whether all paths are the nodes 0, 1, 2, ...: they are where they belong then.
+            nodes: int64 [B, A], nodes to keep, the root first; a sequence's entries past its count do not matter.
+            counts: How many of them count, per sequence.
+            device_counts: The same, int64 [B].
+            are_prefixes: Whether all paths are the nodes 0, 1, 2, ...: they are where they belong then.
         """
         if len(set(counts)) > 1:
             self.become_ragged(len(counts), self.device)
-        if not is_prefix:
+        if not are_prefixes:
             lengths = self.known_lengths()
             for group in self.groups:
-                group.move(path, lengths)
-        kept = torch.tensor(counts, device=self.device)
+                group.move(nodes, lengths)
+        kept = device_counts.to(self.device)
         if self.lengths is not None:
             self.lengths = self.lengths + kept
         self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
@@ -202,7 +205,7 @@ class _Group:
         self.buffer[:, :, :, : old.shape[3]] = old
         self._show()
 
-    def select_rows(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: torch.Tensor) -> None:
         self.buffer = self.buffer[:, kept.to(self.buffer.device)]
         self._show()
 
@@ -254,7 +257,9 @@ class ChainCache:
         self._nodes = tree.num_nodes
         return inputs
 
-    def keep_path(self, path: torch.Tensor, counts: list[int], is_prefix: bool) -> None:
+    def keep_paths(
+        self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
+    ) -> None:
         """As in [`TreeCache`]; a path of a chain always is a prefix."""
         self.stock.crop(
             counts[0] - self._nodes

@@ -17,6 +17,7 @@ from ..tree.draft_tree import DraftTree
 from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
+from .options import DraftingOptions
 from .sampling import DraftSampler
 
 
@@ -28,12 +29,14 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     end-of-sequence only, and its seeded samples differ from plain `generate`'s although their distribution does not.
 
     Args:
-        head: The draft head; bound to the target here.
+        head: The draft head.
         target: The target model.
         max_length: Total tokens of the generation, `None` without limit.
         padding_mask: int or bool [B, T], 0 on padding of the prompt; `None` without padding.
         sampling_processors: Processors and warpers of a call with `do_sample=True`, for trees with sampled children;
             `None` for greedy decoding.
+        options: Settings of a call that has begun, whose heads are bound; by default the heads are bound to the target
+            here, and their settings read.
     """
 
     requires_model_outputs = True
@@ -45,18 +48,20 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         max_length: int | None = None,
         padding_mask: torch.Tensor | None = None,
         sampling_processors: LogitsProcessorList | None = None,
+        options: DraftingOptions | None = None,
     ):
-        self.head = head.bind(target)
+        self.head = head if options is not None else head.bind(target)
+        self.options = options or DraftingOptions.of(head)
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
-        self.cache = head.new_draft_cache()
+        self.draft_cache = head.new_draft_cache()
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.sampling_processors = sampling_processors
         config = target.config.get_text_config(decoder=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.stats = head.last_stats = GenerationStats(profile=head.profile)
+        self.stats = head.last_stats = GenerationStats(profile=self.options.profile)
         self.compiled: CompiledRounds | None = None
         self._proposed: list[int] = []
         self._drafted = False
@@ -65,12 +70,12 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """Draft positions of the next round: none for the last token of the budget, none past the target's context.
 
         Args:
-            lengths: Tokens so far, the root included, as the length limit counts them; per batch row.
-            context_length: Slots in use in the target's cache, by the longest batch row.
+            lengths: Tokens so far, the root included, as the length limit counts them; per sequence.
+            context_length: Slots in use in the target's cache, by the longest sequence.
         """
         if self.max_length is not None and self.max_length - min(lengths) <= 1:
             return 0
-        depth = self.head.tree_config.depth
+        depth = self.options.tree.depth
         if self.max_positions is not None:
             depth = min(depth, self.max_positions - 1 - context_length)
         return max(depth, 0)
@@ -94,16 +99,16 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             return DraftTree.root_only(rows.token_ids[:, -1])
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
-        if self.cache.static:
+        if self.draft_cache.static:
             rows = rows.with_validity()
-        self.cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
+        self.draft_cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
         sampler = None
-        if self.sampling_processors is not None and self.head.tree_config.children == "sampled":
+        if self.sampling_processors is not None and self.options.tree.children == "sampled":
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.head.tree_config.depth + 2:
-            tree = self.compiled.grow(self.head, self.cache, token_ids, features, depth)
+        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.options.tree.depth + 2:
+            tree = self.compiled.grow(self.head, self.draft_cache, self.options.tree, token_ids, features, depth)
         else:
-            tree = grow_tree(self.head, self.cache, token_ids, features, depth, sampler)
+            tree = grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
         self.stats.draft_forwards += tree.max_depth
         return tree.to(rows.token_ids.device)
 

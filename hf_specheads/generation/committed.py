@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .verification.accepted import Accepted
+
 
 @dataclass
 class NewRows:
@@ -16,7 +18,7 @@ class NewRows:
         features: [B, M, F], the target's features of these rows; `None` for heads that read none.
         valid: bool [B, M], which of the rows are real; `None` if all are. Rows of a batch that accepted fewer tokens
             than others, or have padding, start with columns of no meaning.
-        counts: Real rows, per batch row; `None` where all are.
+        counts: Real rows, per sequence; `None` where all are.
     """
 
     token_ids: torch.Tensor
@@ -48,13 +50,13 @@ class NewRows:
         real = padding_mask[:, -rows:].bool()
         if len(real) > 1:
             return cls(token_ids, features, real, real.sum(1).tolist())
-        # Of a single row, padding is left out.
+        # Of a single sequence, padding is left out.
         kept = real[0].nonzero()[:, 0]
         features = None if features is None else features[:, kept.to(features.device)]
         return cls(torch.cat([token_ids[:, kept], token_ids[:, -1:]], dim=1), features)
 
     def followed_by(self, newer: NewRows) -> NewRows:
-        """These rows and those of a plain step after them, which has committed one for every batch row."""
+        """These rows and those of a plain step after them, which has committed one for every sequence."""
         token_ids = torch.cat([self.token_ids, newer.token_ids[:, -1:]], dim=1)
         features = None if self.features is None else torch.cat([self.features, newer.features[:, -1:]], dim=1)
         if self.valid is None:
@@ -70,9 +72,75 @@ class NewRows:
         valid = torch.ones(batch, rows, dtype=torch.bool, device=self.token_ids.device)
         return replace(self, valid=valid, counts=[rows] * batch)
 
-    def select_rows(self, kept: torch.Tensor) -> NewRows:
-        """Some rows of the batch, int64 [B']."""
+    def select_sequences(self, kept: torch.Tensor) -> NewRows:
+        """Those of some sequences of the batch, int64 [B']."""
         features = None if self.features is None else self.features[kept.to(self.features.device)]
         valid = None if self.valid is None else self.valid[kept.to(self.valid.device)]
-        counts = None if self.counts is None else [self.counts[row] for row in kept.tolist()]
+        counts = None if self.counts is None else [self.counts[sequence] for sequence in kept.tolist()]
         return NewRows(self.token_ids[kept.to(self.token_ids.device)], features, valid, counts)
+
+
+def to_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Numbers of the host on a device, int64: one copy, which the host does not wait for."""
+    numbers = torch.tensor(rows)
+    if device.type == "cuda":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
+
+
+@dataclass
+class PackedPaths:
+    """The accepted paths of one round, on the device by a single copy.
+
+    Attributes:
+        nodes: int64 [B, A], nodes of every path, the root first, filled up with 0 behind.
+        late_nodes: int64 [B, A], the same, filled up with 0 before.
+        token_ids: int64 [B, A + 1], root and emitted tokens, filled up with 0 before.
+        device_counts: int64 [B], nodes of every path.
+        counts: The same on the host.
+        are_prefixes: Whether all paths are the nodes 0, 1, 2, ...
+    """
+
+    nodes: torch.Tensor
+    late_nodes: torch.Tensor
+    token_ids: torch.Tensor
+    device_counts: torch.Tensor
+    counts: list[int]
+    are_prefixes: bool
+
+    @classmethod
+    def of(
+        cls, results: list[Accepted], roots: list[int], device: torch.device, longest: int | None = None
+    ) -> PackedPaths:
+        """Packs what was accepted.
+
+        Args:
+            results: Of every active sequence.
+            roots: Its root's token.
+            device: Of the tree.
+            longest: A to fill up to; by default the longest path.
+        """
+        counts = [len(result.nodes) for result in results]
+        most = longest or max(counts)
+        packed = []
+        for root, result, count in zip(roots, results, counts, strict=True):
+            fill = [0] * (most - count)
+            packed.append([*result.nodes, *fill, *fill, *result.nodes, *fill, root, *result.token_ids, count])
+        nodes, late_nodes, token_ids, device_counts = to_device(packed, device).split([most, most, most + 1, 1], dim=1)
+        are_prefixes = all(result.nodes == list(range(len(result.nodes))) for result in results)
+        return cls(nodes, late_nodes, token_ids, device_counts[:, 0], counts, are_prefixes)
+
+    def rows(self, features: torch.Tensor | None) -> NewRows:
+        """What the draft head takes in next, from the features [B, N, F] of the tree's nodes."""
+        most = self.nodes.shape[1]
+        if set(self.counts) == {most}:
+            return NewRows(self.token_ids, _at_nodes(features, self.nodes))
+        valid = torch.arange(most, device=self.nodes.device) >= most - self.device_counts[:, None]
+        return NewRows(self.token_ids, _at_nodes(features, self.late_nodes), valid, self.counts)
+
+
+def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
+    """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]."""
+    if features is None:
+        return None
+    return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

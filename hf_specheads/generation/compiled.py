@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.draft import DraftCache
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
+from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
 from .drafting import grow_dynamic, grow_fixed
@@ -34,18 +35,19 @@ def bucket(slots: int) -> int:
 def _grow(
     head: DraftingContract,
     cache: DraftCache,
+    tree: DraftTreeConfig,
     token_ids: torch.Tensor,
     features: torch.Tensor | None,
     depth: int,
     shape: TreeShape | None,
 ) -> DraftTree:
     if shape is None:
-        return grow_dynamic(head, cache, token_ids, features, depth)
-    return grow_fixed(head, cache, token_ids, features, depth, None, shape)
+        return grow_dynamic(head, cache, tree, token_ids, features, depth)
+    return grow_fixed(head, cache, tree, token_ids, features, depth, None, shape)
 
 
-def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, asked: dict[str, Any]) -> Any:
-    return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **asked)
+def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
+    return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **hidden_states)
 
 
 class CompiledRounds:
@@ -73,19 +75,20 @@ class CompiledRounds:
         self,
         head: DraftingContract,
         cache: DraftCache,
+        tree: DraftTreeConfig,
         token_ids: torch.Tensor,
         features: torch.Tensor | None,
         depth: int,
     ) -> DraftTree:
         """As [`drafting.grow_tree`]."""
-        shape = None
-        if head.tree_config.kind != "dynamic":
-            shape = fixed_shape(head.tree_config.paths, depth, token_ids.device)
-        return self._grow(head, cache, token_ids, features, depth, shape)
+        shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
+        return self._grow(head, cache, tree, token_ids, features, depth, shape)
 
-    def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, asked: dict[str, Any]) -> Any:
-        """The target's forward over a tree; `asked` are its arguments for hidden states."""
-        return self._verify(target, cache, tree.packed(), asked)  # views of other strides would be compiled anew
+    def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
+        """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
+        return self._verify(
+            target, cache, tree.packed(), hidden_states
+        )  # views of other strides would be compiled anew
 
 
 # Compiled steps by target and options, so that later calls find them ready.
@@ -103,8 +106,8 @@ def compiled_rounds(target: PreTrainedModel, config: GenerationConfig) -> Compil
     options: dict[str, Any] = {"backend": "inductor"}
     if target.device.type == "cuda":
         options["mode"] = "reduce-overhead"
-    if (given := getattr(config, "compile_config", None)) is not None:
-        options = {name: value for name, value in vars(given).items() if value is not None and name[0] != "_"}
+    if (chosen := getattr(config, "compile_config", None)) is not None:
+        options = {name: value for name, value in vars(chosen).items() if value is not None and name[0] != "_"}
     options |= {"fullgraph": True, "dynamic": False}
     known, key = _ROUNDS.setdefault(target, {}), repr(sorted(options.items()))
     if key not in known:

@@ -17,6 +17,7 @@ from .sampling import DraftSampler
 def grow_tree(
     head: DraftingContract,
     cache: DraftCache,
+    tree: DraftTreeConfig,
     token_ids: torch.Tensor,
     features: torch.Tensor | None,
     depth: int,
@@ -27,20 +28,22 @@ def grow_tree(
     Args:
         head: Draft head, bound to its target.
         cache: Its draft cache of this generation.
+        tree: How the tree grows.
         token_ids: int64 [B, M + 1], tokens of the newly committed rows, then the root.
         features: [B, M, F], target features of the M newly committed rows; `None` for heads that read none.
         depth: Draft positions D of this round, at least 1.
         sampler: Draws the children of trees that ask for sampled ones; without it (greedy decoding, where a drawn
             child could only be worse than the most probable one) they are the top-k.
     """
-    if head.tree_config.kind == "dynamic":
-        return grow_dynamic(head, cache, token_ids, features, depth)
-    return grow_fixed(head, cache, token_ids, features, depth, sampler)
+    if tree.kind == "dynamic":
+        return grow_dynamic(head, cache, tree, token_ids, features, depth)
+    return grow_fixed(head, cache, tree, token_ids, features, depth, sampler)
 
 
-def _top_children(head: DraftingContract, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_children(
+    head: DraftingContract, logits: torch.Tensor, width: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
-    temperature = head.tree_config.draft_temperature
     logits = logits if temperature == 1 else logits / temperature
     scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
     if head.draft_vocabulary is not None:
@@ -49,17 +52,17 @@ def _top_children(head: DraftingContract, logits: torch.Tensor, width: int) -> t
     return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
 
 
-def gives_up(config: DraftTreeConfig, scores: torch.Tensor) -> bool:
+def gives_up(tree: DraftTreeConfig, scores: torch.Tensor) -> bool:
     """Whether no node about to be expanded is as probable as `stop_below` asks, in any row; a host sync if it asks.
 
     That a level is left out depends on what was drafted before it, never on what it would have held, so sampled
     children keep their distribution.
 
     Args:
-        config: The tree config.
+        tree: How the tree grows.
         scores: [B, K], cumulative log-probabilities of the nodes.
     """
-    return config.stop_below > 0 and bool((scores < math.log(config.stop_below)).all())
+    return tree.stop_below > 0 and bool((scores < math.log(tree.stop_below)).all())
 
 
 # ---------------------------------------------------------------------- dynamic trees
@@ -77,17 +80,21 @@ class _Level:
 
 
 def grow_dynamic(
-    head: DraftingContract, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    token_ids: torch.Tensor,
+    features: torch.Tensor | None,
+    depth: int,
 ) -> DraftTree:
     """A tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
 
     Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
     `total_tokens - 1` of all candidates are kept. Arguments as in [`grow_tree`].
     """
-    config = head.tree_config
     drafted, logits = head.start_draft(cache, token_ids, features)
-    width = min(config.top_k, logits.shape[-1])
-    scores, tokens = _top_children(head, logits, width)  # [B, 1, K]
+    width = min(tree.top_k, logits.shape[-1])
+    scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
     scores, tokens = scores[:, 0], tokens[:, 0]
     level = _Level(
         tokens=tokens,
@@ -98,24 +105,24 @@ def grow_dynamic(
     )
     candidates = [(tokens, torch.zeros_like(tokens), scores)]
     for position in range(1, depth):
-        if gives_up(config, level.scores):
+        if gives_up(tree, level.scores):
             break
-        level, children = _expand(head, cache, position, level)
+        level, children = _expand(head, cache, tree, position, level)
         candidates.append(children)
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
     depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
-    return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], config.num_nodes - 1, len(candidates))
+    return select_nodes(tokens, parents, depths, scores, token_ids[:, -1], tree.num_nodes - 1, len(candidates))
 
 
 def _expand(
-    head: DraftingContract, cache: DraftCache, position: int, level: _Level
+    head: DraftingContract, cache: DraftCache, tree: DraftTreeConfig, position: int, level: _Level
 ) -> tuple[_Level, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Runs the head on the frontier; returns the next frontier and all K*K children (tokens, parents, scores)."""
     batch, width = level.tokens.shape
     own_row = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
     visible = torch.cat([level.visible, own_row], dim=-1)
     features, logits = head.extend_draft(cache, position, level.tokens, level.features, visible)
-    scores, tokens = _top_children(head, logits, width)  # [B, K, K]
+    scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, K, K]
     scores, tokens = (scores + level.scores[..., None]).flatten(1), tokens.flatten(1)
     parents = level.candidate.repeat_interleave(width, dim=1)
     best, chosen = scores.topk(width, dim=1)  # [B, K]
@@ -133,10 +140,15 @@ def _expand(
 
 # ---------------------------------------------------------------------- trees of a shape known beforehand
 def _drawn_children(
-    head: DraftingContract, logits: torch.Tensor, width: int, paths: torch.Tensor, sampler: DraftSampler
+    head: DraftingContract,
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    paths: torch.Tensor,
+    sampler: DraftSampler,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As [`_top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
-    logits = logits / head.tree_config.draft_temperature
+    logits = logits / temperature
     if (vocabulary := head.draft_vocabulary) is not None:
         whole = logits.new_full((*logits.shape[:-1], head.target_vocab_size), -torch.inf)
         logits = whole.index_copy(-1, vocabulary, logits)
@@ -148,6 +160,7 @@ def _drawn_children(
 def grow_fixed(
     head: DraftingContract,
     cache: DraftCache,
+    tree: DraftTreeConfig,
     token_ids: torch.Tensor,
     features: torch.Tensor | None,
     depth: int,
@@ -160,9 +173,8 @@ def grow_fixed(
     the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
     Sequoia). Arguments as in [`grow_tree`]; `shape` is that of the tree, made beforehand.
     """
-    config = head.tree_config
-    shape = fixed_shape(config.paths, depth, token_ids.device) if shape is None else shape
-    sampler = sampler if config.children == "sampled" else None
+    shape = fixed_shape(tree.paths, depth, token_ids.device) if shape is None else shape
+    sampler = sampler if tree.children == "sampled" else None
     batch = token_ids.shape[0]
     states, logits = head.start_draft(cache, token_ids, features)
     parent_scores = logits.new_zeros(batch, 1)
@@ -171,13 +183,13 @@ def grow_fixed(
     for position, level in enumerate(shape.levels, start=1):
         width = min(level.width, logits.shape[-1])
         if sampler is None:
-            scores, tokens = _top_children(head, logits, width)
+            scores, tokens = _top_children(head, logits, width, tree.draft_temperature)
         else:
-            scores, tokens, probs = _drawn_children(head, logits, width, paths, sampler)
+            scores, tokens, probs = _drawn_children(head, logits, width, tree.draft_temperature, paths, sampler)
             drawn_from.append(probs)
         tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
         parts.append((tokens, scores))
-        if len(level.expanded) == 0 or gives_up(config, scores[:, level.expanded]):
+        if len(level.expanded) == 0 or gives_up(tree, scores[:, level.expanded]):
             break
         frontier, parent_scores = tokens, scores
         if not level.link:
@@ -190,10 +202,10 @@ def grow_fixed(
         visible = None if in_step else level.visible[None].expand(batch, -1, -1)
         states, logits = head.extend_draft(cache, position, frontier, states, visible)
     if len(parts) < len(shape.levels):
-        shape = fixed_shape(config.paths, len(parts), token_ids.device)
+        shape = fixed_shape(tree.paths, len(parts), token_ids.device)
     sampled = None
     if sampler is not None:
-        children = fixed_children(config.paths, len(parts), token_ids.device)
+        children = fixed_children(tree.paths, len(parts), token_ids.device)
         sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
     return _fixed_tree(token_ids[:, -1:], parts, shape, sampled)
 

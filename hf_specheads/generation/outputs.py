@@ -14,38 +14,38 @@ from .verification.accepted import Accepted
 class EmittedOutputs:
     """Scores, raw logits and hidden states of the emitted tokens, one tuple entry per token as in plain `generate`.
 
-    In a batch, entries of rows that have ended are zeros (plain `generate` goes on computing them).
+    In a batch, entries of sequences that have ended are zeros (plain `generate` goes on computing them).
 
     Attributes:
-        scores, logits: Per batch row, one entry [1, V] per emitted token; `None` if not asked for.
+        scores, logits: Per sequence, one entry [1, V] per emitted token; `None` if not asked for.
         hidden_states: Per emitted token, one entry per layer; `None` if not asked for. Batch size 1 only.
     """
 
     def __init__(self, config: GenerationConfig, batch: int):
-        asked = config.return_dict_in_generate
-        self.as_dict = bool(asked)
-        self.scores = [[] for _ in range(batch)] if asked and config.output_scores else None
-        self.logits = [[] for _ in range(batch)] if asked and config.output_logits else None
-        self.hidden_states: tuple | None = () if asked and config.output_hidden_states else None
+        as_dict = bool(config.return_dict_in_generate)
+        self.as_dict = as_dict
+        self.scores = [[] for _ in range(batch)] if as_dict and config.output_scores else None
+        self.logits = [[] for _ in range(batch)] if as_dict and config.output_logits else None
+        self.hidden_states: tuple | None = () if as_dict and config.output_hidden_states else None
 
-    def earlier_scores(self, row: int) -> tuple[torch.Tensor, ...] | None:
-        """Scores of a row's tokens so far, for criteria that read them."""
-        return None if self.scores is None else tuple(self.scores[row])
+    def earlier_scores(self, sequence: int) -> tuple[torch.Tensor, ...] | None:
+        """Scores of a sequence's tokens so far, for criteria that read them."""
+        return None if self.scores is None else tuple(self.scores[sequence])
 
     def collect(self, outputs: Any, accepted: dict[int, Accepted], prefill: bool = False) -> None:
         """Adds what belongs to the tokens of one round.
 
         Args:
-            outputs: Of the target's forward; its rows are those of `accepted`, in that order.
-            accepted: What was accepted, by batch row.
+            outputs: Of the target's forward; one entry per item of `accepted`, in that order.
+            accepted: What was accepted, by sequence.
             prefill: The forward was the prefill: the hidden states are those of the whole prompt.
         """
-        for index, (row, result) in enumerate(accepted.items()):
+        for index, (sequence, result) in enumerate(accepted.items()):
             if self.scores is not None:
-                self.scores[row] += result.scores
+                self.scores[sequence] += result.scores
             if self.logits is not None:
                 nodes = [-1] if prefill else result.nodes
-                self.logits[row] += [outputs.logits[index : index + 1, node].float() for node in nodes]
+                self.logits[sequence] += [outputs.logits[index : index + 1, node].float() for node in nodes]
             if self.hidden_states is None:
                 continue
             if prefill:
@@ -68,10 +68,10 @@ class EmittedOutputs:
         )
 
 
-def _by_step(rows: list[list[torch.Tensor]] | None) -> tuple[torch.Tensor, ...] | None:
-    """Entries [B, V] per step from those [1, V] per row and step."""
-    if rows is None:
+def _by_step(sequences: list[list[torch.Tensor]] | None) -> tuple[torch.Tensor, ...] | None:
+    """Entries [B, V] per step from those [1, V] per sequence and step."""
+    if sequences is None:
         return None
-    ended = torch.zeros_like(next(entry for row in rows for entry in row))
-    steps = range(max(map(len, rows)))
-    return tuple(torch.cat([row[step] if step < len(row) else ended for row in rows]) for step in steps)
+    ended = torch.zeros_like(next(entry for entries in sequences for entry in entries))
+    steps = range(max(map(len, sequences)))
+    return tuple(torch.cat([one[step] if step < len(one) else ended for one in sequences]) for step in steps)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig
 
 from ..contract import DraftingContract
+from .options import DraftingOptions
 
 TRIAL_SHARE = 0.02  # of the wall time of plain steps, for rounds that turn out not to pay
 ROUNDS_BEFORE_A_VERDICT = 4
@@ -42,7 +43,7 @@ class Pace:
     Attributes:
         plain_seconds: Wall seconds of a plain step.
         round_seconds: Wall seconds of a round that drafts, running mean.
-        round_tokens: Tokens a round emits per batch row, bonus token included, running mean.
+        round_tokens: Tokens a round emits per sequence, bonus token included, running mean.
         rounds: Rounds that drafted.
         plain_steps: Plain steps.
         debt: Seconds lost to rounds that did not pay, less what plain steps since have earned for further trials.
@@ -88,7 +89,7 @@ class Pace:
         self.debt = max(self.debt - TRIAL_SHARE * seconds, 0.0)
 
     def record_round(self, seconds: float, tokens: float) -> None:
-        """Adds a round that drafted and emitted so many tokens per batch row."""
+        """Adds a round that drafted and emitted so many tokens per sequence."""
         self.rounds += 1
         weight = max(ROUND_WEIGHT, 1 / self.rounds)
         self.round_seconds += (seconds - self.round_seconds) * weight
@@ -97,11 +98,11 @@ class Pace:
         self.debt = max(self.debt + lost, 0.0)
 
     def conditions_changed(self) -> None:
-        """Rows have left the batch, or the like: a plain step is timed again."""
+        """Sequences have left the batch, or the like: a plain step is timed again."""
         self.context = 0
 
 
-def pace_of(heads: DraftingContract, batch_size: int, config: GenerationConfig) -> Pace:
+def pace_of(heads: DraftingContract, options: DraftingOptions, batch_size: int, config: GenerationConfig) -> Pace:
     """Running costs and gains of heads under the settings of a call; kept with the heads for the next such call."""
-    settings = (batch_size, repr(heads.tree_config), heads.compiled, config.do_sample, config.temperature)
+    settings = (batch_size, repr(options.tree), options.compiled, config.do_sample, config.temperature)
     return heads.paces.setdefault(settings, Pace())

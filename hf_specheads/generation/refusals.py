@@ -12,11 +12,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..cache.target import refuse_tree_cache
-from ..contract import LOOPS, VERIFICATIONS, DraftingContract
+from ..cache.target import tree_cache_problem
+from ..contract import LOOPS, DraftingContract
 from ..errors import UnsupportedGenerationError
+from .options import DraftingOptions
 from .sampling import TokenSampler, out_of_step
 from .sequences import pad_token_of
+from .verification.rules import RULES
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa"}
@@ -28,14 +30,11 @@ FORWARD_ARGUMENTS = {
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
 
 
-def refuse_call(
-    target: PreTrainedModel, head: DraftingContract, mode: GenerationMode, config: GenerationConfig
-) -> None:
-    """Checks the call itself: decoding mode, target family, and whether the heads belong to the target.
+def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: GenerationConfig) -> None:
+    """Checks the call itself: decoding mode and target family.
 
     Raises:
         UnsupportedGenerationError: for a call no draft head can serve.
-        WrongTargetError: for heads of another target.
     """
     reasons = {
         "beam search": (config.num_beams or 1) > 1,
@@ -57,54 +56,46 @@ def refuse_call(
         raise UnsupportedGenerationError(
             f"draft heads do not support generation mode {mode.value!r}; use greedy decoding or sampling."
         )
-    for name, known in (("verification", VERIFICATIONS), ("loop", LOOPS)):
-        if getattr(head, name) not in known:
-            raise UnsupportedGenerationError(
-                f"`heads.{name}` must be one of {list(known)}, got {getattr(head, name)!r}."
-            )
-    if head.verification == "typical" and config.do_sample:
-        _refuse_typical(head)
-    if problem := head.tree_problem(head.tree_config):
-        raise UnsupportedGenerationError(f"{problem}.")
-    if head.loop == "transformers" and head.tree_config.kind != "chain":
+
+
+def refuse_options(heads: DraftingContract, options: DraftingOptions, config: GenerationConfig) -> None:
+    """Checks the settings of the heads against one another and against the call.
+
+    Raises:
+        UnsupportedGenerationError: names the setting and the way out.
+    """
+    for name, value, known in (("verification", options.verification, RULES), ("loop", options.loop, LOOPS)):
+        if value not in known:
+            raise UnsupportedGenerationError(f"`heads.{name}` must be one of {list(known)}, got {value!r}.")
+    if config.do_sample and (problem := RULES[options.verification].problem(options)):
         raise UnsupportedGenerationError(
-            f"transformers' own loop verifies chains only, and these heads draft a {head.tree_config.kind} tree; use "
+            f"{options.verification} acceptance {problem}, or `heads.verification = 'lossless'`."
+        )
+    if problem := heads.tree_problem(options.tree):
+        raise UnsupportedGenerationError(f"{problem}.")
+    if options.loop == "transformers" and options.tree.kind != "chain":
+        raise UnsupportedGenerationError(
+            f"transformers' own loop verifies chains only, and these heads draft a {options.tree.kind} tree; use "
             "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
         )
-    head.check_target(target)
-    head.bind(target)  # some heads know only by their target what they read
-
-
-def _refuse_typical(head: DraftingContract) -> None:
-    """What typical acceptance cannot be combined with."""
-    problem = None
-    if head.loop == "transformers":
-        problem = "is not what transformers' own loop does; use `heads.loop = 'own'`"
-    elif head.tree_config.children == "sampled":
-        problem = "draws nothing, and these heads draw their children; use `heads.with_tree(children='top_k')`"
-    elif not 0 <= head.posterior_threshold <= 1:
-        problem = f"takes a `posterior_threshold` from 0 to 1, got {head.posterior_threshold!r}"
-    elif not 0 <= head.posterior_alpha < float("inf"):
-        problem = f"takes a `posterior_alpha` of at least 0, got {head.posterior_alpha!r}"
-    if problem:
-        raise UnsupportedGenerationError(f"typical acceptance {problem}, or `heads.verification = 'lossless'`.")
 
 
 def refuse_processors(
-    head: DraftingContract, processors: LogitsProcessorList, config: GenerationConfig, batch_size: int
+    options: DraftingOptions, processors: LogitsProcessorList, config: GenerationConfig, batch_size: int
 ) -> None:
     """Checks the processors of a call against the way its tokens are verified.
 
     Raises:
         UnsupportedGenerationError: for typical acceptance with processors that may have a state: it asks them about
-            paths that are never written; and for such processors in a batch, whose rows do not go in step.
+            paths that are never written; and for such processors in a batch, whose sequences do not go in step.
     """
     if batch_size > 1 and (unknown := out_of_step(processors)):
         raise UnsupportedGenerationError(
-            f"the rows of a batch are verified out of step, and the logits processors {unknown} may keep something "
-            "from one call to the next; generate one row at a time, or leave them out."
+            f"the sequences of a batch are verified out of step, and the logits processors {unknown} may keep "
+            "something from one call to the next; generate one sequence at a time, or leave them out."
         )
-    if head.verification == "typical" and config.do_sample and not TokenSampler(processors, True).path_wise:
+    asks_about_text = config.do_sample and not RULES[options.verification].lossless
+    if asks_about_text and not TokenSampler(processors, True).path_wise:
         unknown = [type(p).__name__ for p in processors if not TokenSampler(LogitsProcessorList([p]), True).path_wise]
         raise UnsupportedGenerationError(
             f"typical acceptance asks the logits processors about text that is never written, and {unknown} may not "
@@ -129,6 +120,7 @@ def _prompt_learning(target: PreTrainedModel) -> str | None:
 def refuse_prepared_call(
     target: PreTrainedModel,
     head: DraftingContract,
+    options: DraftingOptions,
     batch_size: int,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -147,8 +139,8 @@ def refuse_prepared_call(
         raise UnsupportedGenerationError(
             f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
         )
-    given = [name for name, value in model_kwargs.items() if value is not None and value is not False]
-    if (extra := sorted(set(given) - FORWARD_ARGUMENTS)) and head.loop == "own":
+    arguments = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    if (extra := sorted(arguments - FORWARD_ARGUMENTS)) and options.loop == "own":
         raise UnsupportedGenerationError(
             f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
         )
@@ -157,26 +149,28 @@ def refuse_prepared_call(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
             "use heads that read the target's features."
         )
-    if reason := _refuse_rescaling_rope(target, config):
+    if reason := rescaling_rope_problem(target, config):
         raise UnsupportedGenerationError(reason)
-    if head.compiled:
-        _refuse_compiled(target, head, config, cache)
+    if options.compiled:
+        _refuse_compiled(target, options, config, cache)
     if batch_size > 1:
-        _refuse_batch(target, head, batch_size, config, cache)
-    elif head.tree_config.kind != "chain" and (reason := refuse_tree(target, cache)):
+        _refuse_batch(target, options, batch_size, config, cache)
+    elif options.tree.kind != "chain" and (reason := tree_problem_of(target, cache)):
         raise UnsupportedGenerationError(
             f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
             "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
         )
 
 
-def _refuse_compiled(target: PreTrainedModel, head: DraftingContract, config: GenerationConfig, cache: Cache) -> None:
+def _refuse_compiled(
+    target: PreTrainedModel, options: DraftingOptions, config: GenerationConfig, cache: Cache
+) -> None:
     """What does not go with rounds of fixed shapes."""
     reasons = {
-        f"stop_below={head.tree_config.stop_below}, which leaves levels out": head.tree_config.stop_below > 0,
+        f"stop_below={options.tree.stop_below}, which leaves levels out": options.tree.stop_below > 0,
         "a call without max_length": config.max_length is None,
-        "heads.loop = 'transformers'": head.loop == "transformers",
-        f"{type(target).__name__}: {refuse_tree(target, cache)}": refuse_tree(target, cache) is not None,
+        "heads.loop = 'transformers'": options.loop == "transformers",
+        f"{type(target).__name__}: {tree_problem_of(target, cache)}": tree_problem_of(target, cache) is not None,
     }
     for what, applies in reasons.items():
         if applies:
@@ -187,17 +181,17 @@ def _refuse_compiled(target: PreTrainedModel, head: DraftingContract, config: Ge
 
 
 def _refuse_batch(
-    target: PreTrainedModel, head: DraftingContract, batch_size: int, config: GenerationConfig, cache: Cache
+    target: PreTrainedModel, options: DraftingOptions, batch_size: int, config: GenerationConfig, cache: Cache
 ) -> None:
-    """What does not go with several sequences at once, whose rows accept different numbers of tokens."""
+    """What does not go with several sequences at once, which accept different numbers of tokens."""
     ends_early = config._eos_token_tensor is not None or config.stop_strings or config.max_time
     no_padding = pad_token_of(config._pad_token_tensor, config._eos_token_tensor) is None
     reasons = {
-        "heads.loop = 'transformers'": head.loop == "transformers",
+        "heads.loop = 'transformers'": options.loop == "transformers",
         "a cache that holds tokens already": cache.get_seq_length() > 0,
         "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
-        "rows that may end early without a pad_token_id": bool(ends_early and no_padding),
-        str(refuse_tree(target, cache)): refuse_tree(target, cache) is not None,
+        "sequences that may end early without a pad_token_id": bool(ends_early and no_padding),
+        str(tree_problem_of(target, cache)): tree_problem_of(target, cache) is not None,
     }
     for what, applies in reasons.items():
         if applies:
@@ -207,7 +201,7 @@ def _refuse_batch(
             )
 
 
-def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
+def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
     """Why a tree of nodes cannot be verified by this target in one forward, or `None` if it can."""
     config = target.config.get_text_config(decoder=True)
     other = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
@@ -222,10 +216,10 @@ def refuse_tree(target: PreTrainedModel, cache: Cache) -> str | None:
             f"attention implementation {config._attn_implementation!r} takes no 4D mask "
             "(`model.set_attn_implementation('sdpa')` does)"
         )
-    return refuse_tree_cache(cache)
+    return tree_cache_problem(cache)
 
 
-def _refuse_rescaling_rope(target: PreTrainedModel, config: GenerationConfig) -> str | None:
+def rescaling_rope_problem(target: PreTrainedModel, config: GenerationConfig) -> str | None:
     """Rope types that change all positions past a length would do so when the tree, not the text, reaches it."""
     text_config = target.config.get_text_config(decoder=True)
     parameters = getattr(text_config, "rope_parameters", None) or {}

@@ -40,12 +40,12 @@ PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
 }
 
 
-# What may be asked about the rows of a batch one after the other, out of step.
+# What may be asked about the sequences of a batch one after the other, out of step.
 BATCH_PROCESSORS = PATH_WISE_PROCESSORS | {"PrefixConstrainedLogitsProcessor", "WatermarkLogitsProcessor"}
 
 
 def out_of_step(processors: LogitsProcessorList) -> list[str]:
-    """Processors that may keep something from call to call, so that rows of a batch must be asked in step."""
+    """Processors that may keep something from call to call, so that the sequences of a batch must be asked in step."""
     ours = "transformers.generation.logits_process"
     return [type(p).__name__ for p in processors
             if type(p).__module__ != ours or type(p).__name__ not in BATCH_PROCESSORS]  # fmt: skip
@@ -55,7 +55,7 @@ def _is_among(processor: Any, names: frozenset[str]) -> bool:
     """Whether a processor is one of transformers' own, by name: a user's class of the same name is not."""
     if type(processor).__module__ != "transformers.generation.logits_process" or type(processor).__name__ not in names:
         return False
-    # One length per batch row would be paired with nodes instead.
+    # One length per sequence would be paired with nodes instead.
     return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
 
 
@@ -65,18 +65,18 @@ class TokenSampler:
     Args:
         logits_processor: Processors and warpers, in the order `generate` prepared them.
         do_sample: Draw from the processed distribution instead of taking its argmax.
-        row, batch: The batch row that is asked about one node at a time, and the rows `generate` was called with:
-            processors may hold something per row.
+        sequence, batch: The sequence that is asked about one node at a time, and how many `generate` was called with:
+            processors may hold something per sequence.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, row: int = 0, batch: int = 1):
+    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, sequence: int = 0, batch: int = 1):
         self.logits_processor = logits_processor
         self.do_sample = do_sample
-        self.row, self.batch = row, batch
+        self.sequence, self.batch = sequence, batch
 
-    def for_row(self, row: int) -> TokenSampler:
-        """The sampler of one row of the batch."""
-        return TokenSampler(self.logits_processor, self.do_sample, row, self.batch)
+    def for_sequence(self, sequence: int) -> TokenSampler:
+        """The sampler of one sequence of the batch."""
+        return TokenSampler(self.logits_processor, self.do_sample, sequence, self.batch)
 
     @property
     def row_wise(self) -> bool:
@@ -112,13 +112,13 @@ class TokenSampler:
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors.
 
-        In a batch, K is 1: the processors are shown that row in the place of all rows.
+        In a batch, K is 1: the processors are shown that sequence in the place of all.
         """
         scores = logits.to(torch.float32, copy=True)
         if self.batch == 1:
             return self.logits_processor(input_ids, scores)
         shown = self.logits_processor(input_ids.repeat(self.batch, 1), scores.repeat(self.batch, 1))
-        return shown[self.row : self.row + 1]
+        return shown[self.sequence : self.sequence + 1]
 
     def at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token at one node: one call of the processors, one draw.
@@ -155,8 +155,8 @@ class DraftSampler:
 
     Args:
         logits_processor: Processors and warpers of the call, in the order `generate` prepared them.
-        input_ids: int64 [B, T], committed tokens, the root included. Where rows are of different lengths, no tokens
-            [B, 0]: processors that look at tokens are then left out as well.
+        input_ids: int64 [B, T], committed tokens, the root included. Where sequences are of different lengths, no
+            tokens [B, 0]: processors that look at tokens are then left out as well.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, input_ids: torch.Tensor):

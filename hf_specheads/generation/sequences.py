@@ -1,4 +1,4 @@
-"""The tokens of a batch while it is generated: rows of different lengths, some of which have ended."""
+"""The tokens of a batch while it is generated: sequences of different lengths, some of which have ended."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Sequences:
-    """Token ids per batch row, and which rows go on.
+    """Token ids per sequence, and which go on.
 
     Args:
         input_ids: int64 [B, T], the prompts.
-        pad_token_id: What rows that end before others are filled up with.
-        streamer: Receives every token as in plain `generate`: one `put` of int64 [B] per step, as soon as all rows
+        pad_token_id: What sequences that end before others are filled up with.
+        streamer: Receives every token as in plain `generate`: one `put` of int64 [B] per step, as soon as all
             that have not ended before that step have their token.
 
     Attributes:
-        active: Rows that have not ended, in the order of the tensors of a round.
-        lengths: Tokens per row, prompt included.
+        active: Sequences that have not ended, in the order of the tensors of a round.
+        lengths: Tokens per sequence, prompt included.
         prompt_length: T.
     """
 
@@ -29,33 +29,33 @@ class Sequences:
         self._new: list[list[int]] = [[] for _ in range(batch)]
         self._streamed = 0
 
-    def row(self, row: int) -> torch.Tensor:
-        """Tokens of a row so far, int64 [1, T']."""
-        return self.ids[row : row + 1, : self.lengths[row]]
+    def tokens_of(self, sequence: int) -> torch.Tensor:
+        """Tokens of a sequence so far, int64 [1, T']."""
+        return self.ids[sequence : sequence + 1, : self.lengths[sequence]]
 
     def last_tokens(self) -> list[int]:
-        """Newest token of every active row: the root of its next tree."""
-        return [self._new[row][-1] for row in self.active]
+        """Newest token of every active sequence: the root of its next tree."""
+        return [self._new[sequence][-1] for sequence in self.active]
 
-    def append(self, row: int, token_ids: list[int]) -> None:
-        """Appends emitted tokens to a row."""
-        begin, end = self.lengths[row], self.lengths[row] + len(token_ids)
+    def append(self, sequence: int, token_ids: list[int]) -> None:
+        """Appends emitted tokens."""
+        begin, end = self.lengths[sequence], self.lengths[sequence] + len(token_ids)
         if end > self.ids.shape[1]:
             room = max(end, 2 * self.ids.shape[1]) - self.ids.shape[1]
             self.ids = torch.nn.functional.pad(self.ids, (0, room), value=self.pad_token_id)
-        self.ids[row, begin:end] = torch.tensor(token_ids, device=self.ids.device)
-        self._new[row] += token_ids
-        self.lengths[row] = end
+        self.ids[sequence, begin:end] = torch.tensor(token_ids, device=self.ids.device)
+        self._new[sequence] += token_ids
+        self.lengths[sequence] = end
 
-    def end(self, rows: list[int]) -> None:
-        """These rows get no more tokens."""
-        self.active = [row for row in self.active if row not in rows]
+    def end(self, sequences: list[int]) -> None:
+        """These sequences get no more tokens."""
+        self.active = [sequence for sequence in self.active if sequence not in sequences]
 
     def stream(self) -> None:
         """Hands the streamer all steps that are complete."""
         if self.streamer is None:
             return
-        complete = min((len(self._new[row]) for row in self.active), default=max(map(len, self._new)))
+        complete = min((len(self._new[sequence]) for sequence in self.active), default=max(map(len, self._new)))
         for step in range(self._streamed, complete):
             tokens = [new[step] if step < len(new) else self.pad_token_id for new in self._new]
             self.streamer.put(torch.tensor(tokens))
@@ -64,12 +64,12 @@ class Sequences:
             self.streamer.end()
 
     def padded(self) -> torch.Tensor:
-        """All rows, int64 [B, longest], ended ones padded on the right."""
+        """All sequences, int64 [B, longest], ended ones padded on the right."""
         return self.ids[:, : max(self.lengths)].clone()
 
 
 def pad_token_of(pad_token: torch.Tensor | None, eos_token: torch.Tensor | None) -> int | None:
-    """The token ended rows are padded with, from what `generate` prepared; `None` if there is none."""
+    """The token that ended sequences are padded with, from what `generate` prepared; `None` if there is none."""
     for token in (pad_token, eos_token):
         if token is not None:
             return int(token.flatten()[0])

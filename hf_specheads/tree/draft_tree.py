@@ -15,7 +15,7 @@ class SampledChildren:
 
     Attributes:
         probs: fp32 [B, E, V], distribution each of the E nodes with children drew them from, without replacement.
-        parents: int64 [E], these nodes, the same in all rows.
+        parents: int64 [E], these nodes, the same in all sequences.
         children: int64 [E, R], their children in the order drawn, -1 where a node has fewer than R.
     """
 
@@ -23,9 +23,9 @@ class SampledChildren:
     parents: torch.Tensor
     children: torch.Tensor
 
-    def row(self, row: int) -> SampledChildren:
-        """Those of one batch row."""
-        return SampledChildren(self.probs[row : row + 1], self.parents, self.children)
+    def of_sequence(self, sequence: int) -> SampledChildren:
+        """Those of one sequence of the batch."""
+        return SampledChildren(self.probs[sequence : sequence + 1], self.parents, self.children)
 
     def to(self, device: torch.device) -> SampledChildren:
         """The same on another device."""
@@ -34,7 +34,7 @@ class SampledChildren:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A draft tree for B rows of N nodes; node 0 is the root, the newest committed token.
+    """A draft tree of N nodes for each of B sequences; node 0 is the root, the newest committed token.
 
     Attributes:
         token_ids: int64 [B, N].
@@ -102,17 +102,17 @@ class DraftTree:
         for _ in range(self.max_depth):
             current = self.parents.gather(1, current[:, None])[:, 0].clamp_min(0)
             steps.append(current)
-        # The walk ends in repeated roots; shift each row so that it starts at its root exactly once.
+        # The walk ends in repeated roots; shift each so that it starts at its root exactly once.
         walk = torch.stack(steps[::-1], dim=1)
         depth = self.depths.gather(1, nodes[:, None])
         offset = torch.arange(self.max_depth + 1, device=nodes.device)[None] + self.max_depth - depth
         return walk.gather(1, offset.clamp_max(self.max_depth))
 
-    def row(self, row: int) -> DraftTree:
-        """The tree of one batch row."""
+    def of_sequence(self, sequence: int) -> DraftTree:
+        """The tree of one sequence of the batch."""
         tensors = (self.token_ids, self.parents, self.depths, self.scores)
-        sampled = None if self.sampled is None else self.sampled.row(row)
-        return DraftTree(*(tensor[row : row + 1] for tensor in tensors), self.max_depth, sampled, self.shape)
+        sampled = None if self.sampled is None else self.sampled.of_sequence(sequence)
+        return DraftTree(*(tensor[sequence : sequence + 1] for tensor in tensors), self.max_depth, sampled, self.shape)
 
     def packed(self) -> DraftTree:
         """The same with tensors of their own, of the strides their shapes imply."""

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.refusals import refuse_tree
+from ..generation.refusals import tree_problem_of
 from ..tree.config import DraftTreeConfig
 from .measure import interpolate
 
@@ -84,7 +84,7 @@ def time_rounds(
         depth = min(depth, deepest)
         tree = DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=nodes, **drawn)
         trees["dynamic", depth, top_k, nodes] = tree
-    if refuse_tree(target, DynamicCache(config=target.config)) is not None:
+    if tree_problem_of(target, DynamicCache(config=target.config)) is not None:
         trees = {key: tree for key, tree in trees.items() if tree.kind == "chain"}
     seconds: dict[tuple, list[tuple[float, float, float]]] = {key: [] for key in trees}
     for repeat in range(repeats + 1):

@@ -80,7 +80,7 @@ def test_rows_of_a_batch_equal_caches_of_their_own(data):
             assert (mask[row, 0, :, seen.shape[1] :] < 0).all()
         if batch > 1 and data.draw(st.booleans()):
             kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1))))
-            cache.select_rows(kept)
+            cache.select_sequences(kept)
             alone, batch = [alone[row] for row in kept.tolist()], len(kept)
 
 

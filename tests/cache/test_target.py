@@ -8,7 +8,7 @@ from support.targets import WINDOW, shared_target
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specheads.cache.target import FIRST_SLOTS, TreeCache, refuse_tree_cache
+from hf_specheads.cache.target import FIRST_SLOTS, TreeCache, tree_cache_problem
 from hf_specheads.tree.draft_tree import DraftTree
 
 FAMILIES = ("llama", "mistral", "gemma3")
@@ -52,7 +52,7 @@ def test_rounds_leave_the_cache_of_the_kept_tokens(data, length, family):
         others = data.draw(st.lists(st.integers(1, nodes - 1), unique=True, max_size=8)) if nodes > 1 else []
         path, tree = [0, *sorted(others)], [torch.randn(1, 2, nodes, 4) for _ in range(layers)]
         verify(cache, tree)
-        cache.keep_path(torch.tensor([path]), [len(path)], path == list(range(len(path))))
+        cache.keep_paths(torch.tensor([path]), [len(path)], torch.tensor([len(path)]), path == list(range(len(path))))
         kept = [torch.cat([keys, new[:, :, path]], dim=2) for keys, new in zip(kept, tree, strict=True)]
         assert cache.counts == [kept[0].shape[2]] and cache.root_positions.tolist() == [[kept[0].shape[2]]]
     cache.give_back(keep=True)
@@ -77,12 +77,13 @@ def test_rows_of_a_batch_keep_their_own_paths(data, batch, static):
         verify(cache, tree)
         longest = max(map(len, paths))
         padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
-        cache.keep_path(padded, [len(path) for path in paths], False)
+        counts = [len(path) for path in paths]
+        cache.keep_paths(padded, counts, torch.tensor(counts), False)
         kept = [[torch.cat([own, new[row][:, paths[row]]], dim=1) for row, own in enumerate(rows)]
                 for rows, new in zip(kept, tree, strict=True)]  # fmt: skip
         if batch > 1 and data.draw(st.booleans()):
             chosen = torch.tensor(sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1))))
-            cache.select_rows(chosen)
+            cache.select_sequences(chosen)
             kept = [[rows[row] for row in chosen.tolist()] for rows in kept]
             batch = len(chosen)
         assert cache.counts == [own.shape[1] for own in kept[0]]
@@ -99,7 +100,8 @@ def test_growth_doubles_and_keeps_everything():
     tree = [torch.randn(1, 2, FIRST_SLOTS + 9, 4) for _ in range(2)]
     verify(cache, tree)
     assert cache.capacity == 2 * (7 + FIRST_SLOTS)
-    cache.keep_path(torch.arange(FIRST_SLOTS + 9)[None], [FIRST_SLOTS + 9], True)
+    nodes = torch.arange(FIRST_SLOTS + 9)[None]
+    cache.keep_paths(nodes, [FIRST_SLOTS + 9], torch.tensor([FIRST_SLOTS + 9]), True)
     assert torch.equal(cache.layers[1].keys[:, :, : cache.longest], torch.cat([states[1], tree[1]], dim=2))
 
 
@@ -114,16 +116,16 @@ def test_the_stock_cache_holds_nothing_while_its_rows_are_elsewhere():
 
 
 def test_only_known_layers_may_hold_a_tree():
-    assert refuse_tree_cache(DynamicCache(config=shared_target("gemma3").config)) is None
+    assert tree_cache_problem(DynamicCache(config=shared_target("gemma3").config)) is None
     static = StaticCache(config=shared_target("llama").config, max_cache_len=16)
-    assert "StaticLayer" in refuse_tree_cache(static)
+    assert "StaticLayer" in tree_cache_problem(static)
 
     class Unknown(DynamicLayer):
         pass
 
     cache = DynamicCache()
     cache.layers = [DynamicLayer(), Unknown()]
-    assert "Unknown" in refuse_tree_cache(cache)
+    assert "Unknown" in tree_cache_problem(cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

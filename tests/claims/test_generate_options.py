@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specheads.generation import loop as generation
+from hf_specheads.generation.verification import rules
 
 NEW = 30
 MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
@@ -338,8 +338,8 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was_then(monkeypatch):
             raise KeyboardInterrupt
         return verify(*args)
 
-    verify = generation.verify_all_nodes
-    monkeypatch.setattr(generation, "verify_all_nodes", interrupted)
+    verify = rules.verify_all_nodes
+    monkeypatch.setattr(rules, "verify_all_nodes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         plain(target, ids, 30, past_key_values=cache, assistant_model=random_heads(target))
     tokens = cache.get_seq_length()

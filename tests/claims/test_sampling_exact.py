@@ -25,7 +25,7 @@ from support.distributions import (
 )
 from support.stubs import random_heads
 
-from hf_specheads.generation import loop as generation
+from hf_specheads.generation.verification import rules
 
 LENGTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ class Script:
         self.emitted, self.probability, self.spoil = 0, 1.0, spoil
         monkeypatch.setattr(torch, "multinomial", self.draw)
         for name in ("verify_all_nodes", "verify_token_by_token"):
-            monkeypatch.setattr(generation, name, self.wrapped(getattr(generation, name)))
+            monkeypatch.setattr(rules, name, self.wrapped(getattr(rules, name)))
 
     def wrapped(self, verify: Any) -> Any:
         def verify_scripted(tree, input_ids, logits, *args):
@@ -179,11 +179,11 @@ def test_sampled_distribution(case):
 
 def test_planted_bug_is_found_by_sampling(monkeypatch):
     """The same test fails when the bonus token ignores the temperature."""
-    original, spoil = generation.verify_all_nodes, _bonus_without_temperature(0.4)
+    original, spoil = rules.verify_all_nodes, _bonus_without_temperature(0.4)
 
     def spoiled(tree, input_ids, logits, *args):
         return original(tree, input_ids, spoil(tree, logits), *args)
 
-    monkeypatch.setattr(generation, "verify_all_nodes", spoiled)
+    monkeypatch.setattr(rules, "verify_all_nodes", spoiled)
     statistic, critical = sampled_statistic(False, {"temperature": 0.4}, **EVERY_TOKEN)
     assert statistic > critical

@@ -31,10 +31,10 @@ from transformers.generation import (
 
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.errors import UnsupportedGenerationError
-from hf_specheads.generation import loop as generation
 from hf_specheads.generation.drafting import grow_tree
 from hf_specheads.generation.sampling import DraftSampler, TokenSampler
 from hf_specheads.generation.stopping import StopRule
+from hf_specheads.generation.verification import rules
 from hf_specheads.generation.verification.sampled import verify_sampled_at_once, verify_sampled_token_by_token
 from hf_specheads.generation.verification.top_k import verify_all_nodes, verify_token_by_token
 from hf_specheads.tree.draft_tree import DraftTree, SampledChildren
@@ -135,10 +135,8 @@ def processed(processors: str, context: tuple[int, ...]) -> torch.Tensor:
 def test_constraints_hold(processors, rule, monkeypatch):
     heads, used = heads_of(rule), set()
     for name in (*VERIFY, "verify_typical"):
-        original = getattr(generation, name)
-        monkeypatch.setattr(
-            generation, name, lambda *args, name=name, original=original: used.add(name) or original(*args)
-        )
+        original = getattr(rules, name)
+        monkeypatch.setattr(rules, name, lambda *args, name=name, original=original: used.add(name) or original(*args))
     if rule == "typical" and processors in OF_THE_USER:
         with pytest.raises(UnsupportedGenerationError, match="typical acceptance asks the logits processors"):
             generate(heads, processors, do_sample=True)
@@ -179,7 +177,9 @@ def drafts(rule: str, processors: str, rows: int) -> DraftTree:
     sampler = None
     if tree.get("children") == "sampled":
         sampler = DraftSampler(LogitsProcessorList(PROCESSORS[processors][1]()), PROMPT.expand(rows, -1))
-    return grow_tree(head, DraftCache(0), PROMPT[:, -1:].expand(rows, -1), torch.zeros(rows, 1, 2), 2, sampler)
+    return grow_tree(
+        head, DraftCache(0), head.tree_config, PROMPT[:, -1:].expand(rows, -1), torch.zeros(rows, 1, 2), 2, sampler
+    )
 
 
 def node_logits(tree: DraftTree) -> torch.Tensor:

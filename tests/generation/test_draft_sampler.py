@@ -120,7 +120,9 @@ def test_grown_trees_carry_what_their_children_were_drawn_from(seed, tree, rows,
     depth = min(depth, head.tree_config.depth)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.3)])
     roots = torch.full((rows, 1), 20)
-    grown = grow_tree(head, DraftCache(0), roots, torch.zeros(rows, 1, 2), depth, DraftSampler(processors, roots))
+    grown = grow_tree(
+        head, DraftCache(0), head.tree_config, roots, torch.zeros(rows, 1, 2), depth, DraftSampler(processors, roots)
+    )
     drawn, paths = grown.sampled, [path for path in head.tree_config.paths if len(path) <= depth]
     assert grown.num_nodes == 1 + len(paths)
     assert grown.max_depth == depth
@@ -153,7 +155,9 @@ def test_a_draft_vocabulary_is_spread_over_the_whole():
     head = Reduced(1, 1, kind="chain", depth=3, children="sampled")
     head.config = type("Config", (), {"vocab_size": VOCAB})()
     roots = torch.tensor([[20]])
-    grown = grow_tree(head, DraftCache(0), roots, torch.zeros(1, 1, 2), 3, DraftSampler(NO_PROCESSORS, roots))
+    grown = grow_tree(
+        head, DraftCache(0), head.tree_config, roots, torch.zeros(1, 1, 2), 3, DraftSampler(NO_PROCESSORS, roots)
+    )
     assert set(grown.token_ids[0, 1:].tolist()) <= {3, 8, 9}
     assert grown.sampled.probs.shape == (1, 3, VOCAB)
     torch.testing.assert_close(grown.sampled.probs[0, 0, [3, 8, 9]], head.logits_after(0, ()).softmax(-1))
@@ -162,6 +166,6 @@ def test_a_draft_vocabulary_is_spread_over_the_whole():
 
 def test_without_a_sampler_children_are_the_most_probable_ones():
     head = TableHead(4, 1, kind="chain", depth=2, children="sampled")
-    grown = grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
+    grown = grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
     assert grown.sampled is None
     assert grown.token_ids[0, 1] == head.logits_after(0, ()).argmax()

@@ -78,7 +78,7 @@ TREES = [
 def test_grown_tree_equals_naive_expansion(tree, rows):
     head = TableHead(4, rows, **tree)
     roots = torch.arange(rows)[:, None] + 20
-    grown = grow_tree(head, DraftCache(0), roots, torch.zeros(rows, 1, 2), head.tree_config.depth)
+    grown = grow_tree(head, DraftCache(0), head.tree_config, roots, torch.zeros(rows, 1, 2), head.tree_config.depth)
     for row in range(rows):
         tokens, parents = grown.token_ids[row].tolist(), grown.parents[row].tolist()
         expected = naive_tree(head, row)
@@ -92,7 +92,7 @@ def test_grown_tree_equals_naive_expansion(tree, rows):
 
 def test_a_chain_is_the_greedy_path():
     head = TableHead(9, 1, kind="chain", depth=5)
-    grown = grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 5)
+    grown = grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3]]), torch.zeros(1, 1, 2), 5)
     path = ()
     for _ in range(5):
         path = (*path, head.logits_after(0, path).argmax().item())
@@ -110,13 +110,13 @@ def _assert_connected(grown):
 @pytest.mark.parametrize("total_tokens", [3, 5, 9, 20])
 def test_children_of_probability_one_do_not_tear_the_tree(total_tokens):
     head = TableHead(1, 1, tied=True, depth=5, top_k=3, total_tokens=total_tokens)
-    _assert_connected(grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 5))
+    _assert_connected(grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3]]), torch.zeros(1, 1, 2), 5))
 
 
 @pytest.mark.parametrize("broken_level", [0, 1, 2])
 def test_a_head_that_overflows_to_nan_does_not_tear_the_tree(broken_level):
     head = TableHead(1, 2, broken_level=broken_level, depth=4, top_k=3, total_tokens=9)
-    grown = grow_tree(head, DraftCache(0), torch.tensor([[3], [4]]), torch.zeros(2, 1, 2), 4)
+    grown = grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3], [4]]), torch.zeros(2, 1, 2), 4)
     _assert_connected(grown)
     assert ((grown.token_ids >= 0) & (grown.token_ids < VOCAB)).all()
 
@@ -134,6 +134,6 @@ def test_nan_heads_do_not_change_the_text():
 
 def test_depth_of_a_round_may_be_less_than_configured():
     head = TableHead(4, 1, depth=6, top_k=3, total_tokens=30)
-    grown = grow_tree(head, DraftCache(0), torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
+    grown = grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
     assert grown.max_depth == 2
     assert grown.depths.max().item() == 2

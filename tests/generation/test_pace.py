@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.stubs import StubHead, random_heads
 from support.targets import own_target, plain, prompt, shared_target
 
-from hf_specheads.generation import loop as generation
+from hf_specheads.generation import loop
 from hf_specheads.generation.pace import PLAIN_STEPS_BEFORE_A_VERDICT, TRIAL_SHARE, Pace
 
 NEW = 40
@@ -89,7 +89,7 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     heads = StubHead(target, expected, (0, None, 1, 0, None)) if method == "stub" else None
     heads = heads or fresh_heads(target, method, TREES["dynamic"])
     heads.adaptive = True
-    monkeypatch.setattr(generation, "time", Clock(*pattern))
+    monkeypatch.setattr(loop, "time", Clock(*pattern))
     plain_steps = rounds = 0
     for _ in range(3):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
@@ -105,7 +105,7 @@ def test_other_caches(family, monkeypatch):
     expected = plain(target, ids, NEW)
     heads = StubHead(target, expected, (0, 0, None), kind="chain", depth=3)
     heads.adaptive = True
-    monkeypatch.setattr(generation, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
     for _ in range(2):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
 
@@ -118,7 +118,7 @@ def test_batches(monkeypatch):
     shorter = alone_texts(target, alone, **eos)
     for heads in (oracle(target, alone, texts), random_heads(target, "poss")):
         heads.adaptive = True
-        monkeypatch.setattr(generation, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+        monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
         assert_rows(greedy(target, inputs, assistant_model=heads), 19, texts)
         assert_rows(greedy(target, inputs, assistant_model=heads, **eos), 19, shorter)
         assert heads.last_stats.plain_steps > 0
@@ -129,7 +129,7 @@ def test_compiled_rounds_have_one_graph_more(monkeypatch):
     heads = random_heads(target, "poss")
     heads.adaptive = True
     graphs = counted(target, heads)
-    monkeypatch.setattr(generation, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
     expected = plain(target, ids, NEW)
     for _ in range(2):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
@@ -140,7 +140,7 @@ def test_sampling_with_a_seed(monkeypatch):
     target, ids = shared_target("llama"), prompt()
     heads = random_heads(target, "poss")
     heads.adaptive = True
-    monkeypatch.setattr(generation, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
     torch.manual_seed(4)
     expected = target.generate(ids, **options)

@@ -23,7 +23,8 @@ def test_levels_after_an_improbable_frontier_are_left_out(kind):
     for seed in range(12):
         heads = [TableHead(seed, 1, **config.replace(stop_below=stop).to_dict()) for stop in (0.0, 0.05)]
         whole, tree = (
-            grow_tree(one, DraftCache(0), torch.zeros(1, 2).long(), torch.zeros(1, 1, 2), 4) for one in heads
+            grow_tree(one, DraftCache(0), one.tree_config, torch.zeros(1, 2).long(), torch.zeros(1, 1, 2), 4)
+            for one in heads
         )
         levels = 1
         while levels < 4 and expanded_scores(whole, levels, kind).exp().max() >= 0.05:

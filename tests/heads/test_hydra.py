@@ -187,7 +187,7 @@ def test_a_nodes_children_follow_from_its_whole_path() -> None:
     for blocks in heads.blocks:
         blocks[0].residual.weight.data[:, 32:] *= 4  # tokens that weigh more
     features, cache = torch.randn(1, 6, 32), heads.new_draft_cache()
-    tree = grow_tree(heads, cache, torch.arange(3, 10)[None], features, depth=4)
+    tree = grow_tree(heads, cache, heads.tree_config, torch.arange(3, 10)[None], features, depth=4)
     tokens, parents = tree.token_ids[0].tolist(), tree.parents[0].tolist()
     assert tree.num_nodes == 64 and tokens[0] == 9 and not cache.layers and cache.committed == 6
     embed = target.get_input_embeddings()

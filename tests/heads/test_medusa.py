@@ -69,7 +69,7 @@ def test_every_node_of_a_level_gets_the_same_children() -> None:
     heads = random_medusa(target).bind(target)
     heads.tree_config = heads.published_tree
     features, cache = torch.randn(1, 6, 32), heads.new_draft_cache()
-    tree = grow_tree(heads, cache, torch.arange(3, 10)[None], features, depth=4)
+    tree = grow_tree(heads, cache, heads.tree_config, torch.arange(3, 10)[None], features, depth=4)
     assert isinstance(cache, DraftCache) and not cache.layers and cache.committed == 6
     ranked = [heads.position_logits(features[:, -1], i)[0].argsort(descending=True) for i in range(4)]
     tokens, parents = tree.token_ids[0].tolist(), tree.parents[0].tolist()

@@ -88,9 +88,9 @@ class StubCache(DraftCache):
         counts = self.counts if len(self.counts) == len(self.rows) else self.counts * len(self.rows)
         return list(zip(self.rows, counts, strict=True))
 
-    def select_rows(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: torch.Tensor) -> None:
         self.become_ragged(len(self.rows), kept.device)
-        super().select_rows(kept)
+        super().select_sequences(kept)
         self.rows = [self.rows[row] for row in kept.tolist()]
 
 

@@ -35,7 +35,7 @@ def grown_acceptance(target, heads, ids) -> list[int]:
     cache, committed, found = heads.bind(target).new_draft_cache(), 0, []
     for root in range(ids.shape[1], text.shape[1] - 1):
         rows = None if features is None else features[:, committed:root]
-        tree = grow_tree(heads, cache, text[:, committed : root + 1], rows, heads.tree_config.depth)
+        tree = grow_tree(heads, cache, heads.tree_config, text[:, committed : root + 1], rows, heads.tree_config.depth)
         committed, node, length = root, 0, 0
         for token in text[0, root + 1 :].tolist():
             children = [

@@ -13,7 +13,7 @@ from ..stopping import StopRule
 
 @dataclass
 class Accepted:
-    """What one batch row gains from one round.
+    """What one sequence gains from one round.
 
     Attributes:
         token_ids: Emitted tokens: accepted draft tokens, then the bonus token; cut where generation stops.
@@ -21,7 +21,7 @@ class Accepted:
         scores: Processed scores fp32 [1, V] per emitted token, if asked for.
         stopped: Whether generation ends after the last token.
         cut: Whether tokens that the target accepted were dropped because generation stops earlier.
-        host_syncs: Times the host waited for the device.
+        host_syncs: Times the host waited for the device; of sequences decided together the first one's.
     """
 
     token_ids: list[int]
@@ -37,7 +37,7 @@ class Accepted:
         return len(self.token_ids) - 1
 
 
-def accepted_rows(
+def accepted_paths(
     tree: DraftTree,
     best: torch.Tensor,
     bonus: torch.Tensor,
@@ -45,27 +45,29 @@ def accepted_rows(
     lengths: Sequence[int],
     stop: StopRule,
 ) -> list[Accepted]:
-    """The accepted path of every row, cut where generation stops. One host sync for all rows.
+    """The accepted path of every sequence, cut where generation stops. One host sync for all sequences.
 
     Args:
-        tree: Draft tree of B rows and N nodes.
+        tree: Draft tree of B sequences and N nodes.
         best: int64 [B], the last accepted node.
         bonus: int64 [B], the token after it.
         scores: [B, N, V], processed scores to keep; `None` to keep none.
-        lengths: Tokens committed so far, per batch row.
+        lengths: Tokens committed so far, per sequence.
         stop: Criteria that need not see every token; others are ignored.
     """
     path = tree.path_to(best)  # [B, D + 1]
     depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
-    rows = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
+    numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
     width = path.shape[1]
     results = []
-    for row, (num_accepted, *values) in enumerate(rows):
+    for sequence, (num_accepted, *values) in enumerate(numbers):
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
-        kept, stopped = stop.cut(emitted, lengths[row])
+        kept, stopped = stop.cut(emitted, lengths[sequence])
         nodes = values[:kept]
-        kept_scores = [] if scores is None else [scores[row, node][None].float() for node in nodes]
-        results.append(Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted)))
+        kept_scores = [] if scores is None else [scores[sequence, node][None].float() for node in nodes]
+        accepted = Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted))
+        accepted.host_syncs = 0 if results else 1
+        results.append(accepted)
     return results
 
 

@@ -19,7 +19,7 @@ import torch
 from ...tree.draft_tree import DraftTree, SampledChildren
 from ..sampling import TokenSampler
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_rows, walk
+from .accepted import Accepted, accepted_nodes, accepted_paths, walk
 
 
 def accept_children(
@@ -88,8 +88,8 @@ def verify_sampled_at_once(
     """Decides at every node at once, follows the accepted children and draws the bonus token: one host sync.
 
     Args:
-        tree: Draft tree of B rows and N nodes, its children drawn.
-        lengths: Tokens committed so far, per batch row.
+        tree: Draft tree of B sequences and N nodes, its children drawn.
+        lengths: Tokens committed so far, per sequence.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
@@ -108,7 +108,7 @@ def verify_sampled_at_once(
     taken.scatter_(1, torch.where(accepted >= 0, child, 0), True)
     best = torch.where(accepted_nodes(tree, taken), tree.depths, -1).argmax(dim=1)
     bonus = sampler.draw(_bonus_distribution(drawn, scores, residual, best))
-    return accepted_rows(tree, best, bonus, scores if keep_scores else None, lengths, stop)
+    return accepted_paths(tree, best, bonus, scores if keep_scores else None, lengths, stop)
 
 
 def _child_tokens(tree: DraftTree, drawn: SampledChildren) -> torch.Tensor:
@@ -138,13 +138,15 @@ def verify_sampled_token_by_token(
     """The same rule with one processor call and one stopping check per emitted token, each a host sync.
 
     For processors that depend on the tokens so far or have a state, and for any stopping criteria. Arguments as in
-    [`verification.verify_token_by_token`].
+    [`top_k.verify_token_by_token`].
 
     Raises:
-        ValueError: for more than one row, or if the tree's children were not drawn.
+        ValueError: for more than one sequence, or if the tree's children were not drawn.
     """
     if input_ids.shape[0] != 1:
-        raise ValueError(f"token-by-token verification takes one row at a time, got a batch of {input_ids.shape[0]}.")
+        raise ValueError(
+            f"token-by-token verification takes one sequence at a time, got a batch of {input_ids.shape[0]}."
+        )
     drawn = _draws(tree)
     tokens = _child_tokens(tree, drawn)
     uniforms = torch.rand(tokens.shape, device=tokens.device)

@@ -16,7 +16,7 @@ import torch
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_rows, walk
+from .accepted import Accepted, accepted_nodes, accepted_paths, walk
 
 
 def verify_all_nodes(
@@ -27,11 +27,11 @@ def verify_all_nodes(
     stop: StopRule,
     keep_scores: bool,
 ) -> list[Accepted]:
-    """Chooses a token at every node at once and follows the choices from the root. One host sync for all rows.
+    """Chooses a token at every node at once and follows the choices from the root. One host sync for all sequences.
 
     Args:
-        tree: Draft tree of B rows and N nodes.
-        lengths: Tokens committed so far, per batch row.
+        tree: Draft tree of B sequences and N nodes.
+        lengths: Tokens committed so far, per sequence.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
@@ -40,14 +40,14 @@ def verify_all_nodes(
     choices, scores = sampler.at_all_nodes(logits)
     best = deepest_accepted(tree, choices)
     bonus = choices.gather(1, best[:, None])[:, 0]
-    return accepted_rows(tree, best, bonus, scores if keep_scores else None, lengths, stop)
+    return accepted_paths(tree, best, bonus, scores if keep_scores else None, lengths, stop)
 
 
 def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
     """The deepest node whose every step from the root is the token chosen at its parent.
 
     Args:
-        tree: Draft tree of B rows and N nodes.
+        tree: Draft tree of B sequences and N nodes.
         choices: int64 [B, N], token chosen at each node.
 
     Returns:
@@ -71,7 +71,7 @@ def verify_token_by_token(
     state, stopping criteria and seeded draws all behave as without draft heads. One host sync per token.
 
     Args:
-        tree: Draft tree of B rows and N nodes; B must be 1, because a processor call advances its own state.
+        tree: Draft tree of B sequences and N nodes; B must be 1, because a processor call advances its own state.
         input_ids: int64 [B, T].
         logits: [B, N, V].
         sampler: Any processors.
@@ -79,10 +79,12 @@ def verify_token_by_token(
         earlier_scores: Scores of all tokens emitted before, for criteria that read them; `None` if not kept.
 
     Raises:
-        ValueError: for more than one row.
+        ValueError: for more than one sequence.
     """
     if input_ids.shape[0] != 1:
-        raise ValueError(f"token-by-token verification takes one row at a time, got a batch of {input_ids.shape[0]}.")
+        raise ValueError(
+            f"token-by-token verification takes one sequence at a time, got a batch of {input_ids.shape[0]}."
+        )
     children: dict[tuple[int, int], int] = {}
     if tree.num_nodes > 1:
         pairs = torch.stack([tree.parents[0, 1:], tree.token_ids[0, 1:]], dim=1).tolist()

@@ -13,7 +13,7 @@ import torch
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_rows, stops_after
+from .accepted import Accepted, accepted_nodes, accepted_paths, stops_after
 
 # Inside the logarithm of the entropy, as in the authors' code; it decides near the threshold.
 ENTROPY_EPSILON = 1e-5
@@ -31,7 +31,7 @@ def best_typical_node(
     """The last node, int64 [B], of the longest path that is accepted; the root if none is.
 
     Args:
-        tree: Draft tree of B rows and N nodes.
+        tree: Draft tree of B sequences and N nodes.
         probs: [B, N, V], the target's processed distribution at each node.
         posterior_threshold, posterior_alpha: See [`DraftHead`].
     """
@@ -60,7 +60,7 @@ def verify_typical(
     """Typical acceptance over a whole tree; one host sync, and one per level for processors that read the text.
 
     Args:
-        tree: Draft tree of B rows and N nodes.
+        tree: Draft tree of B sequences and N nodes.
         input_ids: int64 [B, T], committed tokens.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Its processors must be path-wise: paths that are not taken are processed as well.
@@ -75,7 +75,7 @@ def verify_typical(
     best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
     bonus = scores[torch.arange(len(best), device=best.device), best].argmax(-1)
     keep = stop.per_token or earlier_scores is not None
-    results = accepted_rows(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
+    results = accepted_paths(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
     for result in results:
         result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
     if stop.per_token:

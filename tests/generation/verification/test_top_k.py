@@ -116,5 +116,5 @@ def test_host_syncs_are_counted():
 
 def test_token_by_token_takes_one_row():
     tree = random_tree(1, 5, 2, batch=2, vocab=VOCAB)
-    with pytest.raises(ValueError, match="one row at a time, got a batch of 2"):
+    with pytest.raises(ValueError, match="one sequence at a time, got a batch of 2"):
         verify_token_by_token(tree, torch.zeros(2, 3).long(), torch.zeros(2, 5, VOCAB), GREEDY, NEVER, None)

@@ -1,0 +1,36 @@
+"""How one call of `generate` drafts and verifies: the settings of the heads, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..contract import DraftingContract
+from ..tree.config import DraftTreeConfig
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    """Settings that heads had when a call began; what a user assigns to them later is for the next call.
+
+    Attributes:
+        tree: The draft tree in force.
+        verification: Name of a rule in `verification.rules.RULES`.
+        posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, compiled, profile, trace: As in `DraftHead`.
+    """
+
+    tree: DraftTreeConfig
+    verification: str
+    posterior_threshold: float
+    posterior_alpha: float
+    exact_seed: bool
+    loop: str
+    adaptive: bool
+    compiled: bool
+    profile: bool
+    trace: bool
+
+    @classmethod
+    def of(cls, heads: DraftingContract) -> DraftingOptions:
+        """What the heads say now."""
+        settings = {field.name: getattr(heads, field.name) for field in fields(cls) if field.name != "tree"}
+        return cls(tree=heads.tree_config, **settings)

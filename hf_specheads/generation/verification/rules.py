@@ -1,0 +1,117 @@
+"""The rules of verification by name: what `heads.verification` may be. A new rule is a file here and a row below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...tree.draft_tree import DraftTree
+from ..options import DraftingOptions
+from ..outputs import EmittedOutputs
+from ..sampling import TokenSampler
+from ..sequences import Sequences
+from ..stopping import StopRule
+from .accepted import Accepted
+from .sampled import verify_sampled_at_once, verify_sampled_token_by_token
+from .top_k import verify_all_nodes, verify_token_by_token
+from .typical import verify_typical
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a rule may look at: one verified tree, and the call it belongs to.
+
+    Attributes:
+        tree: Draft tree of the B active sequences and N nodes.
+        logits: [B, N, V], raw target logits at the nodes.
+        sequences, sampler, stop, outputs, options: Of the call.
+    """
+
+    tree: DraftTree
+    logits: torch.Tensor
+    sequences: Sequences
+    sampler: TokenSampler
+    stop: StopRule
+    outputs: EmittedOutputs
+    options: DraftingOptions
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether tokens must be chosen one after the other: for processors or criteria that look at the text, and
+        for draws in plain `generate`'s order."""
+        seeded = len(self.sequences.lengths) == 1 and self.sampler.do_sample and self.options.exact_seed
+        in_order = seeded and self.tree.sampled is None
+        return self.stop.per_token or not self.sampler.row_wise or in_order
+
+    def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
+        """All sequences at once, by a function such as [`verify_all_nodes`]."""
+        lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
+        keep_scores = self.outputs.scores is not None
+        return verify(self.tree, lengths, self.logits, self.sampler, self.stop, keep_scores)
+
+    def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
+        """One sequence after the other, by a function such as [`verify_token_by_token`]."""
+        results = []
+        for index, sequence in enumerate(self.sequences.active):
+            results += verify(
+                self.tree.of_sequence(index),
+                self.sequences.tokens_of(sequence),
+                self.logits[index : index + 1],
+                self.sampler.for_sequence(sequence),
+                self.stop,
+                self.outputs.earlier_scores(sequence),
+                *parameters,
+            )
+        return results
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of verification.
+
+    Attributes:
+        accept: The accepted path and the bonus token of every active sequence.
+        lossless: Whether sampled text has the target's distribution. (Greedy text is the target's with every rule.)
+        problem: Why the rule cannot serve sampling with these options, with the mend; `None` if it can.
+    """
+
+    accept: Callable[[Verification], list[Accepted]]
+    lossless: bool
+    problem: Callable[[DraftingOptions], str | None] = lambda options: None
+
+
+def accept_losslessly(verification: Verification) -> list[Accepted]:
+    """The exact rule for the way the tree's children were chosen."""
+    drawn = verification.tree.sampled is not None
+    if verification.token_by_token:
+        return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
+    return verification.at_once(verify_sampled_at_once if drawn else verify_all_nodes)
+
+
+def accept_typically(verification: Verification) -> list[Accepted]:
+    """Typical acceptance where tokens are sampled; greedy decoding is exact as ever."""
+    if not verification.sampler.do_sample:
+        return accept_losslessly(verification)
+    options = verification.options
+    return verification.one_by_one(verify_typical, options.posterior_threshold, options.posterior_alpha)
+
+
+def typical_problem(options: DraftingOptions) -> str | None:
+    """What typical acceptance cannot be combined with."""
+    if options.loop == "transformers":
+        return "is not what transformers' own loop does; use `heads.loop = 'own'`"
+    if options.tree.children == "sampled":
+        return "draws nothing, and these heads draw their children; use `heads.with_tree(children='top_k')`"
+    if not 0 <= options.posterior_threshold <= 1:
+        return f"takes a `posterior_threshold` from 0 to 1, got {options.posterior_threshold!r}"
+    if not 0 <= options.posterior_alpha < float("inf"):
+        return f"takes a `posterior_alpha` of at least 0, got {options.posterior_alpha!r}"
+    return None
+
+
+RULES: dict[str, Rule] = {
+    "lossless": Rule(accept_losslessly, lossless=True),
+    "typical": Rule(accept_typically, lossless=False, problem=typical_problem),
+}
