@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -59,8 +60,9 @@ class DraftingContract:
     profile: bool
     trace: bool
     last_stats: GenerationStats | None
-    # What is known of speeds, by the settings of a call ([`generation.pace.pace_of`]); kept from call to call.
-    paces: dict[tuple, Any]
+    # What calls with a target have learnt, for the next ones: speeds by the settings of a call, compiled steps. Shared
+    # by the copies that `with_tree` makes.
+    memory: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]
 
     # ------------------------------------------------------------------ what `DraftHead` answers for all families
     @property

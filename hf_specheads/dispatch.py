@@ -6,6 +6,8 @@ this package wraps three of its methods, once:
 * `_assisted_decoding`: an assistant that is a `DraftHead` is handled by us, every other call goes on untouched;
 * `_validate_generation_mode`: a call that draft heads cannot serve is refused before any cache or forward;
 * `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop.
+
+It also registers an `sdpa` that is faster under the masks of trees on a CPU ([`generation.attention`]).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationMixin
 
+from .generation.attention import install_grouped_attention, uninstall_grouped_attention
 from .generation.candidates import DraftHeadCandidateGenerator
 from .generation.loop import begin_call, run_rounds
 from .generation.refusals import refuse_prepared_call
@@ -51,6 +54,7 @@ def install() -> None:
     _wrap("_assisted_decoding", _assisted_decoding)
     _wrap("_validate_generation_mode", _validate_generation_mode)
     _wrap("_get_candidate_generator", _get_candidate_generator)
+    install_grouped_attention()
 
 
 def uninstall() -> None:
@@ -59,6 +63,7 @@ def uninstall() -> None:
         original = getattr(getattr(GenerationMixin, name), "_specheads_original", None)
         if original is not None:
             setattr(GenerationMixin, name, original)
+    uninstall_grouped_attention()
 
 
 def _check_transformers() -> None:

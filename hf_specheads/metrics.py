@@ -45,6 +45,8 @@ class GenerationStats:
         offered: Per batch row, the draft positions each round could have accepted.
         plain_steps: Forwards over a single token, in between rounds, because drafting did not pay
             (`heads.adaptive`); no rounds, so without effect on the numbers above.
+        plain_because: Why there were some, in one sentence.
+        new_tokens: Tokens emitted, the mean over the sequences of a batch.
         target_forwards: Forwards of the target, the prefill included.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
         host_syncs: Times the host waited for the device.
@@ -57,6 +59,8 @@ class GenerationStats:
     num_accepted: list[list[int]] = field(default_factory=list)
     offered: list[list[int]] = field(default_factory=list)
     plain_steps: int = 0
+    plain_because: str | None = None
+    new_tokens: float = 0.0
     target_forwards: int = 0
     draft_forwards: int = 0
     host_syncs: int = 0
@@ -74,6 +78,11 @@ class GenerationStats:
     def acceptance_length(self) -> float:
         """tau, with the bonus token."""
         return acceptance_length(self.num_accepted)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens of a sequence per forward of the target, prefill and plain steps included; 0.0 without any."""
+        return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
 
     @property
     def pos_acc(self) -> list[float]:

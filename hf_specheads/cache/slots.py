@@ -8,10 +8,25 @@ any row being moved or padded.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SMALLEST_CAPACITY = 64
+
+
+def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows [B, heads, R, width] into slots int64 [B, R] of a buffer [B, heads, C, width], in place.
+
+    By indexed assignment, which compilers leave in place; they make a copy of the whole buffer for `scatter_`.
+    """
+    slots = slots.to(buffer.device)
+    if slots.shape[0] == 1:
+        buffer.index_copy_(2, slots[0], rows)
+        return
+    sequences = torch.arange(slots.shape[0], device=buffer.device)[:, None]
+    buffer[sequences, :, slots] = rows.transpose(1, 2)
 
 
 class SlotCacheLayer(CacheLayerMixin):
@@ -27,8 +42,20 @@ class SlotCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache, window: int | None = None):
         super().__init__()
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # the cache holds the layer: a cycle would keep both until the collector runs
         self.window = window
+
+    @property
+    def cache(self) -> SlotCache:
+        """The cache the layer belongs to.
+
+        Raises:
+            RuntimeError: if that is gone.
+        """
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("the cache of this layer is gone; hold on to the cache, not to its layers.")
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         capacity = self.cache.capacity
@@ -49,9 +76,8 @@ class SlotCacheLayer(CacheLayerMixin):
             self.keys[:, :, cache.start : end] = key_states
             self.values[:, :, cache.start : end] = value_states
         else:
-            slots = cache.slots.to(key_states.device)[:, None, :, None]
-            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-            self.values.scatter_(2, slots.expand_as(value_states), value_states)
+            write_rows(self.keys, cache.slots, key_states)
+            write_rows(self.values, cache.slots, value_states)
         first, end = cache.shown(self.window)
         return self.keys[:, :, first:end], self.values[:, :, first:end]
 

@@ -12,13 +12,26 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
 
 from ..tree.draft_tree import DraftTree
 from .masks import additive_mask, slot_mask, tree_position_ids
 from .slots import SlotCache, SlotCacheLayer
 
 TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+# Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
+CHAIN_CACHE_LAYERS = (*TREE_CACHE_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
+# Tensors moved by one indexed copy. More would save launches, and hold more of a prompt twice while it is taken over.
+TENSORS_PER_GROUP = 8
 # Slots beyond the prompt that a cache starts with; it doubles from there.
 FIRST_SLOTS = 256
 
@@ -28,10 +41,31 @@ def tree_cache_problem(cache: Cache) -> str | None:
 
     An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
     """
-    for layer in cache.layers:
-        if type(layer) not in TREE_CACHE_LAYERS:
-            return f"its cache has layers of class {type(layer).__name__}"
+    if getattr(cache, "offloading", False):
+        return "its cache keeps layers on the CPU (`cache_implementation='offloaded'`)"
+    return _layer_problem(cache, TREE_CACHE_LAYERS)
+
+
+def chain_cache_problem(cache: Cache) -> str | None:
+    """Why rejected tokens of a chain cannot be taken out of a target cache again, or `None` if they can."""
+    return _layer_problem(cache, CHAIN_CACHE_LAYERS)
+
+
+def _layer_problem(cache: Cache, known: tuple[type, ...]) -> str | None:
+    made_later = getattr(cache, "layer_class_to_replicate", None)
+    for kind in (*map(type, cache.layers), *([made_later] if made_later is not None else [])):
+        if kind not in known:
+            return f"its cache has layers of class {kind.__name__}"
     return None
+
+
+def layer_windows(target: PreTrainedModel) -> list[int | None]:
+    """Sliding window of every layer's attention, `None` without, by the target's config.
+
+    A cache that was made without a config knows of no windows, and the attention slides all the same.
+    """
+    layer_types, options = get_layer_types_and_kwargs(target.config.get_text_config(decoder=True))
+    return [kwargs.get("sliding_window") for _, kwargs in zip(layer_types, options, strict=True)]
 
 
 def root_positions_of(model_kwargs: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
@@ -89,22 +123,29 @@ class TreeCache(SlotCache):
             self.fix_capacity(static_capacity)
             self.become_ragged(batch, self.device)
         self.groups: list[_Group] = []
-        self._take_over(stock)
+        try:
+            self._take_over(stock, layer_windows(target))
+        except BaseException:  # out of memory, say: the tokens that a caller's cache held stay in it
+            self.give_back(keep=True)
+            raise
 
     # ------------------------------------------------------------------ buffers
-    def _take_over(self, stock: Cache) -> None:
+    def _take_over(self, stock: Cache, windows: list[int | None]) -> None:
         by_shape: dict[tuple, list[tuple[SlotCacheLayer, CacheLayerMixin, str]]] = defaultdict(list)
-        for layer in stock.layers:
+        for index, layer in enumerate(stock.layers):
             if isinstance(layer, DummyLayer) or not layer.is_initialized:
                 self.layers.append(layer)
                 continue
-            ours = SlotCacheLayer(self, layer.sliding_window if layer.is_sliding else None)
+            ours = SlotCacheLayer(self, windows[index] if index < len(windows) else None)
             ours.is_initialized, ours.dtype, ours.device = True, layer.keys.dtype, layer.keys.device
             self.layers.append(ours)
             for name in ("keys", "values"):
                 states = getattr(layer, name)
                 by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
-        self.groups = [_Group(members, self.counts[0], self.capacity) for members in by_shape.values()]
+        for members in by_shape.values():
+            for first in range(0, len(members), TENSORS_PER_GROUP):
+                part = members[first : first + TENSORS_PER_GROUP]
+                self.groups.append(_Group(part, self.counts[0], self.capacity))
 
     def grow(self) -> None:
         for group in self.groups:
@@ -127,7 +168,7 @@ class TreeCache(SlotCache):
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.counts[0] if keep else 0
             layer.is_initialized = keep and layer.is_initialized
-        self.groups = []
+        self.groups, self.layers = [], []
 
     # ------------------------------------------------------------------ a round
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
@@ -226,10 +267,12 @@ class _Group:
         self.buffer.scatter_(3, ends[None, :, None, :, None].expand(shape), moved)
 
     def give_back(self, length: int, keep: bool) -> None:
+        """Copies, so that nobody keeps the whole buffer alive with a few rows of it."""
         for index, (ours, stock, name) in enumerate(self.members):
-            oldest = 0 if ours.window is None else max(length - ours.window + 1, 0)
-            setattr(stock, name, self.buffer[index, :, :, oldest:length] if keep else None)
+            oldest = max(length - ours.window + 1, 0) if stock.is_sliding and ours.window is not None else 0
+            setattr(stock, name, self.buffer[index, :, :, oldest:length].clone() if keep else None)
             setattr(ours, name, None)
+        del self.buffer
 
 
 class ChainCache:
@@ -244,6 +287,8 @@ class ChainCache:
         self.stock, self.padding_mask = stock, padding_mask
         self.root_positions = root_positions if takes_positions else None
         self.counts = [stock.get_seq_length()]
+        # What the layers held before a forward whose tokens are not committed yet; tensors are never written in place.
+        self._before: list[dict[str, Any]] = []
         stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
 
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
@@ -255,6 +300,7 @@ class ChainCache:
         if self.root_positions is not None:
             inputs["position_ids"] = tree_position_ids(self.root_positions, tree)
         self._nodes = tree.num_nodes
+        self._before = [_contents(layer) for layer in self.stock.layers]
         return inputs
 
     def keep_paths(
@@ -264,12 +310,21 @@ class ChainCache:
         self.stock.crop(
             counts[0] - self._nodes
         )  # crop(0) is not a no-op: it trims sliding layers back to their window
+        self._before = []
         self.counts = [self.counts[0] + counts[0]]
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
 
     def give_back(self, keep: bool) -> None:
-        """Leaves the cache as plain decoding would."""
+        """Leaves the cache as plain decoding would at the last committed token, after an interrupted round too."""
+        for layer, contents in zip(self.stock.layers, self._before, strict=False):
+            vars(layer).update(contents)
+        self._before = []
         for layer in self.stock.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+
+
+def _contents(layer: CacheLayerMixin) -> dict[str, Any]:
+    """Attributes of a cache layer; states that it keeps in a dict are those of now."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}

@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 from ..contract import DraftingContract
 from ..metrics import GenerationStats
 from ..target.features import asked_hidden_states, select_hidden_states
+from ..target.positions import context_limit, rope_limit
 from ..tree.draft_tree import DraftTree
 from .committed import NewRows
 from .compiled import CompiledRounds
@@ -59,15 +60,16 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.sampling_processors = sampling_processors
-        config = target.config.get_text_config(decoder=True)
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions = context_limit(target)
+        self.rope_limit = rope_limit(target)
         self.stats = head.last_stats = GenerationStats(profile=self.options.profile)
         self.compiled: CompiledRounds | None = None
         self._proposed: list[int] = []
         self._drafted = False
 
     def room(self, lengths: Sequence[int], context_length: int) -> int:
-        """Draft positions of the next round: none for the last token of the budget, none past the target's context.
+        """Draft positions of the next round: none for the last token of the budget, none past the target's context
+        or the length at which its rope changes.
 
         Args:
             lengths: Tokens so far, the root included, as the length limit counts them; per sequence.
@@ -76,8 +78,11 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if self.max_length is not None and self.max_length - min(lengths) <= 1:
             return 0
         depth = self.options.tree.depth
-        if self.max_positions is not None:
-            depth = min(depth, self.max_positions - 1 - context_length)
+        limits = [self.max_positions]
+        if self.rope_limit is not None and context_length < self.rope_limit[0]:
+            limits.append(self.rope_limit[0])  # the deepest node stays on the side of the limit that the root is on
+        for limit in limits:
+            depth = depth if limit is None else min(depth, limit - 1 - context_length)
         return max(depth, 0)
 
     def draft(

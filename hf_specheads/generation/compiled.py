@@ -7,12 +7,13 @@ near the end of the target's context) and draws of sampled children run uncompil
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..cache.draft import DraftCache
 from ..cache.target import TreeCache
@@ -22,8 +23,14 @@ from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
 from .drafting import grow_dynamic, grow_fixed
 
-# Graphs of one step that may live side by side: one per batch size, capacity and draft tree.
+logger = logging.get_logger(__name__)
+
+# Graphs of one step of one pair that may live side by side: one per batch size, capacity and draft tree.
 MOST_GRAPHS = 64
+TOO_MANY = (
+    f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
+    "similar batch size, length and draft tree share their graphs."
+)
 SMALLEST_BUCKET = 256
 
 
@@ -50,26 +57,49 @@ def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_s
     return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **hidden_states)
 
 
+def _own_copy(step: Callable) -> Callable:
+    """The same function with a code object of its own: the compiler limits graphs per code object."""
+    return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
+
+
 class CompiledRounds:
-    """The two steps of a round, compiled.
+    """The two steps of a round of one pair, compiled.
 
     Args:
         options: Of `torch.compile`.
+
+    Attributes:
+        compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
+            compiled.
     """
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
-        self._grow = self._compile(_grow)
-        self._verify = self._compile(_verify)
+        self.compiles = False
+        self._steps = {step: torch.compile(_own_copy(step), **options) for step in (_grow, _verify)}
+        self._shapes: dict[Callable, set[tuple]] = {_grow: set(), _verify: set()}
 
-    def _compile(self, step: Callable) -> Callable:
-        compiled = torch.compile(step, **self.options)
+    @property
+    def replays(self) -> bool:
+        """Whether steps are captured as CUDA graphs, whose outputs the next replay writes over."""
+        return self.options.get("mode") in ("reduce-overhead", "max-autotune")
 
-        def call(*args: Any) -> Any:
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=8 * MOST_GRAPHS):
-                return compiled(*args)
+    def begin_round(self) -> None:
+        """From here on outputs of earlier rounds may be written over."""
+        self.compiles = False
+        if self.replays:
+            torch.compiler.cudagraph_mark_step_begin()
 
-        return call
+    def _call(self, step: Callable, shape: tuple, *args: Any) -> Any:
+        known = self._shapes[step]
+        if shape not in known:
+            if len(known) >= MOST_GRAPHS:
+                logger.warning_once(TOO_MANY)
+                return step(*args)
+            known.add(shape)
+            self.compiles = True
+        with torch._dynamo.config.patch(recompile_limit=2 * MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS):
+            return self._steps[step](*args)
 
     def grow(
         self,
@@ -82,23 +112,21 @@ class CompiledRounds:
     ) -> DraftTree:
         """As [`drafting.grow_tree`]."""
         shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
-        return self._grow(head, cache, tree, token_ids, features, depth, shape)
+        shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
+        return self._call(_grow, shapes, head, cache, tree, token_ids, features, depth, shape)
 
     def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
-        return self._verify(
-            target, cache, tree.packed(), hidden_states
-        )  # views of other strides would be compiled anew
+        shapes = (tuple(tree.token_ids.shape), cache.capacity, tree.max_depth, repr(hidden_states))
+        # Views of other strides would be compiled anew.
+        return self._call(_verify, shapes, target, cache, tree.packed(), hidden_states)
 
 
-# Compiled steps by target and options, so that later calls find them ready.
-_ROUNDS: WeakKeyDictionary[PreTrainedModel, dict[str, CompiledRounds]] = WeakKeyDictionary()
-
-
-def compiled_rounds(target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:
-    """The compiled steps of a target.
+def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:
+    """The compiled steps of a pair; kept with the heads, so that later calls find them ready.
 
     Args:
+        heads: Draft heads.
         target: The target.
         config: Its `compile_config` (transformers' `CompileConfig`) says how to compile; by default the backend is
             inductor, with CUDA graphs (`mode="reduce-overhead"`) on CUDA. Graphs are whole and shapes fixed always.
@@ -109,7 +137,8 @@ def compiled_rounds(target: PreTrainedModel, config: GenerationConfig) -> Compil
     if (chosen := getattr(config, "compile_config", None)) is not None:
         options = {name: value for name, value in vars(chosen).items() if value is not None and name[0] != "_"}
     options |= {"fullgraph": True, "dynamic": False}
-    known, key = _ROUNDS.setdefault(target, {}), repr(sorted(options.items()))
+    key = (CompiledRounds, repr(sorted(options.items())))
+    known = heads.memory.setdefault(target, {})
     if key not in known:
         known[key] = CompiledRounds(options)
     return known[key]

@@ -18,8 +18,8 @@ from ..cache.target import ChainCache, TreeCache, root_positions_of
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.features import FeatureReader
+from ..target.parallel import as_first_says, parallel_group
 from ..tree.draft_tree import DraftTree
-from .attention import grouped_attention_under_masks
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds
@@ -29,6 +29,7 @@ from .pace import Pace, pace_of
 from .refusals import refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
+from .stepwise import StepwiseCriteria
 from .stopping import StopRule
 from .verification.accepted import Accepted
 from .verification.rules import RULES, Verification
@@ -123,8 +124,7 @@ def run_rounds(
     prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
     loop = RoundLoop(model, draft_head, options, *prepared)
     try:
-        with grouped_attention_under_masks(model):
-            return loop.run()
+        return loop.run()
     finally:
         loop.close()
 
@@ -149,8 +149,11 @@ class RoundLoop:
         self.target, self.options, self.config, self.sequences = target, options, generation_config, sequences
         self.model_kwargs, self.batch = model_kwargs, len(sequences.lengths)
         self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=self.batch)
-        self.stop = StopRule(stopping_criteria)
+        self.stop = StopRule(stopping_criteria, self.batch)
         self.outputs = EmittedOutputs(generation_config, self.batch)
+        self.stepwise: StepwiseCriteria | None = None
+        if self.stop.in_step:
+            self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs)
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         processors = logits_processor if generation_config.do_sample else None
         self.candidates = DraftHeadCandidateGenerator(
@@ -166,17 +169,25 @@ class RoundLoop:
         self.target_cache: TreeCache | ChainCache | None = None
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
-        self.pace: Pace | None = pace_of(head, options, self.batch, generation_config) if adaptive else None
-        self.compiled = compiled_rounds(target, generation_config) if options.compiled else None
-        if self.compiled is not None:
-            self.candidates.compiled = self.compiled
-            self.candidates.draft_cache.fix_capacity(bucket(self.stop.max_length + self.room_for_drafts))
+        self.pace: Pace | None = None
+        if adaptive:
+            self.pace = pace_of(head, target, options, self.batch, generation_config)
+            self.pace.begin_call()
+        self.group = parallel_group(target)
+        self.compiled = None
+        if options.compiled:
+            self.compiled = self.candidates.compiled = compiled_rounds(head, target, generation_config)
+
+    def fix_capacities(self, rows: NewRows) -> None:
+        """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
+        tree = self.options.tree
+        drafted = tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
+        self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
 
     @property
-    def room_for_drafts(self) -> int:
-        """Slots that a round may need past the tokens of the budget."""
-        tree = self.options.tree
-        return tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
+    def budget(self) -> int:
+        """Tokens that a compiled call may emit."""
+        return self.stop.max_length - self.sequences.prompt_length
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Prefill, then rounds until a stopping criterion is met for every sequence of the batch."""
@@ -184,8 +195,8 @@ class RoundLoop:
         with self.stats.stage("prefill"):
             rows = self.prefill()
         while sequences.active:
-            began, context = time.perf_counter(), max(self.target_cache.counts)
-            drafts = self.pace is None or self.pace.drafts(context)
+            began = time.perf_counter()
+            drafts = self.begin_round()
             with self.stats.stage("draft"):
                 tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
             with self.stats.stage("target"):
@@ -198,9 +209,10 @@ class RoundLoop:
                 self.emit(outputs, accepted)
                 self.record(tree, accepted, drafts)
             if self.pace is not None:
-                self.keep_pace(tree, accepted, time.perf_counter() - began, context)
+                self.keep_pace(tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
+        self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
         self.close()
         stock = self.model_kwargs["past_key_values"] if self.batch == 1 else None
         return self.outputs.result(sequences.padded(), stock)
@@ -218,6 +230,8 @@ class RoundLoop:
         self.emit(outputs, accepted, prefill=True)
         first = torch.tensor([result.token_ids for result in accepted.values()], device=prompt.device)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
+        if self.compiled is not None:
+            self.fix_capacities(rows)
         return self.drop_ended(rows, accepted)
 
     def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache:
@@ -229,10 +243,19 @@ class RoundLoop:
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
         capacity = None
         if self.compiled is not None:
-            capacity = bucket(self.stop.max_length + self.options.tree.num_nodes)
+            capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.num_nodes)
         return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
 
     # ------------------------------------------------------------------ a round
+    def begin_round(self) -> bool:
+        """Whether the round drafts."""
+        if self.compiled is not None:
+            self.compiled.begin_round()
+        if self.pace is None:
+            return True
+        drafts = self.pace.drafts(max(self.target_cache.counts))
+        return drafts if self.group is None else as_first_says(drafts, self.group, self.target.device)
+
     def draft(self, rows: NewRows) -> DraftTree:
         """The next tree of every active sequence."""
         sequences = self.sequences
@@ -270,11 +293,17 @@ class RoundLoop:
         self.outputs.collect(outputs, accepted, prefill)
         for sequence, result in accepted.items():
             self.sequences.append(sequence, result.token_ids)
+        self.stats.new_tokens = sum(map(self.sequences.new_tokens, range(self.batch))) / self.batch
 
-    def keep_pace(self, tree: DraftTree, accepted: dict[int, Accepted], seconds: float, context: int) -> None:
-        """What the round cost and bought, for the choice between drafting and plain steps."""
+    def keep_pace(self, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
+        """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
+        the first of a call, which takes in the prompt, are no measure."""
+        if self.compiled is not None and self.compiled.compiles:
+            return
         if tree.num_nodes == 1:
-            self.pace.record_plain(seconds, context)
+            self.pace.record_plain(seconds)
+            return
+        if self.stats.rounds == 1:
             return
         emitted = sum(len(result.token_ids) for result in accepted.values())
         self.pace.record_round(seconds, emitted / len(accepted))
@@ -294,9 +323,10 @@ class RoundLoop:
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
         """Sequences that have ended cost nothing from here on."""
         ended = [sequence for sequence, result in accepted.items() if result.stopped]
-        kept = [index for index, result in enumerate(accepted.values()) if not result.stopped]
+        ended = ended if self.stepwise is None else self.stepwise.ended(ended)
+        kept = [index for index, sequence in enumerate(accepted) if sequence not in ended]
         self.sequences.end(ended)
-        self.sequences.stream()
+        self.sequences.stream(None if self.stepwise is None else self.stepwise.steps)
         if not ended or not kept:
             return rows
         if self.pace is not None:

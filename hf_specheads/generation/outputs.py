@@ -14,7 +14,8 @@ from .verification.accepted import Accepted
 class EmittedOutputs:
     """Scores, raw logits and hidden states of the emitted tokens, one tuple entry per token as in plain `generate`.
 
-    In a batch, entries of sequences that have ended are zeros (plain `generate` goes on computing them).
+    Entries are copies, so that none keeps the logits of a whole tree alive. In a batch, entries of sequences that have
+    ended are zeros (plain `generate` goes on computing them).
 
     Attributes:
         scores, logits: Per sequence, one entry [1, V] per emitted token; `None` if not asked for.
@@ -45,15 +46,28 @@ class EmittedOutputs:
                 self.scores[sequence] += result.scores
             if self.logits is not None:
                 nodes = [-1] if prefill else result.nodes
-                self.logits[sequence] += [outputs.logits[index : index + 1, node].float() for node in nodes]
+                self.logits[sequence] += [
+                    outputs.logits[index : index + 1, node].to(torch.float32, copy=True) for node in nodes
+                ]
             if self.hidden_states is None:
                 continue
             if prefill:
                 self.hidden_states += (tuple(outputs.hidden_states),)
             else:
                 self.hidden_states += tuple(
-                    tuple(layer[:, node : node + 1] for layer in outputs.hidden_states) for node in result.nodes
+                    tuple(layer[:, node : node + 1].clone() for layer in outputs.hidden_states)
+                    for node in result.nodes
                 )
+
+    def cut(self, sequence: int, tokens: int) -> None:
+        """Forgets what belongs to tokens of a sequence past its first `tokens` new ones."""
+        for entries in (self.scores, self.logits):
+            if entries is not None:
+                del entries[sequence][tokens:]
+
+    def scores_by_step(self, steps: int) -> tuple[torch.Tensor, ...] | None:
+        """Scores [B, V] of the first `steps` steps, as plain `generate` hands them to stopping criteria."""
+        return None if self.scores is None else _by_step([entries[:steps] for entries in self.scores])
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..cache.target import tree_cache_problem
+from ..cache.target import chain_cache_problem, tree_cache_problem
 from ..contract import LOOPS, DraftingContract
 from ..errors import UnsupportedGenerationError
+from ..target.positions import rope_limit
 from .options import DraftingOptions
 from .sampling import TokenSampler, out_of_step
 from .sequences import pad_token_of
@@ -27,6 +29,8 @@ FORWARD_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds", "logits_to_keep",
     "output_hidden_states", "return_dict",
 }  # fmt: skip
+# Arguments of multimodal targets that tell the tokens of images from those of text, which are 0.
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
 
 
@@ -139,8 +143,10 @@ def refuse_prepared_call(
         raise UnsupportedGenerationError(
             f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
         )
-    arguments = {name for name, value in model_kwargs.items() if value is not None and value is not False}
-    if (extra := sorted(arguments - FORWARD_ARGUMENTS)) and options.loop == "own":
+    extra = sorted(
+        name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
+    )
+    if extra and options.loop == "own":
         raise UnsupportedGenerationError(
             f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
         )
@@ -155,11 +161,30 @@ def refuse_prepared_call(
         _refuse_compiled(target, options, config, cache)
     if batch_size > 1:
         _refuse_batch(target, options, batch_size, config, cache)
-    elif options.tree.kind != "chain" and (reason := tree_problem_of(target, cache)):
+    elif problem := tree_problem_of(target, cache):
+        _refuse_without_trees(target, options, cache, problem)
+
+
+def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
+    """What cannot be drafted for a target that takes no trees: trees, and chains that cannot be rolled back."""
+    if chain_problem := chain_cache_problem(cache):
         raise UnsupportedGenerationError(
-            f"draft trees are not supported for {type(target).__name__}: {reason}; draft a chain instead, "
+            f"draft heads are not supported for {type(target).__name__} here: {chain_problem}; use the default cache, "
+            "or drop `assistant_model`."
+        )
+    if options.tree.kind != "chain":
+        raise UnsupportedGenerationError(
+            f"draft trees are not supported for {type(target).__name__}: {problem}; draft a chain instead, "
             "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
         )
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether an argument of the forward says anything about a text: transformers also passes empty ones, and types
+    of tokens that are all text."""
+    if value is None or value is False or (isinstance(value, dict) and not value):
+        return False
+    return not (name in TOKEN_TYPES and isinstance(value, torch.Tensor) and not bool(value.any()))
 
 
 def _refuse_compiled(
@@ -220,18 +245,14 @@ def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
 
 
 def rescaling_rope_problem(target: PreTrainedModel, config: GenerationConfig) -> str | None:
-    """Rope types that change all positions past a length would do so when the tree, not the text, reaches it."""
-    text_config = target.config.get_text_config(decoder=True)
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
-    for rope in per_layer_type or [parameters]:
-        limit = rope.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
-        if rope.get("rope_type") not in ("dynamic", "longrope") or limit is None or config.max_length is None:
-            continue
-        if config.max_length > limit:
-            return (
-                f"{rope['rope_type']!r} rope of {type(target).__name__} rescales past {limit} tokens, which draft "
-                f"heads cannot follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or "
-                "drop `assistant_model`."
-            )
-    return None
+    """Why a call may come to positions where the target's rope is another, with the mend; `None` if it cannot.
+
+    Plain decoding keeps keys of both kinds side by side there (or computes its cache anew, as Phi-3 does).
+    """
+    limit = rope_limit(target)
+    if limit is None or config.max_length is None or config.max_length <= limit[0]:
+        return None
+    return (
+        f"{limit[1]!r} rope of {type(target).__name__} rescales past {limit[0]} tokens, which draft heads cannot "
+        f"follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or drop `assistant_model`."
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 # Processors whose output for a row depends on that row's logits alone, so that all nodes can be processed at once.
 ROW_WISE_PROCESSORS = frozenset(
@@ -59,24 +60,42 @@ def _is_among(processor: Any, names: frozenset[str]) -> bool:
     return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
 
 
+def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:
+    """The processors of a batch as one of its sequences has them: what they hold per sequence is that one's."""
+    return LogitsProcessorList(_processor_of(processor, sequence) for processor in processors)
+
+
+def _processor_of(processor: LogitsProcessor, sequence: int) -> LogitsProcessor:
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(sequence, ids), processor._num_beams)
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    own = copy.copy(processor)
+    own.prompt_ignore_length = ignored[sequence : sequence + 1]
+    return own
+
+
 class TokenSampler:
     """Chooses the target's token at a node exactly as plain `generate` would.
 
     Args:
         logits_processor: Processors and warpers, in the order `generate` prepared them.
         do_sample: Draw from the processed distribution instead of taking its argmax.
-        sequence, batch: The sequence that is asked about one node at a time, and how many `generate` was called with:
-            processors may hold something per sequence.
+        batch: Sequences that the processors are of; those of one alone are in [`for_sequence`].
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, sequence: int = 0, batch: int = 1):
+    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, batch: int = 1):
         self.logits_processor = logits_processor
         self.do_sample = do_sample
-        self.sequence, self.batch = sequence, batch
+        self.batch = batch
 
     def for_sequence(self, sequence: int) -> TokenSampler:
-        """The sampler of one sequence of the batch."""
-        return TokenSampler(self.logits_processor, self.do_sample, sequence, self.batch)
+        """The sampler of one sequence of the batch, whose processors see that sequence alone."""
+        if self.batch == 1:
+            return self
+        return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample)
 
     @property
     def row_wise(self) -> bool:
@@ -110,15 +129,8 @@ class TokenSampler:
         return scores.view(batch, nodes, vocab)
 
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors.
-
-        In a batch, K is 1: the processors are shown that sequence in the place of all.
-        """
-        scores = logits.to(torch.float32, copy=True)
-        if self.batch == 1:
-            return self.logits_processor(input_ids, scores)
-        shown = self.logits_processor(input_ids.repeat(self.batch, 1), scores.repeat(self.batch, 1))
-        return shown[self.sequence : self.sequence + 1]
+        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors."""
+        return self.logits_processor(input_ids, logits.to(torch.float32, copy=True))
 
     def at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token at one node: one call of the processors, one draw.

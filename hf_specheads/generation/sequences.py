@@ -51,11 +51,27 @@ class Sequences:
         """These sequences get no more tokens."""
         self.active = [sequence for sequence in self.active if sequence not in sequences]
 
-    def stream(self) -> None:
-        """Hands the streamer all steps that are complete."""
+    def cut(self, sequence: int, tokens: int) -> None:
+        """Takes all but the first `tokens` new tokens out again."""
+        self.ids[sequence, self.prompt_length + tokens :] = self.pad_token_id
+        del self._new[sequence][tokens:]
+        self.lengths[sequence] = self.prompt_length + len(self._new[sequence])
+
+    def new_tokens(self, sequence: int) -> int:
+        """How many tokens a sequence has got so far."""
+        return len(self._new[sequence])
+
+    def at_step(self, step: int) -> torch.Tensor:
+        """All sequences as plain `generate` has them after `step` new tokens, int64 [B, T + step]: padded on the right
+        where one ended before."""
+        return self.ids[:, : self.prompt_length + step].clone()
+
+    def stream(self, steps: int | None = None) -> None:
+        """Hands the streamer all steps that are complete, or so many."""
         if self.streamer is None:
             return
         complete = min((len(self._new[sequence]) for sequence in self.active), default=max(map(len, self._new)))
+        complete = complete if steps is None else min(steps, complete)
         for step in range(self._streamed, complete):
             tokens = [new[step] if step < len(new) else self.pad_token_id for new in self._new]
             self.streamer.put(torch.tensor(tokens))

@@ -1,10 +1,23 @@
-"""When a generation ends: length and end-of-sequence inside a block, and any other criterion token by token."""
+"""When a generation ends: length and end-of-sequence inside a block, and any other criterion token by token.
+
+In a batch plain `generate` asks criteria about all sequences at once, one step after the other, while ours are of
+different lengths. Criteria that look at one sequence alone and have no state are asked about it as it goes; others
+([`stepwise.StepwiseCriteria`]) about a step as soon as every sequence has come to it.
+"""
 
 from __future__ import annotations
 
 import torch
 from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+OF_A_BLOCK = (MaxLengthCriteria, EosTokenCriteria)
+OF_ONE_SEQUENCE = (*OF_A_BLOCK, MaxTimeCriteria, StopStringCriteria)  # by class: a subclass may do anything
 
 
 class StopRule:
@@ -12,12 +25,14 @@ class StopRule:
 
     Attributes:
         per_token: Whether some criterion (stop strings, time, a user's own) has to be called for every token.
+        in_step: Whether some criterion has to be asked about all sequences of a batch at once instead.
         max_length: Total tokens allowed, prompt included; `None` without limit.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList):
+    def __init__(self, criteria: StoppingCriteriaList, batch: int = 1):
         self.criteria = criteria
-        self.per_token = any(type(c) not in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+        self.in_step = batch > 1 and any(type(c) not in OF_ONE_SEQUENCE for c in criteria)
+        self.per_token = not self.in_step and any(type(c) not in OF_A_BLOCK for c in criteria)
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: int | None = min(lengths, default=None)
         self._eos_ids = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import CommitInfo
@@ -75,7 +76,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self.exact_seed = True
         self.loop = "own"
         self.compiled = False
-        self.paces = {}
+        self.memory = WeakKeyDictionary()
         self.profile = False
         self.trace = False
         self.last_stats: GenerationStats | None = None
@@ -124,7 +125,6 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         if not (self._bound_to and self._bound_to[0] is target):
             self.check_target(target)
             self._pruned.clear()
-            self.paces.clear()
         self._borrowed = (BorrowedModules.of(target),)
         self._bound_to = (target,)
         self._found_tree = None  # the number of threads may have changed

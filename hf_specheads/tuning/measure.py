@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
-from ..generation.attention import grouped_attention_under_masks
 from ..metrics import GenerationStats
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
@@ -190,22 +189,21 @@ def measure_costs(
     generator = torch.Generator().manual_seed(0)
     vocab_size = min(heads.config.vocab_size, target.config.get_text_config(decoder=True).vocab_size)
     ids = torch.randint(vocab_size, (1, context_length + 1), generator=generator)
-    with grouped_attention_under_masks(target):
-        verify, features = _target_forward(target, heads, ids.to(target.device))
-        draft = _draft_forward(heads, ids, features, max(rows))
-        verified: dict[int, list[float]] = {size: [] for size in nodes}
-        drafted: dict[int, list[float]] = {size: [] for size in rows}
-        started: list[float] = []
-        for repeat in range(repeats + 1):
-            for size in nodes:
-                verified[size].append(verify(size))
-            for size in rows:
-                first, further = draft(size)
-                started.append(first)
-                drafted[size].append(further)
-            if repeat == 0:  # the first calls of everything are no measure
-                for seconds in (started, *verified.values(), *drafted.values()):
-                    seconds.clear()
+    verify, features = _target_forward(target, heads, ids.to(target.device))
+    draft = _draft_forward(heads, ids, features, max(rows))
+    verified: dict[int, list[float]] = {size: [] for size in nodes}
+    drafted: dict[int, list[float]] = {size: [] for size in rows}
+    started: list[float] = []
+    for repeat in range(repeats + 1):
+        for size in nodes:
+            verified[size].append(verify(size))
+        for size in rows:
+            first, further = draft(size)
+            started.append(first)
+            drafted[size].append(further)
+        if repeat == 0:  # the first calls of everything are no measure
+            for seconds in (started, *verified.values(), *drafted.values()):
+                seconds.clear()
     middle = statistics.median
     return RoundCosts(
         target={size: middle(seconds) for size, seconds in verified.items()},

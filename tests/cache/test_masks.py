@@ -1,18 +1,15 @@
 """Tree masks: one forward over a tree gives the logits of one forward per path, for every kind of attention."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.targets import VOCAB, WINDOW, own_target, prompt, shared_target
+from support.targets import VOCAB, WINDOW, prompt, shared_target
 from support.trees import path_of, random_tree
 from transformers import DynamicCache
 
 from hf_specheads.cache.masks import slot_mask, tree_position_ids
 from hf_specheads.cache.target import TreeCache
-from hf_specheads.generation.attention import GROUPED_ATTENTION, grouped_attention_under_masks
 from hf_specheads.tree.draft_tree import DraftTree
 
 CASES = [
@@ -144,31 +141,3 @@ def test_positions_are_the_roots_plus_the_depth():
     assert torch.equal(
         tree_position_ids(root[None].expand(3, -1, -1), tree), (8 + tree.depths)[None].expand(3, -1, -1)
     )
-
-
-def test_grouped_attention_is_switched_on_for_the_generation_only(monkeypatch):
-    monkeypatch.delenv(GROUPED_ATTENTION, raising=False)
-    target = shared_target("llama")
-    with grouped_attention_under_masks(target):
-        assert os.environ[GROUPED_ATTENTION] == "1"
-    assert GROUPED_ATTENTION not in os.environ
-    monkeypatch.setenv(GROUPED_ATTENTION, "0")  # a user's own choice
-    with grouped_attention_under_masks(target):
-        assert os.environ[GROUPED_ATTENTION] == "0"
-    assert os.environ[GROUPED_ATTENTION] == "0"
-
-
-def test_grouped_attention_is_left_alone_on_other_devices(monkeypatch):
-    monkeypatch.delenv(GROUPED_ATTENTION, raising=False)
-    target = own_target("llama")
-    target.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    with grouped_attention_under_masks(target):
-        assert GROUPED_ATTENTION not in os.environ
-
-
-def test_grouped_attention_gives_the_same_logits_bit_for_bit(monkeypatch):
-    target, ids, tree = shared_target("llama"), prompt(9), random_tree(3, nodes=8, depth=3, vocab=VOCAB)
-    monkeypatch.setenv(GROUPED_ATTENTION, "0")
-    copied = tree_logits(target, ids, tree)
-    monkeypatch.setenv(GROUPED_ATTENTION, "1")
-    assert torch.equal(tree_logits(target, ids, tree), copied)

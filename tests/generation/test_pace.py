@@ -29,7 +29,7 @@ def simulate(pace: Pace, steps: int, plain_seconds, round_seconds, round_tokens)
             drafted += 1
         else:
             spent, won = plain_seconds(tokens), 1.0
-            pace.record_plain(spent, 100 + int(tokens))
+            pace.record_plain(spent)
         tokens, seconds = tokens + won, seconds + spent
     return tokens, seconds, drafted
 
@@ -60,13 +60,35 @@ def test_drafting_comes_back_when_it_pays_again():
 def test_plain_steps_are_timed_again_when_the_context_has_grown():
     pace = Pace()
     simulate(pace, 40, lambda t: 1.0, lambda t: 2.0, lambda t: 4.0)
-    steps = pace.plain_steps
-    assert steps == PLAIN_STEPS_BEFORE_A_VERDICT + 1  # 100 tokens at first, 260 at the end
+    assert pace.rounds == 40 - 2 * PLAIN_STEPS_BEFORE_A_VERDICT  # timed at 100 tokens, and anew at 200
     assert not pace.drafts(100_000)
-    pace.record_plain(9.0, 100_000)
-    assert pace.plain_seconds == 9.0 and pace.drafts(100_001)
+    pace.record_plain(9.0)
+    assert not pace.drafts(100_001)
+    pace.record_plain(90.0)  # a stall
+    assert pace.plain_seconds == 9.0 and pace.drafts(100_002)
     pace.conditions_changed()
-    assert not pace.drafts(100_002)
+    assert not pace.drafts(100_003)
+
+
+@pytest.mark.parametrize("stall", [100.0, 1e4])
+def test_one_stall_decides_nothing(stall):
+    pace = Pace()
+    simulate(pace, 40, lambda t: 1.0, lambda t: 2.0, lambda t: 4.0)
+    pace.record_round(stall, 1.0)
+    assert pace.drafts(300) and pace.gain > 1
+    pace = Pace()
+    simulate(pace, 40, lambda t: 1.0, lambda t: 3.0, lambda t: 1.5)
+    pace.record_plain(stall)
+    assert pace.gain < 1
+
+
+def test_debts_are_never_so_high_that_nothing_is_tried_again():
+    pace = Pace()
+    simulate(pace, PLAIN_STEPS_BEFORE_A_VERDICT + 4, lambda t: 1.0, lambda t: 1000.0, lambda t: 1.0)
+    assert pace.debt <= 4 * 1000.0
+    before = pace.debt
+    pace.begin_call()
+    assert pace.debt == before / 2
 
 
 class Clock:

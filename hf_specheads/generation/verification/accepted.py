@@ -64,7 +64,9 @@ def accepted_paths(
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
         kept, stopped = stop.cut(emitted, lengths[sequence])
         nodes = values[:kept]
-        kept_scores = [] if scores is None else [scores[sequence, node][None].float() for node in nodes]
+        kept_scores = (
+            [] if scores is None else [scores[sequence, node][None].to(torch.float32, copy=True) for node in nodes]
+        )
         accepted = Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted))
         accepted.host_syncs = 0 if results else 1
         results.append(accepted)

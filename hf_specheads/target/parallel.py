@@ -1,0 +1,22 @@
+"""Targets whose layers are spread over processes: all of them must take the same decisions."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+
+def parallel_group(target: PreTrainedModel) -> torch.distributed.ProcessGroup | None:
+    """The processes that hold parts of a tensor-parallel target; `None` for a target of one process."""
+    mesh = getattr(target, "_device_mesh", None)
+    if mesh is None or not torch.distributed.is_initialized():
+        return None
+    mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def as_first_says(decision: bool, group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
+    """The decision of the first process of a group, which all of them take: clocks differ."""
+    told = torch.tensor([decision], dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(told, group=group, group_src=0)
+    return bool(told)

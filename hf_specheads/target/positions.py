@@ -1,0 +1,29 @@
+"""How far a target's positions go: its context, and the length past which its rope is another."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+RESCALING_ROPES = ("dynamic", "longrope")
+
+
+def context_limit(target: PreTrainedModel) -> int | None:
+    """Positions a target was made for; `None` where its config does not say."""
+    return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def rope_limit(target: PreTrainedModel) -> tuple[int, str] | None:
+    """Tokens past which a rope type changes the angles of *all* rows of a forward, and the type; `None` without one.
+
+    transformers looks at the largest position of a forward, so a tree that reaches over the limit would change its
+    root as well.
+    """
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
+    limits = []
+    for rope in ropes:
+        limit = rope.get("original_max_position_embeddings") or context_limit(target)
+        if rope.get("rope_type") in RESCALING_ROPES and limit is not None:
+            limits.append((limit, rope["rope_type"]))
+    return min(limits, default=None)
