@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import MissingArgumentError
 from .fetch import config_of, download_file, local_folder, name_of, remote_headers
 from .files import config_file, read_json, weight_files
-from .read import Found, identify
+from .read import StoredHeads, identify
 from .tensors import read_checkpoint
 
 
@@ -30,7 +30,7 @@ class Look:
     name: str
     raw_config: dict[str, Any]
     sizes: dict[str, int]
-    found: Found | None
+    found: StoredHeads | None
     needed: tuple[str, ...] = ()
 
 

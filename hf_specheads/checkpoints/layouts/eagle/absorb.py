@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from ....cache.masks import additive_mask
 from ....errors import ExportError
 from ....heads import EagleHead
+from ....heads.specialists import SpecialistHead
+from ..fields import Tensors
+from ..keys import EMBEDDING, FC
 
 MAX_CONDITION = 1e8
 MIN_AGREEMENT = 0.95  # share of rows whose favourite token must stay the same
@@ -22,7 +25,7 @@ MEASURED_ROWS = 256
 CHUNK = 8192
 
 
-def embedding_of(heads: EagleHead, target: PreTrainedModel | None, reason: str) -> torch.Tensor:
+def embedding_of(heads: SpecialistHead, target: PreTrainedModel | None, reason: str) -> torch.Tensor:
     """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
 
     Raises:
@@ -38,7 +41,7 @@ def embedding_of(heads: EagleHead, target: PreTrainedModel | None, reason: str) 
     return torch.cat(parts).to(heads.dtype)
 
 
-def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[dict[str, torch.Tensor], list[str]]:
+def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tensors, list[str]]:
     """`embed_tokens.weight` [V, E] and `fc.weight` [H, E + H] that need no bias, and what was measured of them.
 
     Raises:
@@ -56,8 +59,8 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[dict[
     shift = torch.linalg.solve(weight[:, :width], heads.fc.bias.detach().cpu().double())
     turn = _reflection(shift)
     tensors = {
-        "embed_tokens.weight": ((embedding + shift) @ turn).to(heads.dtype),
-        "fc.weight": torch.cat([weight[:, :width] @ turn, weight[:, width:]], dim=1).to(heads.dtype),
+        EMBEDDING: ((embedding + shift) @ turn).to(heads.dtype),
+        FC: torch.cat([weight[:, :width] @ turn, weight[:, width:]], dim=1).to(heads.dtype),
     }
     error, agreement = _measure(heads, target, tensors)
     if agreement < MIN_AGREEMENT:
@@ -83,7 +86,7 @@ def _reflection(vector: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _measure(heads: EagleHead, target: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> tuple[float, float]:
+def _measure(heads: EagleHead, target: PreTrainedModel, tensors: Tensors) -> tuple[float, float]:
     """Largest error of a draft logit after rows of the target's own features, and the share of equal favourites.
 
     The rows are of a text that the target continues from a random token, so that they are like those of a generation.
@@ -92,10 +95,10 @@ def _measure(heads: EagleHead, target: PreTrainedModel, tensors: dict[str, torch
     features = target(token_ids, output_hidden_states=True).hidden_states[-1][:, :-1].to(heads.device)
     heads.bind(target)
     rows, later = features.shape[1], token_ids[:, 1:].to(heads.device)
-    theirs = F.embedding(later.cpu(), tensors["embed_tokens.weight"]).to(heads.device)
+    theirs = F.embedding(later.cpu(), tensors[EMBEDDING]).to(heads.device)
     fused = (
         heads.fuse(heads.embed(later, heads.device), features),
-        F.linear(torch.cat([theirs, features.to(heads.dtype)], dim=-1), tensors["fc.weight"].to(heads.device)),
+        F.linear(torch.cat([theirs, features.to(heads.dtype)], dim=-1), tensors[FC].to(heads.device)),
     )
     mask = additive_mask(torch.ones(rows, rows, dtype=torch.bool, device=heads.device).tril()[None, None], heads.dtype)
     positions = torch.arange(rows, device=heads.device)[None]

@@ -6,28 +6,21 @@ own layout keeps all specialists. (arXiv 2401.15077, 2408.15766, 2506.03566)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
 
 from ....errors import ExportError
 from ....heads import EagleHead
 from ....heads.eagle import INPUTS
+from ....heads.specialists import SpecialistHead
 from ..commands import sglang_command, vllm_command
+from ..fields import Tensors
+from ..keys import EMBEDDING, FC_BIAS, FIRST_LAYER
 from ..written import Layout, common_notes, llama_fields, scales_embeddings, zero_biases
 from .absorb import absorb_bias, embedding_of
+from .keys import EXTRA_NORMS
 
-EMBEDDING = "embed_tokens.weight"
 MEND = "export them `--to eagle`, or use them with this package"
-
-
-# Norms of a variant of HASS, by our names.
-EXTRA_NORMS = {
-    "embed_layernorm.weight": "embed_layernorm.weight",
-    "hidden_layernorm.weight": "layers.0.input_layernorm.weight",
-    "lm_head_layernorm.weight": "lm_head_layernorm.weight",
-}
 
 
 def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
@@ -54,7 +47,7 @@ def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
 
 
 # ------------------------------------------------------------------ tensors
-def _tensors(heads: EagleHead, specialists: int) -> dict[str, torch.Tensor]:
+def _tensors(heads: EagleHead, specialists: int) -> Tensors:
     """`fc` and the layers of the first specialists, adapters merged, by the authors' names, which are ours."""
     tensors = {f"fc.{name}": value.detach() for name, value in heads.fc.state_dict().items()}
     for index in range(specialists):
@@ -62,7 +55,7 @@ def _tensors(heads: EagleHead, specialists: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def lost_specialists(heads: Any) -> list[str]:
+def lost_specialists(heads: SpecialistHead) -> list[str]:
     """What serving specialist 0 alone costs."""
     config = heads.config
     if config.num_specialists == 1:
@@ -85,7 +78,7 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.fc_bias:
         absorbed, told = absorb_bias(heads, target)
-        del tensors["fc.bias"]
+        del tensors[FC_BIAS]
         tensors |= absorbed
         notes += told
     elif scales_embeddings(heads):
@@ -116,9 +109,9 @@ def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         fields |= {"model_type": "qwen2", "use_sliding_window": False}
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.attention_out_bias and not config.attention_bias:
-        tensors |= zero_biases(heads, "layers.0.", "qkv")
+        tensors |= zero_biases(heads, FIRST_LAYER, "qkv")
     if not config.fc_bias:
-        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=heads.dtype)
+        tensors[FC_BIAS] = torch.zeros(config.hidden_size, dtype=heads.dtype)
         notes.append("`fc.bias` is written as 0, because SGLang's `fc` has one")
     return Layout(fields, tensors, notes, sglang_command(heads, "EAGLE"))
 
