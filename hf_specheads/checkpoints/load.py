@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_heads(
-    repo_or_path: str | os.PathLike,
+    repo_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -63,7 +63,7 @@ def load_heads(
     folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
     try:
         stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
-        heads = HEADS[stored.config.model_type].from_pretrained(
+        heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
             None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
         )
     except HeadLoadError as error:
@@ -75,7 +75,8 @@ def load_heads(
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
-    return heads.eval()
+    heads.eval()
+    return heads
 
 
 def _with_dtype(stored: StoredHeads, dtype: torch.dtype | str | None) -> tuple[StoredHeads, torch.dtype | str]:

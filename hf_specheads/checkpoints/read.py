@@ -153,7 +153,7 @@ def _check_target(target: object) -> None:
 def _check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
     counts = {name: getattr(config, name, None) or 0 for name in COUNTS}
-    if getattr(config, "fc_norm", False):
+    if getattr(config, "fc_norm", False):  # a norm for each level
         counts["num_levels"] = config.num_levels
     for name, count in counts.items():
         if count > len(tensors):
@@ -171,6 +171,6 @@ def _check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     for key, shape in expected.items():
         if found[key] != shape:
             raise CheckpointShapeError(
-                f"{key} has shape {list(found[key])}, expected {list(shape)} by config.json and the other tensors; one "
-                "of them is damaged, download them again."
+                f"{key} has shape {list(found[key])}, expected {list(shape)} by config.json and the other tensors; "
+                "one of them is damaged, download them again."
             )

@@ -15,7 +15,7 @@ from ...heads.layers import LayerHeadConfig
 from ...heads.specialists import SpecialistHead
 from ..files import SAFETENSORS
 from .fields import DEFAULT_ROPE_BASE, EAGLE3_ROPES, EAGLE_ROPES, Tensors
-from .keys import SPECIAL_TOKENS, attention_bias
+from .keys import SPECIAL_TOKENS, attention_bias, attention_weight
 
 ENGINES = ("vllm", "sglang")
 # Ropes that mean the same to the engine as to transformers: engines scale a "dynamic" rope at all lengths,
@@ -117,14 +117,9 @@ def zero_biases(heads: SpecialistHead, layer: str, projections: str) -> Tensors:
         layer: Prefix of the layer's keys.
         projections: Some of the letters q, k, v, o.
     """
-    config = heads.config
-    rows = {
-        "q": config.num_attention_heads * config.head_dim,
-        "k": config.num_key_value_heads * config.head_dim,
-        "v": config.num_key_value_heads * config.head_dim,
-        "o": config.hidden_size,
-    }
-    return {layer + attention_bias(x): torch.zeros(rows[x], dtype=heads.dtype) for x in projections}
+    weights = heads.specialist_state(0)
+    rows = {x: len(weights[attention_weight(x)]) for x in projections}
+    return {layer + attention_bias(x): torch.zeros(count, dtype=heads.dtype) for x, count in rows.items()}
 
 
 def scales_embeddings(heads: DraftHead) -> bool:

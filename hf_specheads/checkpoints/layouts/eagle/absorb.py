@@ -25,14 +25,23 @@ MEASURED_ROWS = 256
 CHUNK = 8192
 
 
-def embedding_of(heads: SpecialistHead, target: PreTrainedModel | None, reason: str) -> torch.Tensor:
-    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+def needed_target(target: PreTrainedModel | None, reason: str) -> PreTrainedModel:
+    """The target.
 
     Raises:
-        ExportError: without a target; `reason` says what it is needed for.
+        ExportError: without one; `reason` says what it is needed for.
     """
     if target is None:
         raise ExportError(f"{reason}; pass the loaded target (`target=`, `--target`), whose embedding it takes.")
+    return target
+
+
+def embedding_of(heads: SpecialistHead, target: PreTrainedModel) -> torch.Tensor:
+    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+
+    Raises:
+        WrongTargetError: for another target than the heads'.
+    """
     heads.check_target(target)
     module, device = target.get_input_embeddings(), target.device
     with torch.no_grad():
@@ -48,7 +57,8 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tenso
         ExportError: without a target; if A cannot be inverted; if rounding changes too many drafted tokens.
     """
     reason = "vLLM's `fc` has no bias, so that of these heads must move into an embedding"
-    embedding = embedding_of(heads, target, reason).double()
+    target = needed_target(target, reason)
+    embedding = embedding_of(heads, target).double()
     width, weight = heads.config.embedding_size, heads.fc.weight.detach().cpu().double()
     condition = float(torch.linalg.cond(weight[:, :width]))
     if not condition <= MAX_CONDITION:
@@ -114,6 +124,8 @@ def _some_text(target: PreTrainedModel, length: int) -> torch.Tensor:
         torch.manual_seed(0)
         first = torch.randint(0, config.vocab_size, (1, 1), device="cpu").to(target.device)
         mask = torch.ones_like(first)
-        return target.generate(
+        # To a type checker, a PreTrainedModel need not generate; a target does.
+        text: torch.Tensor = target.generate(  # type: ignore[operator]
             first, attention_mask=mask, do_sample=True, min_new_tokens=length - 1, max_new_tokens=length - 1
         )
+    return text

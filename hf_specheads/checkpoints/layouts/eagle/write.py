@@ -15,9 +15,9 @@ from ....heads.eagle import INPUTS
 from ....heads.specialists import SpecialistHead
 from ..commands import sglang_command, vllm_command
 from ..fields import Tensors
-from ..keys import EMBEDDING, FC_BIAS, FIRST_LAYER
+from ..keys import EMBEDDING, FC_BIAS, FIRST_LAYER, Q_PROJ
 from ..written import Layout, common_notes, llama_fields, scales_embeddings, zero_biases
-from .absorb import absorb_bias, embedding_of
+from .absorb import absorb_bias, embedding_of, needed_target
 from .keys import EXTRA_NORMS
 
 MEND = "export them `--to eagle`, or use them with this package"
@@ -77,12 +77,14 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         fields["qkv_bias"] = config.attention_bias
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.fc_bias:
-        absorbed, told = absorb_bias(heads, target)
+        absorbed, measured = absorb_bias(heads, target)
         del tensors[FC_BIAS]
         tensors |= absorbed
-        notes += told
+        notes += measured
     elif scales_embeddings(heads):
-        tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM's EAGLE does not")
+        tensors[EMBEDDING] = embedding_of(
+            heads, needed_target(target, "the target scales its embeddings, and vLLM's EAGLE does not")
+        )
         notes.append("the embedding is written, as scaled by the target")
     command = vllm_command(heads, "eagle")
     return Layout(fields, tensors, notes, command)
@@ -125,7 +127,7 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
             "these heads have biases of `o_proj` or of the MLP, which the authors' layout does not have; "
             "export them `--to vllm`."
         )
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
+    if len(heads.specialist_state(0)[Q_PROJ]) != config.hidden_size:
         raise ExportError(
             f"the authors' code takes hidden_size / num_attention_heads as width of an attention head, and these "
             f"heads have {config.num_attention_heads} of {config.head_dim} at hidden_size={config.hidden_size}; "
@@ -150,7 +152,7 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         tensors |= {theirs: state[ours] for theirs, ours in EXTRA_NORMS.items()}
         notes.append("three norms belong to these heads, which EAGLE's own code passes over in silence")
     if target is not None:
-        tensors[EMBEDDING] = embedding_of(heads, target, "")
+        tensors[EMBEDDING] = embedding_of(heads, target)
     elif config.method != "eagle":
         notes.append(
             "without `embed_tokens.weight`, which HASS's and PosS's own code need: pass the target to have it written"

@@ -16,7 +16,7 @@ from ....heads import Eagle3Head
 from ....heads.eagle3 import default_feature_layers
 from ....heads.pruning import PRUNED_TOKEN_IDS
 from ..commands import sglang_command, vllm_command
-from ..eagle.absorb import embedding_of
+from ..eagle.absorb import embedding_of, needed_target
 from ..eagle.write import lost_specialists
 from ..fields import Tensors
 from ..keys import EMBEDDING, LM_HEAD
@@ -34,12 +34,14 @@ def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout
         ExportError: for heads the destination cannot represent.
     """
     _check_rows(heads)
-    made = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
+    files = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
     if scales_embeddings(heads) and not heads.config.own_embedding and to == "vllm":
-        made.tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM does not")
-        made.notes.append("the embedding is written, as scaled by the target")
-    made.notes += lost_specialists(heads) + adapter_note(heads)
-    return made
+        files.tensors[EMBEDDING] = embedding_of(
+            heads, needed_target(target, "the target scales its embeddings, and vLLM does not")
+        )
+        files.notes.append("the embedding is written, as scaled by the target")
+    files.notes += lost_specialists(heads) + adapter_note(heads)
+    return files
 
 
 def _check_rows(heads: Eagle3Head) -> None:
@@ -62,17 +64,17 @@ def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> Tens
     """
     state = {key: value.detach() for key, value in heads.state_dict().items() if not key.startswith("layers.")}
     state |= {f"{layer}{name}": value for name, value in heads.specialist_state(0).items()}
-    if state.pop(PRUNED_TOKEN_IDS, None) is not None:
-        state |= _pruned(heads)
+    if (kept := state.pop(PRUNED_TOKEN_IDS, None)) is not None:
+        state |= _pruned(heads, kept)
     if whole_vocabulary and heads.draft_vocabulary is None:
         state[D2T] = torch.zeros(heads.config.vocab_size, dtype=torch.long)
         state[T2D] = torch.ones(heads.config.vocab_size, dtype=torch.bool)
     return state
 
 
-def _pruned(heads: Eagle3Head) -> Tensors:
+def _pruned(heads: Eagle3Head, kept: torch.Tensor) -> Tensors:
     """Rows of the projection, and the vocabulary, of pruned heads: as if they had been trained with these tokens."""
-    kept, trained = heads.draft_vocabulary, heads.trained_vocabulary
+    trained = heads.trained_vocabulary
     rows = kept if trained is None else torch.searchsorted(trained, kept)
     d2t, t2d = mapping_of(kept.cpu(), heads.config.vocab_size)
     tensors = {LM_HEAD: heads.lm_head.weight.detach()[rows]}

@@ -166,7 +166,8 @@ def _prefix_fields(raw_config: RawConfig, tensors: Tensors, notes: list[str]) ->
         heads = queries // head_dim
     if heads * head_dim != queries or rows % head_dim:
         raise CheckpointShapeError(
-            f"the prefix layer has {queries} query and {rows} key rows, expected multiples of its head size {head_dim}."
+            f"the prefix layer has {queries} query and {rows} key rows, expected multiples of its head size "
+            f"{head_dim}; one of the two is damaged."
         )
     return {
         **fields,

@@ -10,7 +10,7 @@ import transformers
 from ....errors import ExportError
 from ....heads import HydraHead
 from ..fields import DEFAULT_ROPE_BASE, Tensors
-from ..keys import TARGET_NAME
+from ..keys import Q_PROJ, TARGET_NAME
 from ..written import Layout, common_notes, dtype_name, rope_fields, target_name, token_fields
 from . import keys
 
@@ -57,11 +57,13 @@ def _tensors(heads: HydraHead) -> Tensors:
     """By the authors' names, with every use of a tied block."""
     config, state = heads.config, heads.state_dict()
     numbering = keys.Numbering(config.head_arch == "prefix-mlp", config.grounded)
+    stored = len(list(heads.blocks[0].children()))
     biases = [key.removeprefix("prefix.") for key in state if key.startswith("prefix.") and key.endswith(".bias")]
-    names = numbering.names(config.num_heads, config.num_blocks, len(heads.blocks[0]), biases)
+    names = numbering.names(config.num_heads, config.num_blocks, stored, biases)
     tensors = {theirs: state[ours] for theirs, ours in names.items()}
     if not numbering.prefixed:
         return tensors
     base = (config.rope_parameters or {}).get("rope_theta", DEFAULT_ROPE_BASE)
-    tensors[keys.ROPE_TABLE] = base ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    head_dim = len(tensors[keys.PREFIX_LAYER + Q_PROJ]) // config.num_attention_heads
+    tensors[keys.ROPE_TABLE] = base ** -(torch.arange(0, head_dim, 2) / head_dim)
     return tensors

@@ -98,6 +98,6 @@ def _verifier(heads: Eagle3Head, target: PreTrainedModel | str | None) -> tuple[
             "the layout of `speculators` names the target, and these heads do not remember theirs; pass its name or "
             "folder (`target=`, `--target`)."
         )
-    model_type = (heads.config.target or {}).get("model_type")
+    model_type = str((heads.config.target or {}).get("model_type"))
     guessed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return name, known or ([guessed] if isinstance(guessed, str) else ["LlamaForCausalLM"])
