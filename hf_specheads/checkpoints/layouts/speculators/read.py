@@ -1,6 +1,6 @@
 """The layouts of the library `speculators`: EAGLE-3 heads, and EAGLE and HASS heads of its older versions.
 
-    eagle3   keys as in `eagle3.py`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
+    eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
