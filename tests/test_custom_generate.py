@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from claims.test_generate_options import byte_tokenizer
+from support.hub.client import error_of
 from support.hub.endpoint import HubEndpoint
 from support.targets import own_target, plain, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
@@ -141,14 +142,6 @@ def generate(target_folder: Path, name: str, **options: Any) -> tuple[list[int],
     ids, streamer = prompt(), TextStreamer(tokenizer)
     found = custom(target, name, ids, streamer=streamer, **options)
     return plain(target, ids, NEW)[0].tolist(), found[0].tolist(), found.device.type
-
-
-def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except (ValueError, OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_over_http(hub: HubEndpoint, target, folder: Path, tokenizer, tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack, cast
 
 from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -20,33 +19,44 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import CorruptCheckpointError, HeadLoadError, UnknownFormatError
+from ..publishing.card.facts import is_hub_id
 from .files import CONFIG, INDEXES, SAFETENSORS_INDEX, WEIGHT_FILES, needed, read_index, read_json
 from .layouts.detect import detect_from_config
 from .tensors import Checkpoint, check_tensors, header_tensor, without_common_prefix
 
-REPOSITORY = r"[\w.-]+/[\w.-]+"
+# What can go wrong on the way: answers of the Hub, and errors of the HTTP client that huggingface_hub uses (httpx in
+# one version, its successor in the next).
+HUB_ERRORS = (HfHubHTTPError, cast("type[Exception]", HfHubHTTPError.__bases__[0]), OSError)
+
+
+class HubOptions(TypedDict):
+    """What of a repository is wanted, and whether the Hub may be asked; as for `load_heads`."""
+
+    revision: str | None
+    token: str | bool | None
+    local_files_only: bool
 
 
 # ------------------------------------------------------------------ files
-def local_folder(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+def local_folder(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -> Path:
     """The folder itself, or the local copy of a Hub repository with its config and weights."""
     if Path(repo_or_path).is_dir():
         return Path(repo_or_path)
     repo, config = str(repo_or_path), config_of(repo_or_path, **hub)
     hub["revision"] = config.parent.name  # the commit: a repository may change while it is read, and caches ask less
     for file in WEIGHT_FILES:
-        found = download_file(repo, file, **hub)
-        if found is None:
+        path = download_file(repo, file, **hub)
+        if path is None:
             continue
         if file in INDEXES:
-            index = read_index(Path(found))
+            index = read_index(Path(path))
             for shard in sorted({index[key] for key in needed(index)}):
                 download_file(repo, shard, **hub)
         break
     return config.parent
 
 
-def config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
+def config_of(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -> Path:
     """Local copy of a Hub repository's config, of a layout that is read.
 
     Raises:
@@ -55,7 +65,7 @@ def config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
     if Path(repo_or_path).exists():
         raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
     repo = str(repo_or_path)
-    if not re.fullmatch(REPOSITORY, repo) or repo.startswith("."):
+    if not is_hub_id(repo):
         raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
     config = download_file(repo, CONFIG, **hub)
     if config is None:
@@ -67,12 +77,12 @@ def config_of(repo_or_path: str | os.PathLike, **hub: Any) -> Path:
     return Path(config)
 
 
-def name_of(repo_or_path: str | os.PathLike) -> str:
+def name_of(repo_or_path: str | os.PathLike[str]) -> str:
     """Name of a folder or of a repository, which tells some things that no file says."""
     return Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
 
 
-def download_file(repo: str, file: str, **hub: Any) -> str | None:
+def download_file(repo: str, file: str, **hub: Unpack[HubOptions]) -> str | None:
     """Local path of a file of a repository, `None` if the repository does not have it.
 
     Raises:
@@ -94,11 +104,6 @@ def download_file(repo: str, file: str, **hub: Any) -> str | None:
     except (*HUB_ERRORS, HFValidationError, OfflineModeIsEnabled) as error:
         reason = " ".join(line for line in str(error).splitlines()[:3] if line)
         raise HeadLoadError(f"{repo!r} cannot be fetched: {reason}") from error
-
-
-# What can go wrong on the way: answers of the Hub, and errors of the HTTP client that huggingface_hub uses (httpx in
-# one version, its successor in the next).
-HUB_ERRORS = (HfHubHTTPError, HfHubHTTPError.__bases__[0], OSError)
 
 
 def remote_headers(

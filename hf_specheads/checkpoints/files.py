@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import CorruptCheckpointError, HeadLoadError
+from .layouts.keys import EMBEDDING
 
 CONFIG = "config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,7 +29,7 @@ STATE_SIGNS = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
 STATE_FOLDER = re.compile(r"(state|checkpoint)_\d+")
 # The heads of a whole target that was trained with them; of the target's own weights only the embedding is read.
 IN_TARGET = re.compile(r"(?:module\.)?(?:model\.)?medusa_heads?\.(?=\d|blocks\.|lm_heads\.)")
-EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
+EMBEDDINGS = (f"model.{EMBEDDING}", EMBEDDING)
 MAX_JSON_BYTES = 2**25
 MAX_SHARDS = 1000
 
@@ -47,7 +49,7 @@ class WeightFiles:
     notes: tuple[str, ...] = field(default=())
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object without repeated names.
 
     Raises:
@@ -68,7 +70,7 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
@@ -99,17 +101,17 @@ def weight_files(folder: Path) -> WeightFiles:
             "them first, with its zero_to_fp32.py or `accelerate merge-weights`."
         )
     names = WEIGHT_FILES + (STATE_FILES if _is_state(folder) else ())
-    found = next((name for name in names if (folder / name).exists()), None)
-    if found is None:
+    first = next((name for name in names if (folder / name).exists()), None)
+    if first is None:
         return _files_of_state(folder)
     if _is_state(folder) and (several := [name for name in SECOND_MODEL if (folder / name).exists()]):
         raise HeadLoadError(
-            f"{folder} is a training state of several models ({found}, {several[0]}); keep the heads'."
+            f"{folder} is a training state of several models ({first}, {several[0]}); keep the heads'."
         )
     notes = (f"{CONFIG} is that of the folder above",) if config_file(folder).parent != folder else ()
-    if found not in INDEXES:
-        return WeightFiles((folder / found,), notes=notes)
-    index = read_index(folder / found)
+    if first not in INDEXES:
+        return WeightFiles((folder / first,), notes=notes)
+    index = read_index(folder / first)
     files = tuple(folder / name for name in sorted({index[key] for key in needed(index)}))
     if missing := [file.name for file in files if not file.exists()]:
         raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")

@@ -14,14 +14,14 @@ from ..errors import HeadLoadError
 from ..heads.auto import HEADS
 from ..heads.base import DraftHead
 from .fetch import local_folder, name_of
-from .read import Found, read_heads, with_note
+from .read import StoredHeads, read_heads, with_note
 from .tensors import usual_dtype
 
 logger = logging.getLogger(__name__)
 
 
 def load_heads(
-    repo_or_path: str | os.PathLike,
+    repo_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -62,32 +62,33 @@ def load_heads(
     name = name_of(repo_or_path)
     folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
     try:
-        found, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
-        heads = HEADS[found.config.model_type].from_pretrained(
-            None, config=found.config, state_dict=found.tensors, dtype=dtype, device_map=device_map
+        stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
+        heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
+            None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
         )
     except HeadLoadError as error:
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
-    announce(name, found)
+    announce(name, stored)
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     heads.compiled = compile
     if not Path(repo_or_path).is_dir():
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
-    return heads.eval()
+    heads.eval()
+    return heads
 
 
-def _with_dtype(found: Found, dtype: torch.dtype | str | None) -> tuple[Found, torch.dtype | str]:
+def _with_dtype(stored: StoredHeads, dtype: torch.dtype | str | None) -> tuple[StoredHeads, torch.dtype | str]:
     """The type to load in, by default the one most weights are stored in; others are noted."""
     if dtype not in (None, "auto"):
-        return found, dtype
-    usual = usual_dtype(found.tensors)
-    other = {str(t.dtype) for t in found.tensors.values() if t.dtype.is_floating_point and t.dtype != usual}
-    return (with_note(found, f"weights of {', '.join(sorted(other))} become {usual}") if other else found), usual
+        return stored, dtype
+    usual = usual_dtype(stored.tensors)
+    other = {str(t.dtype) for t in stored.tensors.values() if t.dtype.is_floating_point and t.dtype != usual}
+    return (with_note(stored, f"weights of {', '.join(sorted(other))} become {usual}") if other else stored), usual
 
 
-def announce(name: str, found: Found) -> None:
+def announce(name: str, stored: StoredHeads) -> None:
     """Logs what was found and every assumption, visibly unless logging was turned down.
 
     The line is information; where nobody shows information, as by default, it is logged as a warning, which Python
@@ -96,4 +97,4 @@ def announce(name: str, found: Found) -> None:
     if transformers.utils.logging.get_verbosity() > logging.WARNING:
         return
     shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
-    logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, found)
+    logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, stored)

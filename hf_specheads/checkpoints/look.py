@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingArgumentError
-from .fetch import config_of, download_file, local_folder, name_of, remote_headers
+from .fetch import HubOptions, config_of, download_file, local_folder, name_of, remote_headers
 from .files import config_file, read_json, weight_files
-from .read import Found, identify
-from .tensors import read_checkpoint
+from .read import StoredHeads, identify
+from .tensors import Checkpoint, read_checkpoint
 
 
 # ------------------------------------------------------------------ looking without loading
@@ -30,12 +30,12 @@ class Look:
     name: str
     raw_config: dict[str, Any]
     sizes: dict[str, int]
-    found: Found | None
+    found: StoredHeads | None
     needed: tuple[str, ...] = ()
 
 
 def look_at(
-    repo_or_path: str | os.PathLike,
+    repo_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -51,7 +51,8 @@ def look_at(
         HeadLoadError: (a `ValueError`) one of its subclasses, as far as headers betray what is wrong.
     """
     name, folder = name_of(repo_or_path), Path(repo_or_path)
-    hub = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    hub = HubOptions(revision=revision, token=token, local_files_only=local_files_only)
+    checkpoint: Checkpoint | None
     if folder.is_dir() or download:
         folder = local_folder(repo_or_path, **hub)
         raw_config, weights = read_json(config_file(folder)), weight_files(folder)

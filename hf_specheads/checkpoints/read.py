@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from ..errors import CheckpointShapeError, HeadConfigError, UnknownFormatError, 
 from ..heads.auto import HEADS, build_config
 from .files import config_file, read_json, weight_files
 from .layouts.detect import LAYOUTS, OURS, TITLES, detect_from_config, detect_from_keys
+from .layouts.fields import RawConfig, Source, Tensors
 from .tensors import Checkpoint, check_dtypes, read_checkpoint
 
 MAX_SPECIALISTS = 1024
@@ -27,7 +27,7 @@ COUNTS = ("num_specialists", "num_heads", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredHeads:
     """Draft heads as files have them.
 
     Attributes:
@@ -40,7 +40,7 @@ class Found:
 
     layout: str
     config: DraftHeadConfig
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     files: tuple[Path, ...]
     notes: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class Found:
         return f"{config.method} heads in {TITLES[self.layout]} ({sizes}){each}{assumed}"
 
 
-def read_heads(folder: Path, name: str, positions: int | None = None, *, headers_only: bool = False) -> Found:
+def read_heads(folder: Path, name: str, positions: int | None = None, *, headers_only: bool = False) -> StoredHeads:
     """Reads and checks the draft heads of a folder.
 
     Args:
@@ -72,7 +72,7 @@ def read_heads(folder: Path, name: str, positions: int | None = None, *, headers
     return identify(raw_config, read_checkpoint(weight_files(folder), headers_only=headers_only), name, positions)
 
 
-def identify(raw_config: dict[str, Any], checkpoint: Checkpoint, name: str, positions: int | None = None) -> Found:
+def identify(raw_config: RawConfig, checkpoint: Checkpoint, name: str, positions: int | None = None) -> StoredHeads:
     """Tells the layout, and checks that config and tensors fit; see [`read_heads`].
 
     Raises:
@@ -83,20 +83,20 @@ def identify(raw_config: dict[str, Any], checkpoint: Checkpoint, name: str, posi
         config, tensors, notes = own_config(raw_config, positions), checkpoint.tensors, []
     else:
         layout = layout or detect_from_keys(checkpoint.shapes, raw_config)
-        converted = LAYOUTS[layout].convert(raw_config, checkpoint.tensors, name, positions)
-        config, tensors, notes = converted.config, converted.tensors, converted.assumptions
+        conversion = LAYOUTS[layout].convert(Source(raw_config, checkpoint.tensors, name, positions))
+        config, tensors, notes = conversion.config, conversion.tensors, conversion.assumptions
     _check_against_config(tensors, config)
     check_dtypes(tensors, checkpoint.files[0], HEADS[config.model_type].integer_tensors)
-    return Found(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))
+    return StoredHeads(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))
 
 
-def with_note(found: Found, note: str) -> Found:
+def with_note(stored: StoredHeads, note: str) -> StoredHeads:
     """The same, with one assumption more."""
-    return replace(found, notes=(*found.notes, note))
+    return replace(stored, notes=(*stored.notes, note))
 
 
 # ------------------------------------------------------------------ our own layout
-def own_config(raw_config: dict[str, Any], positions: int | None) -> DraftHeadConfig:
+def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
     """A config in our own layout.
 
     Raises:
@@ -150,10 +150,13 @@ def _check_target(target: object) -> None:
         )
 
 
-def _check_against_config(tensors: dict[str, torch.Tensor], config: DraftHeadConfig) -> None:
+def _check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
-    for name in COUNTS:
-        if (count := getattr(config, name, None) or 0) > len(tensors):
+    counts = {name: getattr(config, name, None) or 0 for name in COUNTS}
+    if getattr(config, "fc_norm", False):  # a norm for each level
+        counts["num_levels"] = config.num_levels
+    for name, count in counts.items():
+        if count > len(tensors):
             raise HeadConfigError(f"config.json says {name}={count}, and there are {len(tensors)} tensors.")
     head_class = HEADS[config.model_type]
     try:
@@ -168,5 +171,6 @@ def _check_against_config(tensors: dict[str, torch.Tensor], config: DraftHeadCon
     for key, shape in expected.items():
         if found[key] != shape:
             raise CheckpointShapeError(
-                f"{key} has shape {list(found[key])}, config.json promises {list(shape)}; one of the two is damaged."
+                f"{key} has shape {list(found[key])}, expected {list(shape)} by config.json and the other tensors; "
+                "one of them is damaged, download them again."
             )

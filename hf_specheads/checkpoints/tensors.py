@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpointError
 from .files import WeightFiles, needed
+from .layouts.eagle3.keys import D2T, T2D
+from .layouts.keys import LM_HEAD
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -28,7 +30,7 @@ DTYPE_NAMES = {
 }  # fmt: skip
 COMMON_PREFIXES = ("module.", "model.")
 # Names that stay without prefix where a decoder's own have one.
-BESIDE_DECODER = ("lm_head.weight", "d2t", "t2d")
+BESIDE_DECODER = (LM_HEAD, D2T, T2D)
 MAX_TENSORS = 20_000
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**24
@@ -90,12 +92,12 @@ def read_checkpoint(weights: WeightFiles, *, headers_only: bool = False) -> Chec
     return Checkpoint(without_common_prefix(tensors), weights.files, weights.notes)
 
 
-def _check_index(weights: WeightFiles, file: Path, found: Iterable[str]) -> None:
+def _check_index(weights: WeightFiles, file: Path, keys: Iterable[str]) -> None:
     if weights.index is None:
         return
     promised = set(needed([key for key, name in weights.index.items() if name == file.name]))
-    if promised != set(found):
-        wrong = sorted(promised ^ set(found))
+    if promised != set(keys):
+        wrong = sorted(promised ^ set(keys))
         raise CorruptCheckpointError(f"the index and {file.name} disagree about {wrong[:3]}; download both again.")
 
 
@@ -134,12 +136,14 @@ def header_tensor(key: str, dtype: object, shape: object, where: str) -> torch.T
         CheckpointShapeError: for a shape that cannot be.
         CheckpointValueError: for a type that is not known.
     """
-    if dtype not in DTYPE_NAMES:
+    known = DTYPE_NAMES.get(dtype) if isinstance(dtype, str) else None
+    if known is None:
         raise CheckpointValueError(f"{key} in {where} is of type {dtype!r}; weights are fp16, bf16 or fp32.")
-    plain = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(size) is int for size in shape)
-    if not plain or not all(0 <= size <= MAX_DIMENSION for size in shape) or math.prod(shape) >= 2**48:
+    sizes = [size for size in shape if type(size) is int] if isinstance(shape, list) else []
+    plain = isinstance(shape, list) and len(sizes) == len(shape) <= MAX_DIMENSIONS
+    if not plain or not all(0 <= size <= MAX_DIMENSION for size in sizes) or math.prod(sizes) >= 2**48:
         raise CheckpointShapeError(f"{key} in {where} has the impossible shape {shape!r}.")
-    return torch.empty(shape, dtype=DTYPE_NAMES[dtype], device="meta")
+    return torch.empty(sizes, dtype=known, device="meta")
 
 
 def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
@@ -159,11 +163,11 @@ def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]
 # ------------------------------------------------------------------ pickles
 def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     _check_archive(file, checksums=not headers_only)
-    options = {"mmap": True, "map_location": "meta"} if headers_only and _is_archive(file) else {}
+    mapped = headers_only and _is_archive(file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            value = torch.load(file, **{"map_location": "cpu", **options}, weights_only=True)
+            value = torch.load(file, map_location="meta" if mapped else "cpu", mmap=mapped or None, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptCheckpointError(
             f"{file} is not a plain file of tensors; nothing of it was executed. Ask its author for safetensors. "
@@ -179,7 +183,7 @@ def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     if odd := sorted(key for key, tensor in value.items() if not isinstance(tensor, torch.Tensor)):
         raise CorruptCheckpointError(f"{file} holds things that are no tensors: {odd[:5]}; expected weights only.")
     tensors = {key: value[key].detach() for key in needed(value)}
-    if not options:
+    if not mapped:
         _check_storages(tensors, file)
     return tensors
 

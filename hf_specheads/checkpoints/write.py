@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from ..errors import ExportError
 from ..heads import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
 from ..heads.base import DraftHead
+from .files import CONFIG
 from .layouts.commands import path_note, sglang_command, vllm_command
 from .layouts.eagle import write as eagle
 from .layouts.eagle3 import write as eagle3
@@ -60,7 +62,7 @@ class Exported:
 
 def export_heads(
     heads: DraftHead,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     *,
     to: str,
     target: PreTrainedModel | str | None = None,
@@ -89,20 +91,20 @@ def export_heads(
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder or overwrite it.")
     family = _family_of(heads, to)
     _check_weights(heads)
-    if family is DraftLanguageModel:
+    if isinstance(heads, DraftLanguageModel):
         return _export_language_model(heads, folder, to, target)
-    made = _layout(heads, family, to, target)
+    layout = _layout(heads, to, target)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in sorted(made.tensors.items())}
-    if made.weight_file.endswith(".pt"):
-        torch.save(tensors, folder / made.weight_file)
+    (folder / CONFIG).write_text(json.dumps(layout.config, indent=2) + "\n", encoding="utf-8")
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in sorted(layout.tensors.items())}
+    if layout.weight_file.endswith(".pt"):
+        torch.save(tensors, folder / layout.weight_file)
     else:
-        save_file(tensors, folder / made.weight_file, metadata={"format": "pt"})
-    files = ("config.json", made.weight_file)
+        save_file(tensors, folder / layout.weight_file, metadata={"format": "pt"})
+    files = (CONFIG, layout.weight_file)
     if to == "vllm":
-        made.notes += path_note(folder, "eagle3" if family is Eagle3Head else "eagle")
-    return Exported(folder, to, files, tuple(made.notes), _command(made.command, heads, folder, target))
+        layout.notes += path_note(folder, "eagle3" if family is Eagle3Head else "eagle")
+    return Exported(folder, to, files, tuple(layout.notes), _command(layout.command, heads, folder, target))
 
 
 def needs_target(heads: DraftHead, to: str) -> bool:
@@ -139,15 +141,15 @@ def _check_weights(heads: DraftHead) -> None:
         )
 
 
-def _layout(heads: DraftHead, family: type[DraftHead], to: str, target: PreTrainedModel | str | None) -> Layout:
+def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> Layout:
     loaded = target if isinstance(target, PreTrainedModel) else None
-    if family is HydraHead:
+    if isinstance(heads, HydraHead):
         return hydra.layout(heads)
-    if family is MedusaHead:
+    if isinstance(heads, MedusaHead):
         return medusa.layout(heads, to)
-    if family is Eagle3Head and to == "speculators":
-        return speculators.layout(heads, target)
-    return (eagle3 if family is Eagle3Head else eagle).layout(heads, to, loaded)
+    if isinstance(heads, Eagle3Head):
+        return speculators.layout(heads, target) if to == "speculators" else eagle3.layout(heads, to, loaded)
+    return eagle.layout(cast(EagleHead, heads), to, loaded)  # the one family left
 
 
 def _export_language_model(

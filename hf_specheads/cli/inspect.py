@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from ..checkpoints.look import Look
-from ..checkpoints.read import Found
+from ..checkpoints.read import StoredHeads
 from ..heads.base import DraftHead
 from .arguments import add_heads_arguments, load_heads_from
 
@@ -84,7 +84,7 @@ def describe_look(look: Look) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _unchecked(found: Found) -> str:
+def _unchecked(found: StoredHeads) -> str:
     """What headers leave open."""
     if not any(tensor.is_meta for tensor in found.tensors.values()):
         return "all tensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # Title, which is the alternative text of the image, and where it lies beside the weights.
 POS_ACC, SPEED_UP = "pos-acc by draft position", "speed-up over plain generate"
 FIGURES = {POS_ACC: "figures/pos_acc.png", SPEED_UP: "figures/speed_up.png"}
+Evaluations = Sequence[Mapping[str, Any]]  # results as `specheads eval --json` writes them
+Drawing = Callable[["Axes", Evaluations], None]
 SIZE, DPI, COLOURS = (6.0, 3.0), 100, 48
 
 
@@ -23,7 +25,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_figures(folder: str | Path, evaluations: Sequence[Mapping[str, Any]]) -> list[Path]:
+def draw_figures(folder: str | Path, evaluations: Evaluations) -> list[Path]:
     """Draws what was measured into a folder, and removes figures of what no longer is.
 
     The same results give the same bytes.
@@ -51,7 +53,7 @@ def draw_figures(folder: str | Path, evaluations: Sequence[Mapping[str, Any]]) -
     return drawn
 
 
-def _draw(path: Path, title: str, draw: Any, measured: Sequence[Mapping[str, Any]]) -> None:
+def _draw(path: Path, title: str, draw: Drawing, measured: Evaluations) -> None:
     if not can_draw():
         raise ImportError("figures need matplotlib; install it with `pip install matplotlib`.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,7 +73,7 @@ def _draw(path: Path, title: str, draw: Any, measured: Sequence[Mapping[str, Any
     image.save(path, optimize=True)
 
 
-def _draw_pos_acc(axes: Axes, measured: Sequence[Mapping[str, Any]]) -> None:
+def _draw_pos_acc(axes: Axes, measured: Evaluations) -> None:
     deepest = max(len(result["pos_acc"]) for result in measured)
     for result in measured:
         positions = range(1, len(result["pos_acc"]) + 1)
@@ -83,7 +85,7 @@ def _draw_pos_acc(axes: Axes, measured: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_speed_up(axes: Axes, measured: Sequence[Mapping[str, Any]]) -> None:
+def _draw_speed_up(axes: Axes, measured: Evaluations) -> None:
     values = [float(result["speed_up"]) for result in measured]
     bars = axes.barh(range(len(values)), values, height=0.5)
     axes.bar_label(bars, [_bar_text(result) for result in measured], padding=4, fontsize=8)

@@ -19,14 +19,22 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from transformers import PreTrainedModel
 
 from ..version import __version__
-from .card.facts import EVAL_RESULTS, TRAINING_FACTS, CardFacts, collect_facts, is_hub_id, read_evaluations
+from .card.facts import (
+    CUSTOM_CODE,
+    CUSTOM_GENERATE,
+    EVAL_RESULTS,
+    TRAINING_FACTS,
+    CardFacts,
+    collect_facts,
+    is_hub_id,
+    read_evaluations,
+)
 from .card.render import render_card
 from .card.sections import target_link
-from .figures import can_draw, draw_figures
+from .figures import FIGURES, can_draw, draw_figures
 
 logger = logging.getLogger(__name__)
 
-CUSTOM_GENERATE = "custom_generate"
 CODE = '''"""Generates with the draft heads of this repository; the text is the target's own.
 
     target.generate(**inputs, custom_generate="{source}", trust_remote_code=True)
@@ -46,10 +54,10 @@ def generate(model, *args, **kwargs):
 '''
 REQUIREMENTS = "hf-specheads>={version}\n"
 # What an earlier push may have left and this one does not overwrite: shards, figures, an adapter, generated code.
-REPLACED = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "figures/pos_acc.png",
-            "figures/speed_up.png", "target_adapter/*", f"{CUSTOM_GENERATE}/*")  # fmt: skip
-COUNTED = {"name", "config", "num_parameters", "figures", "custom_generate"}  # facts the folder alone tells
-GIVEN = {field.name for field in dataclasses.fields(CardFacts)} - COUNTED
+REPLACED = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", *FIGURES.values(),
+            "target_adapter/*", f"{CUSTOM_GENERATE}/*")  # fmt: skip
+FOLDER_FACTS = {"name", "config", "num_parameters", "figures", "custom_generate"}  # which the folder alone tells
+CARD_ARGUMENTS = {field.name for field in dataclasses.fields(CardFacts)} - FOLDER_FACTS
 
 
 def push_heads(
@@ -65,12 +73,12 @@ def push_heads(
     max_shard_size: int | str = "50GB",
     custom_generate: bool = False,
     base_model: str | None = None,
-    facts_from: str | os.PathLike | None = None,
+    facts_from: str | os.PathLike[str] | None = None,
     **card: Any,
 ) -> CommitInfo:
     """See [`DraftHead.push_to_hub`]."""
-    if unknown := sorted(set(card) - GIVEN):
-        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(GIVEN)}.")
+    if unknown := sorted(set(card) - CARD_ARGUMENTS):
+        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(CARD_ARGUMENTS)}.")
     api = HfApi(token=token, library_name="hf-specheads")
     with tempfile.TemporaryDirectory() as temporary:
         folder, source = Path(temporary), facts_from or heads.name_or_path
@@ -79,8 +87,8 @@ def push_heads(
         if source and os.path.isdir(source):
             _copy_facts(Path(source), folder)
         for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
-            if (given := card.pop(field, None)) is not None:
-                (folder / name).write_text(json.dumps(given, indent=1, default=str) + "\n", encoding="utf-8")
+            if (facts := card.pop(field, None)) is not None:
+                (folder / name).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id=repo_id, branch=revision, exist_ok=True)
@@ -119,8 +127,8 @@ def complete_folder(
     else:
         logger.warning("no figures in the model card: they need matplotlib (`pip install matplotlib`).")
     facts = collect_facts(folder, **{**card, "name": repo_id})
-    if facts.target_license is None and (found := target_licence(facts, api)):
-        facts.target_license = f"The licence of the target, {target_link(facts)}, is `{found}`."
+    if facts.target_license is None and (licence := target_licence(facts, api)):
+        facts.target_license = f"The licence of the target, {target_link(facts)}, is `{licence}`."
     path = folder / "README.md"
     earlier = [published_card(api, repo_id, revision) if api is not None else None, path]
     texts = [file.read_text(encoding="utf-8") for file in earlier if file is not None and file.is_file()]
@@ -145,13 +153,16 @@ def published_card(api: HfApi, repo_id: str, revision: str | None = None) -> Pat
 def target_licence(facts: CardFacts, api: HfApi | None) -> str | None:
     """Licence id in the card of the target, on the Hub or in its folder; `None` if it cannot be found."""
     name = (facts.config.get("target") or {}).get("name")
+    if not isinstance(name, str):
+        return None
     try:
         if api is not None and is_hub_id(name) and not os.path.isdir(name):
-            licence = (api.model_info(name).card_data or {}).get("license")
+            metadata = api.model_info(name).card_data
         else:
-            licence = ModelCard.load(Path(name) / "README.md").data.get("license")
+            metadata = ModelCard.load(Path(name) / "README.md").data
     except (HfHubHTTPError, OSError, ValueError, TypeError):
         return None
+    licence = None if metadata is None else metadata.get("license")
     return licence if isinstance(licence, str) else None
 
 
@@ -187,7 +198,7 @@ def write_custom_generate(folder: str | Path, source: str) -> list[Path]:
     """
     inside = Path(folder) / CUSTOM_GENERATE
     inside.mkdir(parents=True, exist_ok=True)
-    code, requirements = inside / "generate.py", inside / "requirements.txt"
+    code, requirements = inside / CUSTOM_CODE, inside / "requirements.txt"
     code.write_text(CODE.format(source=source), encoding="utf-8")
     requirements.write_text(REQUIREMENTS.format(version=__version__), encoding="utf-8")
     return [code, requirements]

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import is_offline_mode
 from safetensors.torch import load_file
 from support.checkpoints import eagle_tensors, write_checkpoint
+from support.hub.client import error_of
 from support.hub.endpoint import READER, HubEndpoint
 from support.targets import own_target, plain, prompt
 from transformers import AutoConfig, AutoModel
@@ -44,14 +45,6 @@ def adapted_text(name: str, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     found = plain(target, ids, 20, assistant_model=heads)
     assert torch.equal(found, plain(target, ids, 20))
     return found
-
-
-def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except (ValueError, OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.fixture

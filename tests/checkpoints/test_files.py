@@ -166,6 +166,7 @@ ENTRY = '"dtype":"F32","shape":[2],"data_offsets":[0,8]'
         ('{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,8]}}', None, "impossible shape"),
         ('{"a":{"dtype":"F32","shape":"2","data_offsets":[0,8]}}', None, "impossible shape"),
         ('{"a":{"dtype":"F31","shape":[2],"data_offsets":[0,8]}}', None, "of type 'F31'"),
+        ('{"a":{"dtype":[],"shape":[2],"data_offsets":[0,8]}}', None, r"of type \[\]"),
         ('{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', None, "truncated or no safetensors"),
         ('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,800]}}', None, "truncated or no safetensors"),
         ("[" * 100_000, None, "truncated or no safetensors"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import LLAMA_CONFIG, VOCAB, eagle_tensors, write_checkpoint
+from support.heads import random_heads
 
 from hf_specheads import DraftTreeConfig, PossHead, load_heads
 from hf_specheads.errors import (
@@ -217,11 +218,20 @@ def test_impossible_own_configs(saved: Path, changes: dict) -> None:
 
 def test_own_config_and_weights_must_agree(saved: Path) -> None:
     change_config(saved, intermediate_size=10**6)
-    with pytest.raises(CheckpointShapeError, match="promises"):
+    words = r"gate_proj\.weight has shape \[37, 32\], expected \[1000000, 32\] by config\.json.*download them again"
+    with pytest.raises(CheckpointShapeError, match=words):
         load_heads(saved)
     change_config(saved, intermediate_size=37, num_specialists=3)
     with pytest.raises(CheckpointKeysError, match=r"missing.*layers\.2"):
         load_heads(saved)
+
+
+def test_no_model_of_absurd_size_is_built(tmp_path: Path) -> None:
+    """EAGLE-3 heads have a module for each level where levels are normed."""
+    random_heads("eagle3", fc_norm=True, feature_layers=(1, 4)).save_pretrained(tmp_path)
+    change_config(tmp_path, feature_layers=list(range(10**4)))
+    with pytest.raises(HeadConfigError, match=r"num_levels=10000, and there are \d+ tensors"):
+        load_heads(tmp_path)
 
 
 def test_own_layout_is_strict(saved: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from support.published import save_with_facts
 
 from hf_specheads import PossHead
 from hf_specheads.publishing.card.facts import CardFacts, collect_facts
 from hf_specheads.publishing.card.render import BEGIN, END, render_card, write_card
+from hf_specheads.trainer.losses import LOSSES
 
 RESULTS = {
     "task": "held-out functions", "acceptance_length": 3.214, "pos_acc": [0.9, 0.75], "speed_up": 1.834, "prompts": 24,
@@ -28,12 +31,7 @@ TRAINING = {
 
 @pytest.fixture
 def folder(poss_heads: PossHead, tmp_path: Path) -> Path:
-    """Saved heads with facts of their training and measured results."""
-    poss_heads.config.target["name"] = "lab/target"
-    poss_heads.save_pretrained(tmp_path / "poss-heads")
-    (tmp_path / "poss-heads" / "training_facts.json").write_text(json.dumps(TRAINING))
-    (tmp_path / "poss-heads" / "eval_results.json").write_text(json.dumps(RESULTS))
-    return tmp_path / "poss-heads"
+    return save_with_facts(poss_heads, tmp_path / "poss-heads", TRAINING, RESULTS)
 
 
 def metadata_of(text: str) -> dict:
@@ -49,6 +47,15 @@ def test_metadata(folder: Path) -> None:
     results = {result.metric_type: result for result in ModelCard.load(folder / "README.md").data.eval_results}
     assert results["acceptance_length"].metric_value == 3.214 and results["speed_up"].metric_value == 1.834
     assert results["speed_up"].dataset_name == "held-out functions"
+
+
+def test_the_weights_of_all_losses_are_shown(folder: Path) -> None:
+    weights = {f"{loss}_loss_weight": 0.5 + index for index, loss in enumerate(LOSSES)}
+    arguments = {"output_dir": "runs", "pass_decay": 0.9, **weights, "learning_rate": 3e-5}
+    text = write_card(folder, training={"arguments": arguments}).read_text()
+    shown = re.findall(r"^\| `arguments\.(\w+)` \| (\S+) \|$", text, flags=re.MULTILINE)
+    assert [name for name, _ in shown] == ["learning_rate", *weights, "pass_decay"]
+    assert {name: float(value) for name, value in shown}.items() >= weights.items()
 
 
 def test_body(folder: Path, poss_heads: PossHead) -> None:

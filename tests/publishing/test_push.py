@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load, load_file
+from support.hub.client import error_of
 from support.hub.endpoint import READER, HubEndpoint
+from support.published import save_with_facts
 from support.targets import own_target
 from transformers import PreTrainedModel
 
@@ -40,22 +42,9 @@ def save_and_push(folder: Path, copy: Path, name: str, **options: Any) -> None:
     load_heads(folder).save_pretrained(copy, push_to_hub=True, repo_id=name, **options)
 
 
-def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except (ValueError, OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.fixture
 def folder(poss_heads: PossHead, tmp_path: Path) -> Path:
-    """Saved heads with facts of their training and measured results."""
-    poss_heads.config.target["name"] = "lab/target"
-    poss_heads.save_pretrained(tmp_path / "saved")
-    (tmp_path / "saved" / "training_facts.json").write_text(json.dumps(TRAINING))
-    (tmp_path / "saved" / "eval_results.json").write_text(json.dumps(RESULTS))
-    return tmp_path / "saved"
+    return save_with_facts(poss_heads, tmp_path / "saved", TRAINING, RESULTS)
 
 
 def card_of(hub: HubEndpoint, name: str, revision: str = "main") -> tuple[dict, str]:

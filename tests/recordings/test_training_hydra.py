@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_specheads import load_heads
+from hf_specheads.checkpoints.layouts.fields import Source
 from hf_specheads.checkpoints.layouts.hydra import read as hydra
 from hf_specheads.trainer import Unroll
 from hf_specheads.trainer.losses import IGNORED
@@ -72,7 +73,7 @@ def weighted(losses, weights):
 
 def check_gradients(heads, outputs):
     recorded = {k.removeprefix("grad."): v for k, v in outputs.items() if k.startswith("grad.")}
-    expected = hydra.convert(CONFIG, recorded, "gradients", None).tensors
+    expected = hydra.convert(Source(CONFIG, recorded, "gradients")).tensors
     parameters = dict(heads.named_parameters())
     assert parameters.keys() == expected.keys() and len(expected) == len(recorded)
     for name, parameter in parameters.items():

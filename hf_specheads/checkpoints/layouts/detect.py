@@ -7,13 +7,15 @@ checkpoint's config looks exactly like that of a one-layer Llama, only its keys 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from ...errors import UnknownFormatError
 from .eagle import read as eagle
 from .eagle3 import read as eagle3
+from .fields import RawConfig
 from .hydra import read as hydra
+from .keys import EMBEDDING, FC, FIRST_LAYER, INPUT_NORM, LM_HEAD
 from .medusa import read as medusa
+from .speculators import keys as speculators_keys
 from .speculators import read as speculators
 
 OURS = "specheads"
@@ -34,7 +36,7 @@ TITLES = {
 Shapes = dict[str, tuple[int, ...]]
 
 
-def detect_from_config(config: dict[str, Any]) -> str | None:
+def detect_from_config(config: RawConfig) -> str | None:
     """`OURS` for this package's own layout, [`SPECULATORS`] for that library's, `None` if the keys must decide.
 
     Raises:
@@ -43,8 +45,8 @@ def detect_from_config(config: dict[str, Any]) -> str | None:
     model_type = str(config.get("model_type", ""))
     if model_type.startswith("specheads_"):
         return OURS
-    kind = config.get(speculators.KIND)
-    if kind is not None and kind not in (speculators.EAGLE, speculators.EAGLE3):
+    kind = config.get(speculators_keys.KIND)
+    if kind is not None and kind not in speculators_keys.KINDS:
         raise UnknownFormatError(_not_read(f"a `speculators` model of type {kind!r}"))
     if config.get("mask_token_id") is not None or "dflash_config" in config:
         raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
@@ -53,7 +55,7 @@ def detect_from_config(config: dict[str, Any]) -> str | None:
     return None if kind is None else SPECULATORS
 
 
-def detect_from_keys(shapes: Shapes, config: dict[str, Any]) -> str:
+def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
     """Name of the layout, a key of [`LAYOUTS`].
 
     Raises:
@@ -64,23 +66,22 @@ def detect_from_keys(shapes: Shapes, config: dict[str, Any]) -> str:
     for name, module in LAYOUTS.items():
         if module is not eagle and module.recognises(shapes, config):
             return name
-    if refused := _refused_by_keys(shapes):
-        raise UnknownFormatError(refused)
+    if problem := _keys_problem(shapes):
+        raise UnknownFormatError(problem)
     return POSS if any(key.startswith("layers.1.") for key in shapes) else EAGLE
 
 
-def _refused_by_keys(shapes: Shapes) -> str | None:
-    keys = list(shapes)
-    fc = shapes.get("fc.weight")
-    normed = [key for key in keys if re.match(r"layers\.\d+\.input_layernorm\.weight$", key)]
-    if fc is None and (normed or "lm_head.weight" in shapes or "model.embed_tokens.weight" in shapes):
+def _keys_problem(shapes: Shapes) -> str | None:
+    """Why keys that no other layout recognises are not those of EAGLE or PosS heads either, `None` if they are."""
+    keys, normed = list(shapes), [key for key in shapes if re.fullmatch(rf"layers\.\d+\.{re.escape(INPUT_NORM)}", key)]
+    if FC not in shapes and (normed or LM_HEAD in shapes or f"model.{EMBEDDING}" in shapes):
         return (
             "these are the weights of a whole language model, not draft heads; pass such a model as an ordinary "
             "`assistant_model`, or wrap it, `DraftLanguageModel.from_model(model)`, to draft trees with it."
         )
     if normed:
         return _not_read("EAGLE heads with several consecutive layers, which nobody has published")
-    if fc is None or not any(key.startswith("layers.0.") for key in keys):
+    if FC not in shapes or not any(key.startswith(FIRST_LAYER) for key in keys):
         return (
             f"these are no draft heads of a known layout: expected `fc.weight` and `layers.0.*`, found {keys[:5]} "
             f"({len(keys)} tensors)."

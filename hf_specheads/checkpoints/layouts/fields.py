@@ -9,10 +9,16 @@ from typing import Any
 import torch
 
 from ...configuration import DraftHeadConfig
-from ...errors import CheckpointKeysError, CheckpointValueError, HeadConfigError
+from ...errors import CheckpointKeysError, CheckpointShapeError, CheckpointValueError, HeadConfigError
+from ...heads.auto import build_config
 from ...target.identity import weight_fingerprint
+from .keys import SPECIAL_TOKENS
 
-SUPPORTED_ROPES = ("linear", "dynamic")
+Tensors = dict[str, torch.Tensor]
+RawConfig = dict[str, Any]  # JSON of strangers: nothing is known of a value before it was looked at
+
+# Scaled ropes that a layout knows, its authors' code or its readers.
+EAGLE_ROPES, EAGLE3_ROPES = ("linear", "dynamic"), ("linear", "dynamic", "llama3")
 # What scaled ropes need besides the base.
 ROPE_FIELDS = {
     "linear": ("factor",),
@@ -24,16 +30,46 @@ DEFAULT_ROPE_BASE = 10000.0
 MAX_NUMBER = 1e30
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a layout's module makes our heads of.
+
+    Attributes:
+        raw_config: The checkpoint's `config.json`.
+        tensors: Its tensors, by the layout's names.
+        name: Of the repository or folder, for messages; it also tells HASS from EAGLE, and how many draft positions a
+            PosS specialist has.
+        positions_per_specialist: Of PosS heads, in place of what the name tells.
+    """
+
+    raw_config: RawConfig
+    tensors: Tensors
+    name: str
+    positions_per_specialist: int | None = None
+
+
 @dataclass
-class Converted:
+class Conversion:
     """Heads read from the authors' layout: config, weights under our names, and what had to be assumed."""
 
     config: DraftHeadConfig
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     assumptions: list[str] = field(default_factory=list)
 
 
-def integer(raw_config: dict[str, Any], name: str, notes: list[str], default: int | None = None) -> int:
+def config_of(config_class: type[DraftHeadConfig], fields: dict[str, Any], name: str) -> DraftHeadConfig:
+    """The config of our heads.
+
+    Raises:
+        HeadConfigError: for fields that do not go together.
+    """
+    try:
+        return build_config(config_class, fields)
+    except ValueError as error:
+        raise HeadConfigError(f"config.json of {name!r} does not fit its weights: {error}") from error
+
+
+def integer(raw_config: RawConfig, name: str, notes: list[str], default: int | None = None) -> int:
     """A positive integer field; a missing one is the default, noted, or refused where there is none."""
     value = number(raw_config, name, notes, default)
     if int(value) != value or not 0 < value < 2**31:
@@ -41,7 +77,7 @@ def integer(raw_config: dict[str, Any], name: str, notes: list[str], default: in
     return int(value)
 
 
-def number(raw_config: dict[str, Any], name: str, notes: list[str], default: float | None = None) -> float:
+def number(raw_config: RawConfig, name: str, notes: list[str], default: float | None = None) -> float:
     """A positive number field; as [`integer`]."""
     value = raw_config.get(name)
     if value is None:
@@ -54,7 +90,7 @@ def number(raw_config: dict[str, Any], name: str, notes: list[str], default: flo
     return value
 
 
-def boolean(raw_config: dict[str, Any], name: str) -> bool | None:
+def boolean(raw_config: RawConfig, name: str) -> bool | None:
     """A field that is true, false, or not said."""
     value = raw_config.get(name)
     if value is not None and not isinstance(value, bool):
@@ -62,16 +98,21 @@ def boolean(raw_config: dict[str, Any], name: str) -> bool | None:
     return value
 
 
-def activation(raw_config: dict[str, Any], notes: list[str]) -> Any:
-    """`hidden_act`, SwiGLU's where it is missing; noted."""
+def layer_fields(raw_config: RawConfig, notes: list[str], ropes: tuple[str, ...] = EAGLE_ROPES) -> dict[str, Any]:
+    """Fields of a decoder layer that no tensor tells; a missing one is the authors' default, noted."""
+    fields = {"rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6)}
     if raw_config.get("hidden_act") is None:
         notes.append("hidden_act='silu' (not in config.json)")
-    return raw_config.get("hidden_act") or "silu"
+    return fields | {
+        "hidden_act": raw_config.get("hidden_act") or "silu",
+        "rope_parameters": rope(raw_config, notes, ropes),
+        "max_position_embeddings": integer(raw_config, "max_position_embeddings", notes, default=2048),
+    }
 
 
-def special_tokens(raw_config: dict[str, Any]) -> dict[str, Any]:
+def special_tokens(raw_config: RawConfig) -> RawConfig:
     """Ids of special tokens, as far as they are there."""
-    return {key: raw_config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id") if key in raw_config}
+    return {key: raw_config[key] for key in SPECIAL_TOKENS if key in raw_config}
 
 
 def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | None:
@@ -82,13 +123,50 @@ def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | 
     return {"name": name, "fingerprint": None if embedding.is_meta else weight_fingerprint(embedding)}
 
 
-def renamed(tensors: dict[str, torch.Tensor], new_name: Callable[[str], str]) -> dict[str, torch.Tensor]:
+# ------------------------------------------------------------------ sizes
+def matrix_shape(tensors: Tensors, key: str) -> tuple[int, int]:
+    """Rows and columns of a weight.
+
+    Raises:
+        CheckpointShapeError: if it is no matrix.
+    """
+    shape = tuple(tensors[key].shape)
+    if len(shape) != 2:
+        raise CheckpointShapeError(f"{key} must be a matrix, got the shape {list(shape)}; download the file again.")
+    return shape
+
+
+def attention_sizes(raw_config: RawConfig, queries: int, keys: int, notes: list[str]) -> dict[str, int]:
+    """Number and width of attention heads, from the rows of `q_proj` and `k_proj`.
+
+    Raises:
+        CheckpointShapeError: if the rows do not divide into the attention heads that the config names.
+        HeadConfigError: if it names none.
+    """
+    heads = integer(raw_config, "num_attention_heads", notes)
+    if queries % heads:
+        raise CheckpointShapeError(f"{queries} rows of q_proj do not divide into num_attention_heads={heads}.")
+    width = queries // heads
+    if keys % width or width % 2:
+        raise CheckpointShapeError(f"{keys} rows of k_proj do not divide into heads of an even width {width}.")
+    return {"num_attention_heads": heads, "num_key_value_heads": keys // width, "head_dim": width}
+
+
+def refuse_contradiction(raw_config: RawConfig, sizes: dict[str, int]) -> None:
+    """Raises [`CheckpointShapeError`] if the config says another size than the weights do."""
+    for name, value in sizes.items():
+        if (stated := raw_config.get(name)) is not None and stated != value:
+            raise CheckpointShapeError(f"config.json says {name}={stated!r}, the weights say {value}; one is damaged.")
+
+
+# ------------------------------------------------------------------ tensors
+def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
     """The tensors under other names.
 
     Raises:
         CheckpointKeysError: if two come to the same name, which are then two spellings of one.
     """
-    result: dict[str, torch.Tensor] = {}
+    result: Tensors = {}
     for key, tensor in tensors.items():
         if (name := new_name(key)) in result:
             raise CheckpointKeysError(f"{key} is in the file twice, in two spellings; the file is damaged.")
@@ -96,12 +174,20 @@ def renamed(tensors: dict[str, torch.Tensor], new_name: Callable[[str], str]) ->
     return result
 
 
+def with_our_prefix(prefixes: dict[str, str], key: str) -> str:
+    """The key with the prefix that ours has, where it begins with one of theirs."""
+    for theirs, ours in prefixes.items():
+        if key.startswith(theirs):
+            return ours + key.removeprefix(theirs)
+    return key
+
+
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same in type, shape and numbers."""
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def are_copies(blocks: list[list[dict[str, torch.Tensor]]]) -> bool:
+def are_copies(blocks: list[list[Tensors]]) -> bool:
     """Whether the blocks of every head are copies of one, as the authors' code saves a module that it uses again.
 
     Args:
@@ -122,7 +208,8 @@ def are_copies(blocks: list[list[dict[str, torch.Tensor]]]) -> bool:
     return all(copies)
 
 
-def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...] = SUPPORTED_ROPES) -> dict[str, Any]:
+# ------------------------------------------------------------------ ropes
+def rope(raw_config: RawConfig, notes: list[str], supported: tuple[str, ...]) -> dict[str, Any]:
     """The **draft** config's rope base, else 10000, never the target's; scaling as the authors' code knows it."""
     parameters = raw_config.get("rope_parameters") or {}
     scaling = raw_config.get("rope_scaling") or parameters
@@ -131,7 +218,8 @@ def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...
     if unknown := sorted((set(parameters) | set(scaling)) - KNOWN_ROPE_FIELDS):
         raise HeadConfigError(f"config.json has {unknown[:3]} among its rope parameters; these heads know none such.")
     source = parameters if parameters.get("rope_theta") is not None else raw_config
-    stated = {config.get("rope_theta") for config in (parameters, raw_config) if _is_number(config.get("rope_theta"))}
+    bases = (config.get("rope_theta") for config in (parameters, raw_config))
+    stated = {base for base in bases if isinstance(base, (int, float)) and not isinstance(base, bool)}
     if len(stated) > 1:
         raise HeadConfigError(
             f"config.json says rope_theta={sorted(stated)}, flat and nested; correct one of the two."
@@ -159,7 +247,3 @@ def rope(raw_config: dict[str, Any], notes: list[str], supported: tuple[str, ...
 
 def _kind(scaling: dict[str, Any], default: str) -> Any:
     return scaling.get("rope_type") or scaling.get("type") or default
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

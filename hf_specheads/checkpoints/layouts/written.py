@@ -8,9 +8,14 @@ from typing import Any
 import torch
 import transformers
 
+from ...configuration import DraftHeadConfig
 from ...errors import ExportError
 from ...heads.base import DraftHead
 from ...heads.layers import LayerHeadConfig
+from ...heads.specialists import SpecialistHead
+from ..files import SAFETENSORS
+from .fields import DEFAULT_ROPE_BASE, EAGLE3_ROPES, EAGLE_ROPES, Tensors
+from .keys import SPECIAL_TOKENS, attention_bias, attention_weight
 
 ENGINES = ("vllm", "sglang")
 # Ropes that mean the same to the engine as to transformers: engines scale a "dynamic" rope at all lengths,
@@ -18,11 +23,10 @@ ENGINES = ("vllm", "sglang")
 ROPES = {
     "vllm": ("default", "linear", "llama3"),
     "sglang": ("default", "linear", "llama3"),
-    "speculators": ("default", "linear", "dynamic", "llama3"),
-    "eagle": ("default", "linear", "dynamic"),
-    "eagle3": ("default", "linear", "dynamic", "llama3"),
+    "speculators": ("default", *EAGLE3_ROPES),
+    "eagle": ("default", *EAGLE_ROPES),
+    "eagle3": ("default", *EAGLE3_ROPES),
 }
-SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass
@@ -39,10 +43,10 @@ class Layout:
     """
 
     config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     notes: list[str] = field(default_factory=list)
     command: str | None = None
-    weight_file: str = "model.safetensors"
+    weight_file: str = SAFETENSORS
 
 
 def dtype_name(heads: DraftHead) -> str:
@@ -56,8 +60,8 @@ def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
     Raises:
         ExportError: for a scaling that the destination does not know, or understands otherwise.
     """
-    parameters = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
-    kind, base = parameters.get("rope_type", "default"), float(parameters.get("rope_theta", 10000.0))
+    parameters = dict(config.rope_parameters or {})
+    kind, base = parameters.get("rope_type", "default"), float(parameters.get("rope_theta", DEFAULT_ROPE_BASE))
     if kind not in ROPES[destination]:
         raise ExportError(
             f"these heads have the rope {kind!r}, and {destination} knows {list(ROPES[destination])} in the sense of "
@@ -69,7 +73,7 @@ def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
     return {"rope_theta": base, "rope_scaling": flat, "rope_parameters": parameters}
 
 
-def llama_fields(heads: DraftHead, destination: str) -> dict[str, Any]:
+def llama_fields(heads: SpecialistHead, destination: str) -> dict[str, Any]:
     """Fields of a one-layer Llama config for heads with Llama decoder layers.
 
     Raises:
@@ -84,10 +88,10 @@ def llama_fields(heads: DraftHead, destination: str) -> dict[str, Any]:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range")  # fmt: skip
     fields = {name: getattr(config, name) for name in names}
-    fields |= {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
     return {
         "model_type": "llama",
         **fields,
+        **token_fields(config),
         **rope_fields(config, destination),
         "num_hidden_layers": 1,
         "attention_bias": False,
@@ -100,7 +104,12 @@ def llama_fields(heads: DraftHead, destination: str) -> dict[str, Any]:
     }
 
 
-def zero_biases(heads: DraftHead, layer: str, projections: str) -> dict[str, torch.Tensor]:
+def token_fields(config: DraftHeadConfig) -> dict[str, Any]:
+    """Ids of special tokens, as far as they are known."""
+    return {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
+
+
+def zero_biases(heads: SpecialistHead, layer: str, projections: str) -> Tensors:
     """Biases of attention projections that a destination asks for and the heads do not have, all 0: nothing changes.
 
     Args:
@@ -108,14 +117,9 @@ def zero_biases(heads: DraftHead, layer: str, projections: str) -> dict[str, tor
         layer: Prefix of the layer's keys.
         projections: Some of the letters q, k, v, o.
     """
-    config = heads.config
-    rows = {
-        "q": config.num_attention_heads * config.head_dim,
-        "k": config.num_key_value_heads * config.head_dim,
-        "v": config.num_key_value_heads * config.head_dim,
-        "o": config.hidden_size,
-    }
-    return {f"{layer}self_attn.{x}_proj.bias": torch.zeros(rows[x], dtype=heads.dtype) for x in projections}
+    weights = heads.specialist_state(0)
+    rows = {x: len(weights[attention_weight(x)]) for x in projections}
+    return {layer + attention_bias(x): torch.zeros(count, dtype=heads.dtype) for x, count in rows.items()}
 
 
 def scales_embeddings(heads: DraftHead) -> bool:

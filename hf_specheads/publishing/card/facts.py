@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ class Published:
     papers: tuple[str, ...] = ()
 
 
+# Files beside the weights.
 TRAINING_FACTS, EVAL_RESULTS = "training_facts.json", "eval_results.json"
-
+CUSTOM_GENERATE, CUSTOM_CODE = "custom_generate", "generate.py"
 VERSIONED = ("hf-specheads", "transformers", "torch")
 
 
@@ -80,14 +83,18 @@ class CardFacts:
     @property
     def config_class(self) -> type[DraftHeadConfig] | None:
         """The family's config, as registered with transformers; `None` for a target or an unknown family."""
-        model_type = self.config.get("model_type")
-        return CONFIG_MAPPING[model_type] if self.is_heads and model_type in CONFIG_MAPPING else None
+        model_type = str(self.config.get("model_type"))
+        if model_type not in CONFIG_MAPPING:
+            return None
+        config_class = CONFIG_MAPPING[model_type]
+        return config_class if issubclass(config_class, DraftHeadConfig) else None
 
     @property
     def published(self) -> Published | None:
         """Name and papers of the method."""
         head_class = MODEL_MAPPING.get(self.config_class, None) if self.config_class is not None else None
-        return head_class.published.get(self.method) if head_class is not None else None
+        methods: Mapping[str, Published] = getattr(head_class, "published", {})
+        return methods.get(self.method)
 
     @property
     def method_name(self) -> str:
@@ -128,7 +135,7 @@ def collect_facts(folder: str | Path, **known: Any) -> CardFacts:
         "num_parameters": _count_parameters(folder),
         "versions": {package: importlib.metadata.version(package) for package in VERSIONED},
         "figures": {title: path for title, path in FIGURES.items() if (folder / path).exists()},
-        "custom_generate": (folder / "custom_generate" / "generate.py").exists(),
+        "custom_generate": (folder / CUSTOM_GENERATE / CUSTOM_CODE).exists(),
     }
     if (folder / TRAINING_FACTS).exists():
         facts["training"] = json.loads((folder / TRAINING_FACTS).read_text(encoding="utf-8"))
@@ -151,11 +158,7 @@ def _count_parameters(folder: Path) -> int | None:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as reader:
-                for key in reader.keys():  # noqa: SIM118 (not a dict)
-                    count = 1
-                    for size in reader.get_slice(key).get_shape():
-                        count *= size
-                    total += count
+                total += sum(math.prod(reader.get_slice(key).get_shape()) for key in reader.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
             return None
     return total or None

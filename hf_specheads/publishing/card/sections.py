@@ -13,11 +13,13 @@ from .facts import CardFacts
 # Of a training run, what a reader of a card wants; the file next to the weights has everything.
 TRAINING_LEFT_OUT = ("versions", "commit", "target", "method", "parameters", "log_history", "num_specialists", "name",
                      "positions_per_specialist")  # fmt: skip
-ARGUMENTS_SHOWN = (
+# Arguments of a training run that are shown: these, then the weights of all losses, then these.
+RUN_ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "max_steps",
-    "num_train_epochs", "bf16", "seed", "max_length", "packing", "feature_loss_weight", "token_loss_weight",
-    "top_k_loss_weight", "next_token_loss_weight", "pass_decay", "feature_noise", "embedding_noise",
+    "num_train_epochs", "bf16", "seed", "max_length", "packing",
 )  # fmt: skip
+LOSS_WEIGHT = "_loss_weight"
+UNROLL_ARGUMENTS = ("pass_decay", "feature_noise", "embedding_noise")
 ADAPTER_TEXT = (
     " They were trained together with a LoRA adapter of the target (Medusa-2), which lies beside them in "
     "`target_adapter/`: the text is that of the target **with** this adapter."
@@ -132,7 +134,9 @@ def training(facts: CardFacts) -> str:
     """A table of what was trained on what, how long, and to what end."""
     shown = {key: value for key, value in (facts.training or {}).items() if key not in TRAINING_LEFT_OUT}
     if isinstance(arguments := shown.get("arguments"), Mapping):
-        shown["arguments"] = {name: arguments[name] for name in ARGUMENTS_SHOWN if name in arguments}
+        weights = [name for name in arguments if name.endswith(LOSS_WEIGHT)]
+        names = (*RUN_ARGUMENTS, *weights, *UNROLL_ARGUMENTS)
+        shown["arguments"] = {name: arguments[name] for name in names if name in arguments}
     if isinstance(recipe := shown.get("recipe"), Mapping):
         shown["recipe"] = {name: value for name, value in recipe.items() if name not in ("training", "target")}
     return _fact_table(shown)

@@ -36,7 +36,7 @@ from mutations import MUTATIONS, all_tensors
 from support.layouts import LAYOUTS, target
 
 from hf_specheads import DraftHead, load_heads
-from hf_specheads.checkpoints.read import Found, read_heads
+from hf_specheads.checkpoints.read import StoredHeads, read_heads
 from hf_specheads.errors import HeadLoadError, WrongTargetError
 
 SECONDS = 20
@@ -105,7 +105,7 @@ def draft(heads: DraftHead) -> Draft:
 
 
 @cache
-def original(name: str) -> tuple[Path, Draft, Found]:
+def original(name: str) -> tuple[Path, Draft, StoredHeads]:
     """Folder of an undamaged checkpoint, and what it holds."""
     layout = LAYOUTS[name]
     folder = layout.write(Path(tempfile.mkdtemp(prefix="layouts-")))

@@ -27,7 +27,7 @@ class Collector:
 @pytest.fixture(scope="module")
 def collected() -> set[str]:
     collector = Collector()
-    files = [str(TESTS / "conversion" / "test_layouts.py"), str(TESTS / "export" / "test_roundtrip.py")]
+    files = [str(Path(__file__).with_name("test_layouts.py")), str(TESTS / "checkpoints" / "test_write.py")]
     options = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     assert pytest.main([*options, *files], plugins=[collector]) == pytest.ExitCode.OK
     return collector.names
@@ -45,7 +45,7 @@ def test_every_named_test_exists(collected: set[str]) -> None:
     exports = [test for row in ROWS for test in re.findall(r"`(test_[^`]+)`", row[3])]
     assert len(exports) > 12
     for test in exports:
-        assert f"tests/checkpoints/export/test_roundtrip.py::{test}" in collected
+        assert f"tests/checkpoints/test_write.py::{test}" in collected
 
 
 def test_links_lead_somewhere() -> None:

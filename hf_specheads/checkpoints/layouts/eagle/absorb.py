@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from ....cache.masks import additive_mask
 from ....errors import ExportError
 from ....heads import EagleHead
+from ....heads.specialists import SpecialistHead
+from ..fields import Tensors
+from ..keys import EMBEDDING, FC
 
 MAX_CONDITION = 1e8
 MIN_AGREEMENT = 0.95  # share of rows whose favourite token must stay the same
@@ -22,14 +25,23 @@ MEASURED_ROWS = 256
 CHUNK = 8192
 
 
-def embedding_of(heads: EagleHead, target: PreTrainedModel | None, reason: str) -> torch.Tensor:
-    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+def needed_target(target: PreTrainedModel | None, reason: str) -> PreTrainedModel:
+    """The target.
 
     Raises:
-        ExportError: without a target; `reason` says what it is needed for.
+        ExportError: without one; `reason` says what it is needed for.
     """
     if target is None:
         raise ExportError(f"{reason}; pass the loaded target (`target=`, `--target`), whose embedding it takes.")
+    return target
+
+
+def embedding_of(heads: SpecialistHead, target: PreTrainedModel) -> torch.Tensor:
+    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+
+    Raises:
+        WrongTargetError: for another target than the heads'.
+    """
     heads.check_target(target)
     module, device = target.get_input_embeddings(), target.device
     with torch.no_grad():
@@ -38,14 +50,15 @@ def embedding_of(heads: EagleHead, target: PreTrainedModel | None, reason: str) 
     return torch.cat(parts).to(heads.dtype)
 
 
-def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[dict[str, torch.Tensor], list[str]]:
+def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tensors, list[str]]:
     """`embed_tokens.weight` [V, E] and `fc.weight` [H, E + H] that need no bias, and what was measured of them.
 
     Raises:
         ExportError: without a target; if A cannot be inverted; if rounding changes too many drafted tokens.
     """
     reason = "vLLM's `fc` has no bias, so that of these heads must move into an embedding"
-    embedding = embedding_of(heads, target, reason).double()
+    target = needed_target(target, reason)
+    embedding = embedding_of(heads, target).double()
     width, weight = heads.config.embedding_size, heads.fc.weight.detach().cpu().double()
     condition = float(torch.linalg.cond(weight[:, :width]))
     if not condition <= MAX_CONDITION:
@@ -56,8 +69,8 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[dict[
     shift = torch.linalg.solve(weight[:, :width], heads.fc.bias.detach().cpu().double())
     turn = _reflection(shift)
     tensors = {
-        "embed_tokens.weight": ((embedding + shift) @ turn).to(heads.dtype),
-        "fc.weight": torch.cat([weight[:, :width] @ turn, weight[:, width:]], dim=1).to(heads.dtype),
+        EMBEDDING: ((embedding + shift) @ turn).to(heads.dtype),
+        FC: torch.cat([weight[:, :width] @ turn, weight[:, width:]], dim=1).to(heads.dtype),
     }
     error, agreement = _measure(heads, target, tensors)
     if agreement < MIN_AGREEMENT:
@@ -83,7 +96,7 @@ def _reflection(vector: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _measure(heads: EagleHead, target: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> tuple[float, float]:
+def _measure(heads: EagleHead, target: PreTrainedModel, tensors: Tensors) -> tuple[float, float]:
     """Largest error of a draft logit after rows of the target's own features, and the share of equal favourites.
 
     The rows are of a text that the target continues from a random token, so that they are like those of a generation.
@@ -92,10 +105,10 @@ def _measure(heads: EagleHead, target: PreTrainedModel, tensors: dict[str, torch
     features = target(token_ids, output_hidden_states=True).hidden_states[-1][:, :-1].to(heads.device)
     heads.bind(target)
     rows, later = features.shape[1], token_ids[:, 1:].to(heads.device)
-    theirs = F.embedding(later.cpu(), tensors["embed_tokens.weight"]).to(heads.device)
+    theirs = F.embedding(later.cpu(), tensors[EMBEDDING]).to(heads.device)
     fused = (
         heads.fuse(heads.embed(later, heads.device), features),
-        F.linear(torch.cat([theirs, features.to(heads.dtype)], dim=-1), tensors["fc.weight"].to(heads.device)),
+        F.linear(torch.cat([theirs, features.to(heads.dtype)], dim=-1), tensors[FC].to(heads.device)),
     )
     mask = additive_mask(torch.ones(rows, rows, dtype=torch.bool, device=heads.device).tril()[None, None], heads.dtype)
     positions = torch.arange(rows, device=heads.device)[None]
@@ -111,6 +124,8 @@ def _some_text(target: PreTrainedModel, length: int) -> torch.Tensor:
         torch.manual_seed(0)
         first = torch.randint(0, config.vocab_size, (1, 1), device="cpu").to(target.device)
         mask = torch.ones_like(first)
-        return target.generate(
+        # To a type checker, a PreTrainedModel need not generate; a target does.
+        text: torch.Tensor = target.generate(  # type: ignore[operator]
             first, attention_mask=mask, do_sample=True, min_new_tokens=length - 1, max_new_tokens=length - 1
         )
+    return text

@@ -6,28 +6,21 @@ own layout keeps all specialists. (arXiv 2401.15077, 2408.15766, 2506.03566)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
 
 from ....errors import ExportError
 from ....heads import EagleHead
 from ....heads.eagle import INPUTS
+from ....heads.specialists import SpecialistHead
 from ..commands import sglang_command, vllm_command
+from ..fields import Tensors
+from ..keys import EMBEDDING, FC_BIAS, FIRST_LAYER, Q_PROJ
 from ..written import Layout, common_notes, llama_fields, scales_embeddings, zero_biases
-from .absorb import absorb_bias, embedding_of
+from .absorb import absorb_bias, embedding_of, needed_target
+from .keys import EXTRA_NORMS
 
-EMBEDDING = "embed_tokens.weight"
 MEND = "export them `--to eagle`, or use them with this package"
-
-
-# Norms of a variant of HASS, by our names.
-EXTRA_NORMS = {
-    "embed_layernorm.weight": "embed_layernorm.weight",
-    "hidden_layernorm.weight": "layers.0.input_layernorm.weight",
-    "lm_head_layernorm.weight": "lm_head_layernorm.weight",
-}
 
 
 def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
@@ -54,7 +47,7 @@ def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
 
 
 # ------------------------------------------------------------------ tensors
-def _tensors(heads: EagleHead, specialists: int) -> dict[str, torch.Tensor]:
+def _tensors(heads: EagleHead, specialists: int) -> Tensors:
     """`fc` and the layers of the first specialists, adapters merged, by the authors' names, which are ours."""
     tensors = {f"fc.{name}": value.detach() for name, value in heads.fc.state_dict().items()}
     for index in range(specialists):
@@ -62,7 +55,7 @@ def _tensors(heads: EagleHead, specialists: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def lost_specialists(heads: Any) -> list[str]:
+def lost_specialists(heads: SpecialistHead) -> list[str]:
     """What serving specialist 0 alone costs."""
     config = heads.config
     if config.num_specialists == 1:
@@ -84,12 +77,14 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         fields["qkv_bias"] = config.attention_bias
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.fc_bias:
-        absorbed, told = absorb_bias(heads, target)
-        del tensors["fc.bias"]
+        absorbed, measured = absorb_bias(heads, target)
+        del tensors[FC_BIAS]
         tensors |= absorbed
-        notes += told
+        notes += measured
     elif scales_embeddings(heads):
-        tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM's EAGLE does not")
+        tensors[EMBEDDING] = embedding_of(
+            heads, needed_target(target, "the target scales its embeddings, and vLLM's EAGLE does not")
+        )
         notes.append("the embedding is written, as scaled by the target")
     command = vllm_command(heads, "eagle")
     return Layout(fields, tensors, notes, command)
@@ -116,9 +111,9 @@ def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         fields |= {"model_type": "qwen2", "use_sliding_window": False}
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.attention_out_bias and not config.attention_bias:
-        tensors |= zero_biases(heads, "layers.0.", "qkv")
+        tensors |= zero_biases(heads, FIRST_LAYER, "qkv")
     if not config.fc_bias:
-        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=heads.dtype)
+        tensors[FC_BIAS] = torch.zeros(config.hidden_size, dtype=heads.dtype)
         notes.append("`fc.bias` is written as 0, because SGLang's `fc` has one")
     return Layout(fields, tensors, notes, sglang_command(heads, "EAGLE"))
 
@@ -132,7 +127,7 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
             "these heads have biases of `o_proj` or of the MLP, which the authors' layout does not have; "
             "export them `--to vllm`."
         )
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
+    if len(heads.specialist_state(0)[Q_PROJ]) != config.hidden_size:
         raise ExportError(
             f"the authors' code takes hidden_size / num_attention_heads as width of an attention head, and these "
             f"heads have {config.num_attention_heads} of {config.head_dim} at hidden_size={config.hidden_size}; "
@@ -157,7 +152,7 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         tensors |= {theirs: state[ours] for theirs, ours in EXTRA_NORMS.items()}
         notes.append("three norms belong to these heads, which EAGLE's own code passes over in silence")
     if target is not None:
-        tensors[EMBEDDING] = embedding_of(heads, target, "")
+        tensors[EMBEDDING] = embedding_of(heads, target)
     elif config.method != "eagle":
         notes.append(
             "without `embed_tokens.weight`, which HASS's and PosS's own code need: pass the target to have it written"

@@ -16,14 +16,15 @@ from ....heads import Eagle3Head
 from ....heads.eagle3 import default_feature_layers
 from ....heads.pruning import PRUNED_TOKEN_IDS
 from ..commands import sglang_command, vllm_command
-from ..eagle.absorb import embedding_of
-from ..eagle.write import EMBEDDING, lost_specialists
+from ..eagle.absorb import embedding_of, needed_target
+from ..eagle.write import lost_specialists
+from ..fields import Tensors
+from ..keys import EMBEDDING, LM_HEAD
 from ..written import Layout, adapter_note, llama_fields, scales_embeddings, zero_biases
+from .keys import D2T, FLAGS, LEVELS, MIDLAYER, T2D
 
-LEVELS = "eagle_aux_hidden_state_layer_ids"
 MLP_BIASES = "biases in their MLP"
 NOT_IN_QWEN3 = "which Qwen 3's layers do not have together; use them with this package"
-FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
 def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout:
@@ -33,12 +34,14 @@ def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout
         ExportError: for heads the destination cannot represent.
     """
     _check_rows(heads)
-    made = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
+    files = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
     if scales_embeddings(heads) and not heads.config.own_embedding and to == "vllm":
-        made.tensors[EMBEDDING] = embedding_of(heads, target, "the target scales its embeddings, and vLLM does not")
-        made.notes.append("the embedding is written, as scaled by the target")
-    made.notes += lost_specialists(heads) + adapter_note(heads)
-    return made
+        files.tensors[EMBEDDING] = embedding_of(
+            heads, needed_target(target, "the target scales its embeddings, and vLLM does not")
+        )
+        files.notes.append("the embedding is written, as scaled by the target")
+    files.notes += lost_specialists(heads) + adapter_note(heads)
+    return files
 
 
 def _check_rows(heads: Eagle3Head) -> None:
@@ -51,7 +54,7 @@ def _check_rows(heads: Eagle3Head) -> None:
 
 
 # ------------------------------------------------------------------ tensors and levels
-def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> dict[str, torch.Tensor]:
+def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> Tensors:
     """Tensors of specialist 0.
 
     Args:
@@ -61,21 +64,21 @@ def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> dict
     """
     state = {key: value.detach() for key, value in heads.state_dict().items() if not key.startswith("layers.")}
     state |= {f"{layer}{name}": value for name, value in heads.specialist_state(0).items()}
-    if state.pop(PRUNED_TOKEN_IDS, None) is not None:
-        state |= _pruned(heads)
+    if (kept := state.pop(PRUNED_TOKEN_IDS, None)) is not None:
+        state |= _pruned(heads, kept)
     if whole_vocabulary and heads.draft_vocabulary is None:
-        state["d2t"] = torch.zeros(heads.config.vocab_size, dtype=torch.long)
-        state["t2d"] = torch.ones(heads.config.vocab_size, dtype=torch.bool)
+        state[D2T] = torch.zeros(heads.config.vocab_size, dtype=torch.long)
+        state[T2D] = torch.ones(heads.config.vocab_size, dtype=torch.bool)
     return state
 
 
-def _pruned(heads: Eagle3Head) -> dict[str, torch.Tensor]:
+def _pruned(heads: Eagle3Head, kept: torch.Tensor) -> Tensors:
     """Rows of the projection, and the vocabulary, of pruned heads: as if they had been trained with these tokens."""
-    kept, trained = heads.draft_vocabulary, heads.trained_vocabulary
+    trained = heads.trained_vocabulary
     rows = kept if trained is None else torch.searchsorted(trained, kept)
     d2t, t2d = mapping_of(kept.cpu(), heads.config.vocab_size)
-    tensors = {"lm_head.weight": heads.lm_head.weight.detach()[rows]}
-    return tensors | ({"d2t": d2t, "t2d": t2d} if len(kept) < heads.config.vocab_size else {})
+    tensors = {LM_HEAD: heads.lm_head.weight.detach()[rows]}
+    return tensors | ({D2T: d2t, T2D: t2d} if len(kept) < heads.config.vocab_size else {})
 
 
 def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
@@ -119,13 +122,13 @@ def _vllm(heads: Eagle3Head) -> Layout:
     fields |= {flag: getattr(config, flag) for flag in FLAGS}
     if (levels := levels_of(heads, "vLLM")) is not None:
         fields[LEVELS] = levels
-    tensors = tensors_of(heads, "midlayer.", whole_vocabulary=False)
+    tensors = tensors_of(heads, MIDLAYER, whole_vocabulary=False)
     if config.qk_norm:
         _check_qwen3(heads)
         fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         fields["attention_bias"] = config.attention_bias
     else:
-        tensors |= paired_biases(heads, "midlayer.")
+        tensors |= paired_biases(heads, MIDLAYER)
         fields["attention_bias"] = config.attention_bias or config.attention_out_bias
     return Layout(fields, tensors, [], vllm_command(heads, "eagle3"))
 
@@ -137,7 +140,7 @@ def _check_qwen3(heads: Eagle3Head) -> None:
             raise ExportError(f"these heads have {what} and norms of queries and keys, {NOT_IN_QWEN3}.")
 
 
-def paired_biases(heads: Eagle3Head, layer: str) -> dict[str, torch.Tensor]:
+def paired_biases(heads: Eagle3Head, layer: str) -> Tensors:
     """Zeros for what is missing where one field stands for the biases of all four attention projections."""
     config = heads.config
     if config.attention_bias == config.attention_out_bias:
@@ -173,7 +176,7 @@ def _sglang(heads: Eagle3Head) -> Layout:
     if (levels := levels_of(heads, "SGLang")) is not None:
         outputs = [level - 1 for level in levels]
         fields |= {LEVELS: levels, "eagle_config": {LEVELS: outputs, "use_aux_hidden_state": True}}
-    tensors = tensors_of(heads, "midlayer.", whole_vocabulary=True)
+    tensors = tensors_of(heads, MIDLAYER, whole_vocabulary=True)
     return Layout(fields, tensors, [], sglang_command(heads, "EAGLE3"))
 
 
@@ -202,4 +205,4 @@ def _authors(heads: Eagle3Head) -> Layout:
     del fields["attention_bias"]
     fields |= {"qkv_bias": True} if config.attention_bias else {}
     fields |= {LEVELS: levels} if levels is not None else {}
-    return Layout(fields, tensors_of(heads, "midlayer.", whole_vocabulary=False), notes)
+    return Layout(fields, tensors_of(heads, MIDLAYER, whole_vocabulary=False), notes)

@@ -9,10 +9,10 @@ import transformers
 
 from ....errors import ExportError
 from ....heads import HydraHead
-from ..written import SPECIAL_TOKENS, Layout, common_notes, dtype_name, rope_fields, target_name
-
-PREFIX = "prefix_embeding_layer."  # spelled like this
-ROPE_TABLE = f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"
+from ..fields import DEFAULT_ROPE_BASE, Tensors
+from ..keys import Q_PROJ, TARGET_NAME
+from ..written import Layout, common_notes, dtype_name, rope_fields, target_name, token_fields
+from . import keys
 
 
 def layout(heads: HydraHead) -> Layout:
@@ -28,18 +28,18 @@ def layout(heads: HydraHead) -> Layout:
             "lm_head='own'."
         )
     fields: dict[str, Any] = {
-        "base_model_name_or_path": target_name(heads),
-        "hydra_num_heads": config.num_heads,
-        "hydra_num_layers": config.num_blocks,
-        "hydra_head_arch": config.head_arch,
-        "grounded_heads": config.grounded,
-        "hidden_state_offset": config.hidden_state_offset,
+        TARGET_NAME: target_name(heads),
+        keys.NUM_HEADS: config.num_heads,
+        keys.NUM_BLOCKS: config.num_blocks,
+        keys.HEAD_ARCH: config.head_arch,
+        keys.GROUNDED: config.grounded,
+        keys.OFFSET: config.hidden_state_offset,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "torch_dtype": dtype_name(heads),
         "transformers_version": transformers.__version__,
+        **token_fields(config),
     }
-    fields |= {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
     notes = common_notes(heads)
     if config.head_arch == "prefix-mlp":
         fields |= _layer_fields(heads)
@@ -53,26 +53,17 @@ def _layer_fields(heads: HydraHead) -> dict[str, Any]:
     return {**{name: getattr(heads.config, name) for name in names}, **rope_fields(heads.config, "eagle")}
 
 
-def _tensors(heads: HydraHead) -> dict[str, torch.Tensor]:
-    """With dropout between the blocks (Hydra++), every other index is taken."""
-    config = heads.config
-    step, first, projection = (2, 1, ".1") if config.head_arch == "prefix-mlp" else (1, 0, "")
-    tensors: dict[str, torch.Tensor] = {}
-    for head, blocks in enumerate(heads.blocks):
-        for block in range(config.num_blocks):
-            key = f"hydra_mlp.{head}.{first + step * block}"
-            parts = blocks[min(block, len(blocks) - 1)]
-            if block or not config.grounded:
-                tensors |= {f"{key}.linear.{name}": value for name, value in parts.state_dict().items()}
-                continue
-            tensors |= {f"{key}.linear.{name}": value for name, value in parts.linear.state_dict().items()}
-            tensors |= {f"{key}.res_connection.{name}": value for name, value in parts.residual.state_dict().items()}
-        lm_head = heads.lm_heads[head].state_dict()
-        tensors |= {f"hydra_lm_head.{head}{projection}.{name}": value for name, value in lm_head.items()}
-    if heads.prefix is None:
+def _tensors(heads: HydraHead) -> Tensors:
+    """By the authors' names, with every use of a tied block."""
+    config, state = heads.config, heads.state_dict()
+    numbering = keys.Numbering(config.head_arch == "prefix-mlp", config.grounded)
+    stored = len(list(heads.blocks[0].children()))
+    biases = [key.removeprefix("prefix.") for key in state if key.startswith("prefix.") and key.endswith(".bias")]
+    names = numbering.names(config.num_heads, config.num_blocks, stored, biases)
+    tensors = {theirs: state[ours] for theirs, ours in names.items()}
+    if not numbering.prefixed:
         return tensors
-    for name, value in heads.prefix.state_dict().items():
-        tensors[f"{PREFIX}{name}" if name.startswith("norm.") else f"{PREFIX}layers.0.{name}"] = value
-    base = heads.config.rope_parameters["rope_theta"] if heads.config.rope_parameters else 10000.0
-    tensors[ROPE_TABLE] = base ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    base = (config.rope_parameters or {}).get("rope_theta", DEFAULT_ROPE_BASE)
+    head_dim = len(tensors[keys.PREFIX_LAYER + Q_PROJ]) // config.num_attention_heads
+    tensors[keys.ROPE_TABLE] = base ** -(torch.arange(0, head_dim, 2) / head_dim)
     return tensors

@@ -12,24 +12,35 @@ target only the heads are read.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
-from ....errors import CheckpointKeysError, CheckpointShapeError, HeadConfigError
+from ....errors import CheckpointKeysError, CheckpointShapeError
 from ....heads import MedusaHeadConfig
-from ....heads.auto import build_config
 from ...files import EMBEDDINGS, IN_TARGET
-from ..fields import Converted, are_copies, boolean, integer, special_tokens, target_of
+from ..fields import (
+    Conversion,
+    RawConfig,
+    Source,
+    Tensors,
+    are_copies,
+    boolean,
+    config_of,
+    integer,
+    refuse_contradiction,
+    special_tokens,
+    target_of,
+)
+from ..keys import TARGET_NAME
+from . import keys
 
-BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
-PROJECTION = re.compile(r"(\d{1,3})\.(\d{1,3})\.weight")
-SERVED_BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
-SERVED_PROJECTION = re.compile(r"lm_heads\.(\d{1,3})\.weight")
+BLOCK, PROJECTION = keys.pattern(keys.BLOCK), keys.pattern(keys.PROJECTION)
+SERVED_BLOCK, SERVED_PROJECTION = keys.pattern(keys.SERVED_BLOCK), keys.pattern(keys.SERVED_PROJECTION)
+Blocks = dict[int, list[Tensors]]  # the blocks of every head, in order, by the names of their parts
 
 
-def recognises(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> bool:
+def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
     """Whether the keys are those of Medusa heads, alone or within their target."""
     if any(IN_TARGET.match(key) for key in shapes):
         return True
@@ -37,83 +48,69 @@ def recognises(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> bo
     return served or (bool(shapes) and all(BLOCK.fullmatch(key) or PROJECTION.fullmatch(key) for key in shapes))
 
 
-def convert(
-    raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str, positions_per_specialist: int | None
-) -> Converted:
+def convert(source: Source) -> Conversion:
     """Builds config and weights of Medusa heads.
-
-    Args:
-        raw_config: The checkpoint's `config.json`.
-        tensors: Its tensors.
-        name: Repository or folder name, for messages.
-        positions_per_specialist: Has no meaning here.
 
     Raises:
         CheckpointKeysError: for missing or unknown keys, and heads numbered with gaps.
-        CheckpointShapeError: if shapes contradict one another or the config.
+        CheckpointShapeError: if sizes contradict one another or the config.
         HeadConfigError: if a field is missing or impossible.
     """
-    notes: list[str] = []
-    ours, embedding = _heads_alone(tensors, name, notes)
-    blocks, projections = _parts(ours, boolean(raw_config, "medusa_fc_bias"))
-    num_heads, num_blocks = len(blocks), len(next(iter(blocks.values())))
+    raw_config, notes = source.raw_config, list[str]()
+    ours, embedding = _heads_alone(source, notes)
+    blocks, projections = _parts(ours, boolean(raw_config, keys.SERVED_BIAS))
+    num_heads, num_blocks = len(blocks), len(blocks[0])
     tied = are_copies(list(blocks.values()))
     sizes = _sizes(raw_config, blocks, projections, notes)
-    if raw_config.get("medusa_num_heads", num_heads) != num_heads:
-        notes.append(f"{num_heads} heads, as the weights say (config.json: {raw_config['medusa_num_heads']!r})")
+    if raw_config.get(keys.NUM_HEADS, num_heads) != num_heads:
+        notes.append(f"{num_heads} heads, as the weights say (config.json: {raw_config[keys.NUM_HEADS]!r})")
     fields: dict[str, Any] = {
         **sizes,
         "num_heads": num_heads,
         "num_blocks": num_blocks,
         "tied_blocks": tied,
         "lm_head": "own" if projections else "target",
-        "target": target_of(raw_config.get("base_model_name_or_path"), embedding),
+        "target": target_of(raw_config.get(TARGET_NAME), embedding),
+        **special_tokens(raw_config),
     }
-    fields |= special_tokens(raw_config)
-    try:
-        config = build_config(MedusaHeadConfig, fields)
-    except ValueError as error:
-        raise HeadConfigError(f"config.json of {name!r} does not fit its weights: {error}") from error
+    config = config_of(MedusaHeadConfig, fields, source.name)
     stored = 1 if tied else num_blocks
     weights = {f"lm_heads.{head}.weight": weight for head, weight in projections.items()}
     for head, parts in blocks.items():
         for index in range(stored):
             weights |= {f"blocks.{head}.{index}.{part}": tensor for part, tensor in parts[index].items()}
-    return Converted(config, weights, notes)
+    return Conversion(config, weights, notes)
 
 
 # ------------------------------------------------------------------ keys
-def _heads_alone(
-    tensors: dict[str, torch.Tensor], name: str, notes: list[str]
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def _heads_alone(source: Source, notes: list[str]) -> tuple[Tensors, torch.Tensor | None]:
     """The heads' tensors without prefix, and the embedding of a target that is in the same file."""
+    tensors = source.tensors
     inside = {IN_TARGET.sub("", key, count=1): value for key, value in tensors.items() if IN_TARGET.match(key)}
     if len(inside) in (0, len(tensors)):
         return inside or tensors, None
-    notes.append(f"only the heads are read; load the target from {name!r} too, it was trained with them")
+    notes.append(f"only the heads are read; load the target from {source.name!r} too, it was trained with them")
     embedding = next((tensors[key] for key in EMBEDDINGS if key in tensors), None)
     return inside, embedding
 
 
-def _parts(
-    tensors: dict[str, torch.Tensor], served_bias: bool | None
-) -> tuple[dict[int, list[dict[str, torch.Tensor]]], dict[int, torch.Tensor]]:
+def _parts(tensors: Tensors, served_bias: bool | None) -> tuple[Blocks, dict[int, torch.Tensor]]:
     """Blocks of every head, in order, and projections by head.
 
     Args:
         tensors: The heads' tensors.
         served_bias: vLLM's field `medusa_fc_bias`; without biases in the file, its blocks have none.
     """
-    blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    blocks: dict[int, dict[int, Tensors]] = {}
     projections: dict[int, torch.Tensor] = {}
     places: dict[int, int] = {}
     unknown = []
     for key, tensor in tensors.items():
         if match := BLOCK.fullmatch(key) or SERVED_BLOCK.fullmatch(key):
-            blocks.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = tensor
+            blocks.setdefault(int(match["head"]), {}).setdefault(int(match["block"]), {})[match["part"]] = tensor
         elif match := PROJECTION.fullmatch(key) or SERVED_PROJECTION.fullmatch(key):
-            projections[int(match[1])] = tensor
-            places[int(match[1])] = int(match[2]) if match.re is PROJECTION else -1
+            projections[int(match["head"])] = tensor
+            places[int(match["head"])] = int(match["block"]) if match.re is PROJECTION else -1
         else:
             unknown.append(key)
     if unknown:
@@ -137,7 +134,7 @@ def _parts(
 
 
 def _check_numbering(
-    blocks: dict[int, dict[int, dict[str, torch.Tensor]]], projections: dict[int, torch.Tensor], places: dict[int, int]
+    blocks: dict[int, dict[int, Tensors]], projections: dict[int, torch.Tensor], places: dict[int, int]
 ) -> None:
     if not blocks or set(blocks) != set(range(len(blocks))):
         raise CheckpointKeysError(f"Medusa heads are numbered {sorted(blocks)}, expected 0, 1, 2, ... without gaps.")
@@ -157,8 +154,8 @@ def _check_numbering(
 
 # ------------------------------------------------------------------ sizes
 def _sizes(
-    raw_config: dict[str, Any],
-    blocks: dict[int, list[dict[str, torch.Tensor]]],
+    raw_config: RawConfig,
+    blocks: Blocks,
     projections: dict[int, torch.Tensor],
     notes: list[str],
 ) -> dict[str, int]:
@@ -177,8 +174,6 @@ def _sizes(
                 f"the projection of head {head} has the shape {list(weight.shape)}, expected [{vocab_size}, {width}]."
             )
     sizes = {"vocab_size": vocab_size, "hidden_size": width}
-    for key, value in sizes.items():
-        if (stated := raw_config.get(key)) is not None and stated != value:
-            raise CheckpointShapeError(f"config.json says {key}={stated!r}, the weights say {value}; one is damaged.")
+    refuse_contradiction(raw_config, sizes)
     notes.append(f"embedding_size={width}, as wide as the features")
     return {**sizes, "feature_size": width, "embedding_size": width}

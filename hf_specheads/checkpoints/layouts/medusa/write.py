@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 
 from ....errors import ExportError
 from ....heads import MedusaHead
+from ..fields import Tensors
+from ..keys import TARGET_NAME
 from ..written import Layout, common_notes, dtype_name, target_name
+from . import keys
 
 
 def layout(heads: MedusaHead, to: str) -> Layout:
@@ -21,14 +23,25 @@ def layout(heads: MedusaHead, to: str) -> Layout:
     return _authors(heads) if to == "medusa" else _old_vllm(heads)
 
 
-def _blocks(heads: MedusaHead) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
-    """Head, block and tensors of every block; a tied block is listed once per use, as the authors do."""
-    config = heads.config
-    return [
-        (head, block, heads.blocks[head][0 if config.tied_blocks else block].state_dict())
+def _blocks(heads: MedusaHead, name: str) -> Tensors:
+    """Tensors of all blocks by a name of [`keys`]; a tied block is listed once per use, as the authors do."""
+    config, state = heads.config, heads.state_dict()
+    return {
+        name.format(head=head, block=block, part=part): state[f"blocks.{head}.{stored}.{part}"]
         for head in range(config.num_heads)
         for block in range(config.num_blocks)
-    ]
+        for stored in [0 if config.tied_blocks else block]
+        for part in ("weight", "bias")
+    }
+
+
+def _projections(heads: MedusaHead, name: str) -> Tensors:
+    """Projections of the heads by a name of [`keys`]."""
+    config, state = heads.config, heads.state_dict()
+    return {
+        name.format(head=head, block=config.num_blocks): state[f"lm_heads.{head}.weight"]
+        for head in range(config.num_heads)
+    }
 
 
 def _common(heads: MedusaHead) -> dict[str, Any]:
@@ -45,20 +58,16 @@ def _authors(heads: MedusaHead) -> Layout:
     """A state dict; heads that share the target's `lm_head` are the authors' "version 2"."""
     config = heads.config
     fields = {
-        "base_model_name_or_path": target_name(heads),
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_blocks,
+        TARGET_NAME: target_name(heads),
+        keys.NUM_HEADS: config.num_heads,
+        keys.NUM_BLOCKS: config.num_blocks,
         **_common(heads),
     }
-    tensors = {
-        f"{head}.{block}.linear.{name}": value
-        for head, block, parts in _blocks(heads)
-        for name, value in parts.items()
-    }
+    tensors = _blocks(heads, keys.BLOCK)
     if heads.lm_heads is None:
         fields["version"] = "2"
     else:
-        tensors |= {f"{i}.{config.num_blocks}.weight": lm_head.weight for i, lm_head in enumerate(heads.lm_heads)}
+        tensors |= _projections(heads, keys.PROJECTION)
     return Layout(fields, tensors, common_notes(heads), weight_file="medusa_lm_head.pt")
 
 
@@ -75,15 +84,10 @@ def _old_vllm(heads: MedusaHead) -> Layout:
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_blocks,
         "truncated_vocab_size": config.vocab_size,
-        "medusa_fc_bias": True,
+        keys.SERVED_BIAS: True,
         "original_lm_head": False,
         **_common(heads),
     }
-    tensors = {
-        f"blocks.{head}.layers.{block}.{name}": value
-        for head, block, parts in _blocks(heads)
-        for name, value in parts.items()
-    }
-    tensors |= {f"lm_heads.{i}.weight": lm_head.weight for i, lm_head in enumerate(heads.lm_heads)}
+    tensors = _blocks(heads, keys.SERVED_BLOCK) | _projections(heads, keys.SERVED_PROJECTION)
     notes = ["vLLM has dropped Medusa: 0.33 has neither the model nor the method; older releases draft one chain"]
     return Layout(fields, tensors, notes + common_notes(heads))

@@ -1,6 +1,6 @@
 """The layouts of the library `speculators`: EAGLE-3 heads, and EAGLE and HASS heads of its older versions.
 
-    eagle3   keys as in `eagle3.py`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
+    eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
@@ -11,83 +11,63 @@ stands before `fc`, the input norm before attention, and the last one before the
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import torch
-
 from ....errors import CheckpointKeysError, HeadConfigError, UnknownFormatError
 from ..eagle import read as eagle
 from ..eagle3 import read as eagle3
-from ..fields import Converted, boolean, renamed
-
-EAGLE, EAGLE3 = "eagle", "eagle3"
-KIND = "speculators_model_type"
-# Fields that stand beside `transformer_layer_config`.
-EAGLE3_FIELDS = ("draft_vocab_size", "target_hidden_size", *eagle3.FLAGS, eagle3.LEVELS)
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-LAYER_TYPES = ("llama", "qwen3")
-EAGLE_KEYS = {
-    "embedding_layernorm.weight": "embed_layernorm.weight",
-    "transformer.input_layernorm.weight": "hidden_layernorm.weight",
-    "pre_lm_head_layernorm.weight": "lm_head_layernorm.weight",
-}
+from ..fields import Conversion, RawConfig, Source, Tensors, boolean, renamed, with_our_prefix
+from . import keys
 
 
-def recognises(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> bool:
+def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
     """Whether config or keys are those of `speculators`."""
-    return KIND in config or "fusion_fc.weight" in shapes
+    return keys.KIND in config or keys.FUSION + "weight" in shapes
 
 
-def convert(
-    raw_config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str, positions_per_specialist: int | None
-) -> Converted:
+def convert(source: Source) -> Conversion:
     """Builds config and weights of heads in a layout of `speculators`.
-
-    Args:
-        raw_config: The checkpoint's `config.json`.
-        tensors: Its tensors.
-        name: Repository or folder name, for messages; also tells HASS from EAGLE.
-        positions_per_specialist: Has no meaning here.
 
     Raises:
         CheckpointKeysError: for missing or unknown keys, and norms or biases that the config does not say.
-        CheckpointShapeError: if shapes contradict one another or the config.
+        CheckpointShapeError: if sizes contradict one another or the config.
         CheckpointValueError: if `d2t` and `t2d` are no draft vocabulary.
         HeadConfigError: if a field is missing or impossible.
         UnknownFormatError: for other models of the library.
     """
-    kind = raw_config.get(KIND, EAGLE)
-    if kind not in (EAGLE, EAGLE3):
+    raw_config = source.raw_config
+    kind = raw_config.get(keys.KIND, keys.EAGLE_KIND)
+    if kind not in keys.KINDS:
         raise UnknownFormatError(f"these are a `speculators` model of type {kind!r}; types eagle and eagle3 are read.")
-    layer = raw_config.get("transformer_layer_config")
+    layer = raw_config.get(keys.LAYER_CONFIG)
     if not isinstance(layer, dict):
-        raise HeadConfigError(f"config.json has transformer_layer_config={layer!r}, expected an object.")
-    if layer.get("model_type", LAYER_TYPES[0]) not in LAYER_TYPES:
-        raise HeadConfigError(f"config.json describes a layer of {layer['model_type']!r}, expected {LAYER_TYPES}.")
+        raise HeadConfigError(f"config.json has {keys.LAYER_CONFIG}={layer!r}, expected an object.")
+    if layer.get("model_type", keys.LLAMA) not in keys.LAYER_TYPES:
+        raise HeadConfigError(
+            f"config.json describes a layer of {layer['model_type']!r}, expected {keys.LAYER_TYPES}."
+        )
     flat = {**layer, **_rope_of(raw_config, layer)}
-    if kind == EAGLE:
-        converted = eagle.convert(flat, _eagle_tensors(raw_config, tensors), name, None)
+    if kind == keys.EAGLE_KIND:
+        tensors = _eagle_tensors(raw_config, source.tensors)
+        conversion = eagle.convert(Source(flat, tensors, source.name))
     else:
-        flat |= {field: raw_config[field] for field in EAGLE3_FIELDS if field in raw_config}
-        converted = eagle3.convert(_with_residual(flat), tensors, name, None)
+        flat |= {field: raw_config[field] for field in keys.EAGLE3_FIELDS if field in raw_config}
+        conversion = eagle3.convert(Source(_with_residual(flat), source.tensors, source.name))
     if verifier := _verifier(raw_config):
-        converted.config.target = {**(converted.config.target or {}), "name": verifier}
-    return converted
+        conversion.config.target = {**(conversion.config.target or {}), "name": verifier}
+    return conversion
 
 
-def _rope_of(raw_config: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+def _rope_of(raw_config: RawConfig, layer: RawConfig) -> RawConfig:
     """Rope fields, which some writers repeat beside the layer's; both must say the same."""
-    outside = {name: raw_config[name] for name in ROPE_FIELDS if raw_config.get(name) is not None}
+    outside = {name: raw_config[name] for name in keys.ROPE if raw_config.get(name) is not None}
     for name, value in outside.items():
         if layer.get(name, value) != value:
             raise HeadConfigError(
-                f"config.json says {name}={value!r} and, in transformer_layer_config, {layer[name]!r}; correct one."
+                f"config.json says {name}={value!r} and, in {keys.LAYER_CONFIG}, {layer[name]!r}; correct one."
             )
     return outside
 
 
-def _with_residual(config: dict[str, Any]) -> dict[str, Any]:
+def _with_residual(config: RawConfig) -> RawConfig:
     """`norm_before_residual` must be said: the library itself and vLLM take opposite values for granted."""
     if boolean(config, "norm_before_residual") is None:
         raise HeadConfigError(
@@ -97,17 +77,17 @@ def _with_residual(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _verifier(raw_config: dict[str, Any]) -> str | None:
+def _verifier(raw_config: RawConfig) -> str | None:
     """Name of the target, if it is said."""
-    inner = raw_config.get("speculators_config")
-    verifier = inner.get("verifier") if isinstance(inner, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    inner = raw_config.get(keys.OWN_CONFIG)
+    verifier = inner.get(keys.VERIFIER) if isinstance(inner, dict) else None
+    name = verifier.get(keys.VERIFIER_NAME) if isinstance(verifier, dict) else None
     return name if isinstance(name, str) and name else None
 
 
-def _eagle_tensors(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _eagle_tensors(raw_config: RawConfig, tensors: Tensors) -> Tensors:
     """The tensors under the names of EAGLE's own layout."""
-    for field, key in (("fusion_bias", "fusion_fc.bias"), ("layernorms", "pre_lm_head_layernorm.weight")):
+    for field, key in (("fusion_bias", keys.FUSION_BIAS), ("layernorms", keys.LAST_NORM)):
         stated = boolean(raw_config, field)
         if stated is not None and stated != (key in tensors):
             raise CheckpointKeysError(
@@ -118,4 +98,4 @@ def _eagle_tensors(raw_config: dict[str, Any], tensors: dict[str, torch.Tensor])
 
 
 def _eagle_name(key: str) -> str:
-    return EAGLE_KEYS.get(key) or re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", key))
+    return keys.NORMS.get(key) or with_our_prefix(keys.PREFIXES, key)

@@ -15,8 +15,11 @@ from ....errors import ExportError
 from ....heads import Eagle3Head
 from ..commands import drafted_positions
 from ..eagle.write import lost_specialists
-from ..eagle3.write import FLAGS, LEVELS, MLP_BIASES, NOT_IN_QWEN3, levels_of, paired_biases, size_fields, tensors_of
+from ..eagle3.keys import FLAGS, LEVELS
+from ..eagle3.write import MLP_BIASES, NOT_IN_QWEN3, levels_of, paired_biases, size_fields, tensors_of
+from ..keys import FIRST_LAYER
 from ..written import Layout, adapter_note, dtype_name, llama_fields, scales_embeddings, target_name
+from . import keys
 
 VERSION = "0.9.0"
 
@@ -46,26 +49,26 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
     layer_fields = {**llama_fields(heads, "speculators"), **_kept_for_vllm(heads)}
     layer_fields["attention_bias"] = config.attention_bias or config.attention_out_bias
     if config.qk_norm:
-        layer_fields["model_type"] = "qwen3"
+        layer_fields["model_type"] = keys.QWEN3
         if config.mlp_bias:
             raise ExportError(f"these heads have {MLP_BIASES} and norms of queries and keys, {NOT_IN_QWEN3}.")
     fields: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
-        "speculators_model_type": "eagle3",
+        keys.KIND: keys.EAGLE3_KIND,
         "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
+        keys.OWN_CONFIG: {
+            "algorithm": keys.EAGLE3_KIND,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": drafted_positions(heads), "verifier_accept_k": 1,
                  "accept_tolerance": 0.0}
             ],
-            "verifier": {"name_or_path": name, "architectures": architectures},
+            keys.VERIFIER: {keys.VERIFIER_NAME: name, "architectures": architectures},
         },
-        "transformer_layer_config": layer_fields,
-        "draft_vocab_size": size_fields(heads)["draft_vocab_size"],
-        "target_hidden_size": None,
+        keys.LAYER_CONFIG: layer_fields,
+        keys.DRAFT_VOCAB_SIZE: size_fields(heads)[keys.DRAFT_VOCAB_SIZE],
+        keys.TARGET_HIDDEN_SIZE: None,
         LEVELS: levels_of(heads, "`speculators`"),
         **{flag: getattr(config, flag) for flag in FLAGS},
         "embed_requires_grad": False,
@@ -74,7 +77,7 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
         "dtype": dtype_name(heads),
         "transformers_version": layer_fields["transformers_version"],
     }  # fmt: skip
-    tensors = tensors_of(heads, "layers.0.", whole_vocabulary=False) | paired_biases(heads, "layers.0.")
+    tensors = tensors_of(heads, FIRST_LAYER, whole_vocabulary=False) | paired_biases(heads, FIRST_LAYER)
     return Layout(fields, tensors, lost_specialists(heads) + adapter_note(heads), "vllm serve {folder}")
 
 
@@ -95,6 +98,6 @@ def _verifier(heads: Eagle3Head, target: PreTrainedModel | str | None) -> tuple[
             "the layout of `speculators` names the target, and these heads do not remember theirs; pass its name or "
             "folder (`target=`, `--target`)."
         )
-    model_type = (heads.config.target or {}).get("model_type")
+    model_type = str((heads.config.target or {}).get("model_type"))
     guessed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return name, known or ([guessed] if isinstance(guessed, str) else ["LlamaForCausalLM"])

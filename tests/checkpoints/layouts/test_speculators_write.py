@@ -1,7 +1,7 @@
 """The layout of `speculators`: our draft logits against those that library had for our exports.
 
-`data/speculators/*` were written by `benchmarks/oracles/compare_speculators.py --record`: an export, the rows it
-drafted on, and the logits of `speculators` 0.9.0, three teacher-forced passes of them.
+`tests/checkpoints/data/speculators/*` were written by `benchmarks/oracles/compare_speculators.py --record`: an export,
+the rows it drafted on, and the logits of `speculators` 0.9.0, three teacher-forced passes of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.targets import VOCAB, prompt
 from hf_specheads import DraftHead, Eagle3Head, ExportError, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
 
-RECORDED = Path(__file__).parent / "data" / "speculators"
+RECORDED = Path(__file__).parents[1] / "data" / "speculators"
 
 
 def recorded(name: str) -> tuple[Eagle3Head, TrainingRows, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Fixtures of the export tests."""
+"""Fixtures of the tests of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""Names in the layouts of the library `speculators`."""
+
+from __future__ import annotations
+
+from ..eagle3.keys import FLAGS, LEVELS
+from ..keys import FIRST_LAYER, INPUT_NORM
+
+# The field of `config.json` that names the type of the model, and the types that are read.
+KIND, EAGLE_KIND, EAGLE3_KIND = "speculators_model_type", "eagle", "eagle3"
+KINDS = (EAGLE_KIND, EAGLE3_KIND)
+# The objects that hold the layer's fields, and the target's name.
+LAYER_CONFIG, OWN_CONFIG = "transformer_layer_config", "speculators_config"
+VERIFIER, VERIFIER_NAME = "verifier", "name_or_path"
+# Fields of EAGLE-3 heads that stand beside the layer's.
+DRAFT_VOCAB_SIZE, TARGET_HIDDEN_SIZE = "draft_vocab_size", "target_hidden_size"
+EAGLE3_FIELDS = (DRAFT_VOCAB_SIZE, TARGET_HIDDEN_SIZE, *FLAGS, LEVELS)
+# Fields of the rope, which some writers repeat beside the layer's.
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+LAYER_TYPES = LLAMA, QWEN3 = ("llama", "qwen3")
+# EAGLE and HASS: the three norms of a variant, and what all other keys begin with, by EAGLE's own names.
+FUSION, FUSION_BIAS, LAYER = "fusion_fc.", "fusion_fc.bias", "transformer."
+LAST_NORM = "pre_lm_head_layernorm.weight"
+NORMS = {
+    "embedding_layernorm.weight": "embed_layernorm.weight",
+    f"{LAYER}{INPUT_NORM}": "hidden_layernorm.weight",
+    LAST_NORM: "lm_head_layernorm.weight",
+}
+PREFIXES = {FUSION: "fc.", LAYER: FIRST_LAYER}
