@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores, and so do processes that tests start: threads that wait for a core spin.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers share the cores
+    torch.set_num_threads(1)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import hf_specheads
 import hf_specheads.trainer
+from benchmarks import figure
 from hf_specheads.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,29 @@ def test_python_blocks_use_what_exists(code: str) -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hf_specheads"):
             module = hf_specheads.trainer if node.module.endswith("trainer") else hf_specheads
             assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_the_first_screen() -> None:
+    """Claim, what has not been run, and the whole quickstart; the README stays short."""
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    first = "\n".join(lines[:35])
+    assert "Not run yet" in first and "assistant_model=heads" in first and first.count("```") == 4
+
+
+def test_the_picture_is_of_the_committed_results() -> None:
+    picture = Image.open(figure.PICTURE)
+    assert f"]({figure.PICTURE.relative_to(ROOT)})" in README
+    assert picture.text["Description"] == figure.sources(figure.read_results()), "run `python -m benchmarks.figure`"
+
+
+def test_the_picture_shows_the_results(tmp_path: Path) -> None:
+    results = figure.read_results()
+    figure.draw(tmp_path / "same.png", results)
+    results["batch"]["batch_sizes"]["8"]["eagle"] = {"speed_up": 1.0, "speed_up_range": [1.0, 1.0]}
+    figure.draw(tmp_path / "other.png", results)
+    same, other = (Image.open(tmp_path / f"{name}.png").tobytes() for name in ("same", "other"))
+    assert same != other
 
 
 def test_commands_and_make_targets_exist() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -106,9 +110,52 @@ def test_every_package_is_listed() -> None:
 
 def test_dependencies_are_floors() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {"train", "app", "dev"} <= set(extras)
+    assert set(extras) == {"train", "quant", "dev"}
     for requirement in [*PROJECT["project"]["dependencies"], *(r for extra in extras.values() for r in extra)]:
         assert ">=" in requirement and not set("<=~!").intersection(requirement.replace(">=", "")), requirement
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that an install with these extras asks for."""
+    project = PROJECT["project"]
+    requirements = [
+        *project["dependencies"],
+        *(r for extra in extras for r in project["optional-dependencies"][extra]),
+    ]
+    return {canonical(requirement.split(">=")[0]) for requirement in requirements}
+
+
+def imported(top: str) -> Iterator[tuple[str, str, bool]]:
+    """Files below a folder, packages they import from elsewhere, and whether importing the file needs them: not those
+    imported inside of functions, or for annotations only."""
+    for path in sorted((ROOT / top).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            for package in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"hf_specheads"}:
+                yield str(path.relative_to(ROOT)), package, node in tree.body
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A plain install imports the package; what training and figures need comes with the extra `train`, and nothing
+    comes with it that they do not need."""
+    distributions, used, missing = metadata.packages_distributions(), set(), []
+    for top in ("hf_specheads", "trainer"):
+        for file, package, at_once in imported(top):
+            names = {canonical(name) for name in distributions[package]}
+            used |= names
+            extras = () if top == "hf_specheads" and at_once else ("train",)
+            if not names & declared(*extras):
+                missing.append(f"{file} imports {package} of {sorted(names)}")
+    assert not missing, "add to pyproject.toml: " + "; ".join(missing)
+    assert declared("train") - declared() <= used
 
 
 def test_what_the_wheel_holds(wheel: Path) -> None:
