@@ -44,8 +44,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
         adaptive: Decode plainly where drafting has not paid, by the wall time of rounds and plain steps of this pair
             so far, and try again now and then ([`generation.pace`]). The tokens do not depend on it, unless they are
-            drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only with
-            `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
+            drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only
+            with `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
         compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
             for that. How, says the target's `generation_config.compile_config`.
         profile: Record wall seconds by stage in `last_stats.seconds`.

@@ -28,6 +28,8 @@ from ..unroll.rows import DraftedPass, TrainingRows, row_positions
 from ..unroll.streams import visible_rows
 from .base import DraftHead
 
+__all__ = ["DraftLanguageModel", "DraftLanguageModelConfig"]
+
 # Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
 VOCABULARY_PADDING = 0.01
 DRAFT_LM_PAPERS = (

@@ -24,6 +24,8 @@ from .layers import DraftDecoderLayer
 from .poss import POSS_PAPERS, PossHead, PossHeadConfig
 from .specialists import SpecialistHead, SpecialistHeadConfig
 
+__all__ = ["PossLoraHead", "PossLoraHeadConfig"]
+
 ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_SPECIALISTS = 32  # adapters are built one by one
 LORA_PAPER = "LoRA: Low-Rank Adaptation of Large Language Models, [arXiv:2106.09685](https://arxiv.org/abs/2106.09685)"
