@@ -6,32 +6,15 @@
 Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `generate` take them as `assistant_model`.
 """
 
-from . import dispatch
+from . import dispatch, heads
 from .checkpoints.load import load_heads
 from .checkpoints.write import Exported, export_heads
 from .configuration import DraftHeadConfig
 from .errors import ExportError, HeadLoadError, UnsupportedGenerationError, WrongTargetError
 from .generation.candidates import DraftHeadCandidateGenerator
 from .generation.loop import speculative_generate
-from .heads import (
-    DraftLanguageModel,
-    DraftLanguageModelConfig,
-    Eagle3Head,
-    Eagle3HeadConfig,
-    EagleHead,
-    EagleHeadConfig,
-    HydraHead,
-    HydraHeadConfig,
-    MedusaHead,
-    MedusaHeadConfig,
-    PossEagle3Head,
-    PossEagle3HeadConfig,
-    PossHead,
-    PossHeadConfig,
-    PossLoraHead,
-    PossLoraHeadConfig,
-    auto,
-)
+from .heads import *  # noqa: F403 (the families, each named in its module)
+from .heads import auto
 from .heads.auto import AutoDraftHead
 from .heads.base import DraftHead
 from .metrics import GenerationStats
@@ -49,28 +32,12 @@ __all__ = [
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",
-    "DraftLanguageModel",
-    "DraftLanguageModelConfig",
     "DraftTreeConfig",
-    "Eagle3Head",
-    "Eagle3HeadConfig",
-    "EagleHead",
-    "EagleHeadConfig",
     "ExportError",
     "Exported",
     "GenerationStats",
     "HeadLoadError",
-    "HydraHead",
-    "HydraHeadConfig",
-    "MedusaHead",
-    "MedusaHeadConfig",
     "OptimalTree",
-    "PossEagle3Head",
-    "PossEagle3HeadConfig",
-    "PossHead",
-    "PossHeadConfig",
-    "PossLoraHead",
-    "PossLoraHeadConfig",
     "TuningResult",
     "UnsupportedGenerationError",
     "WrongTargetError",
@@ -82,3 +49,4 @@ __all__ = [
     "tune",
     "tune_vocabulary",
 ]
+__all__ += heads.__all__

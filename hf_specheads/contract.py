@@ -17,7 +17,7 @@ Letters of shapes, one meaning everywhere:
     B  sequences of a batch                N  nodes of a draft tree, the root included
     T  committed tokens; length of a text  D  depth: draft positions, levels below the root
     M  rows taken in by a round            K  nodes of one level that are expanded; children looked at per node
-    R  rows of one head forward            L  specialists
+    R  rows of one forward, or of its loss L  specialists
     Q  rows of it that attend              S  streams of the unroll
     F  width of a feature as heads read it (several hidden states of width H side by side)
     H  hidden size of the target           h  hidden size of the draft head

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from claims.test_generate_options import byte_tokenizer
 from support.hub.client import error_of
 from support.hub.endpoint import HubEndpoint
 from support.targets import own_target, plain, prompt
+from support.tokenizers import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hf_specheads import PossHead, custom_generate, load_heads

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.stubs import StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import StubHead
 from support.targets import own_target, plain, prompt, shared_target
 from transformers import GenerationMixin, LlamaConfig, PreTrainedModel, pipeline
 from transformers.modeling_outputs import BaseModelOutputWithPast

@@ -3,7 +3,7 @@
 Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --config recipe.yaml key=value ...`.
 """
 
-from .config import DraftHeadTrainingArguments
+from .arguments import DraftHeadTrainingArguments
 from .data import PackedCollator, PaddedCollator, prepare_dataset
 from .joint import JointTrainer, JointTrainingArguments
 from .trainer import DraftHeadTrainer

@@ -23,11 +23,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specheads import AutoDraftHead, load_heads
 
-from .config import DraftHeadTrainingArguments
+from .arguments import DraftHeadTrainingArguments
 from .data import prepare_dataset
-from .facts import training_facts, write_facts
+from .facts import write_facts
 from .joint import JointTrainer, JointTrainingArguments
-from .recipe import Recipe, RecipeError, read_recipe, shipped_recipes
+from .recipe import Recipe, RecipeError, describe, read_recipe, shipped_recipes
 from .trainer import DraftHeadTrainer
 from .vocabulary import frequent_tokens
 
@@ -107,36 +107,6 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     )
 
 
-def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
-    """What was decided, one line per fact."""
-    args, config = trainer.args, trainer.model.config
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    evaluation = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
-    weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
-    sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
-    specialists = getattr(config, "num_specialists", 1)
-    rows = [
-        ("target", f"{recipe.target} ({sizes})"),
-        ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
-                  f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
-        ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
-        ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
-        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
-                  + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
-        ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
-        ("data", f"{len(trainer.train_dataset)} examples to train on, {evaluation} to evaluate on, "
-                 f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
-        ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
-        ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
-        ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
-    ]  # fmt: skip
-    if recipe.trains_target:
-        adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
-        rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
-    return "\n".join(f"{name:>8}: {value}" for name, value in rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -156,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
     trainer.save_model(output)  # and pushes, under push_to_hub=true
     if trainer.is_world_process_zero():
-        path = write_facts(training_facts(trainer, num_passes=trainer.num_passes, **trainer.run_facts), output)
+        path = write_facts(trainer.facts(), output)
         summary = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k in ("eval_loss", "eval_acceptance_length"))
         print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
         print(f"heads and {path.name} are in {output}")

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 PARTIAL = "_partial-checkpoint"  # pushes leave out what begins with an underscore
 
 
-class AtomicCheckpoints:
-    """Mixin for `Trainer`: a process killed while saving leaves the previous checkpoint the newest.
+class AtomicCheckpoints(Trainer):
+    """A `Trainer` that, killed while saving, leaves the previous checkpoint the newest.
 
     Trainer writes into `<output_dir>/_partial-checkpoint/`, a name that resuming does not look at; the finished folder
     is then renamed to `checkpoint-<step>`. `train(resume_from_checkpoint=True)` therefore finds complete folders only.

@@ -1,8 +1,8 @@
 """Losses and their gradients chunk by chunk of the rows, so that the logits of all rows never exist together.
 
 Logits over a vocabulary V take more memory than everything else a head computes. What a loss needs of a pass are rows
-[S, h]; cut loose from the heads' graph they can go through `lm_head` and loss, forward and backward, a few at a time.
-Only their gradient [S, h] is kept, and is sent on through the heads once. Nothing is computed twice.
+[R, h]; cut loose from the heads' graph they can go through `lm_head` and loss, forward and backward, a few at a time.
+Only their gradient [R, h] is kept, and is sent on through the heads once. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class ChunkedPass:
         self.grads = [torch.zeros_like(source) if source.requires_grad else None for source in sources]
 
     def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """Rows of `hidden` and of `features` [S', *], and the leaves they are.
+        """Rows of `hidden` and of `features` [R', *], and the leaves they are.
 
         Args:
-            rows: int64 [S'], flat; no row is taken twice.
+            rows: int64 [R'], flat; no row is taken twice.
         """
         leaves = [source.detach().flatten(0, 1)[rows].requires_grad_(source.requires_grad) for source in self.sources]
         return leaves[0], None if self.drafted.features is None else leaves[-1], leaves

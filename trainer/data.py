@@ -155,14 +155,14 @@ def tokenize_chat(
 
 # ---------------------------------------------------------------------- batches
 class PaddedCollator:
-    """One example per row, padded on the right.
+    """One example per sequence, padded on the right.
 
     Makes `input_ids`, `attention_mask`, `loss_mask`, int64 [B, T]. `loss_mask` is 0 at the first token of an example,
     which no row predicts, so its sum is the number of supervised rows.
 
     Args:
         pad_token_id: Id in the padding.
-        max_length: Longest row in tokens; longer examples are cut.
+        max_length: Longest sequence in tokens; longer examples are cut.
     """
 
     def __init__(self, pad_token_id: int, max_length: int):
@@ -177,15 +177,15 @@ class PaddedCollator:
         pairs = (complete_example(example) for example in examples)
         return [(ids[: self.max_length], mask[: self.max_length]) for ids, mask in pairs]
 
-    def batch(self, rows: list[list[tuple[list[int], list[int]]]]) -> dict[str, torch.Tensor]:
-        """Rows of one or more (ids, loss mask) each, padded to the longest."""
-        length = max(sum(len(ids) for ids, _ in row) for row in rows)
-        shape = (len(rows), length)
+    def batch(self, sequences: list[list[tuple[list[int], list[int]]]]) -> dict[str, torch.Tensor]:
+        """Sequences of one or more (ids, loss mask) each, padded to the longest."""
+        length = max(sum(len(ids) for ids, _ in sequence) for sequence in sequences)
+        shape = (len(sequences), length)
         input_ids = torch.full(shape, self.pad_token_id)
         attention_mask, loss_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        for index, row in enumerate(rows):
+        for index, sequence in enumerate(sequences):
             start = 0
-            for ids, mask in row:
+            for ids, mask in sequence:
                 end = start + len(ids)
                 input_ids[index, start:end] = torch.tensor(ids)
                 attention_mask[index, start:end] = 1
@@ -195,27 +195,27 @@ class PaddedCollator:
 
 
 class PackedCollator(PaddedCollator):
-    """Several examples per row of up to `max_length` tokens, first fit in the order given.
+    """Several examples per sequence of up to `max_length` tokens, first fit in the order given.
 
     Adds `document_ids` (-1 on padding) and `position_ids` (from 0 in every example), int64 [B, T].
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        rows: list[list[tuple[list[int], list[int]]]] = []
+        sequences: list[list[tuple[list[int], list[int]]]] = []
         for example in self.complete(examples):
-            lengths = (sum(len(ids) for ids, _ in row) for row in rows)
+            lengths = (sum(len(ids) for ids, _ in sequence) for sequence in sequences)
             fitting = (i for i, length in enumerate(lengths) if length + len(example[0]) <= self.max_length)
             index = next(fitting, None)
             if index is None:
-                rows.append([example])
+                sequences.append([example])
             else:
-                rows[index].append(example)
-        batch = self.batch(rows)
+                sequences[index].append(example)
+        batch = self.batch(sequences)
         document_ids = torch.full_like(batch["input_ids"], -1)
         position_ids = torch.zeros_like(document_ids)
-        for index, row in enumerate(rows):
+        for index, sequence in enumerate(sequences):
             start = 0
-            for document, (ids, _) in enumerate(row):
+            for document, (ids, _) in enumerate(sequence):
                 document_ids[index, start : start + len(ids)] = document
                 position_ids[index, start : start + len(ids)] = torch.arange(len(ids))
                 start += len(ids)

@@ -12,7 +12,7 @@ from hf_specheads.generation.pace import every_round_drafts
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import acceptance_length, position_acceptance
 
-from .config import DraftHeadTrainingArguments
+from .arguments import DraftHeadTrainingArguments
 from .unroll import DEFAULT_LOSSES, PassLosses
 
 
@@ -50,9 +50,9 @@ class LossMeter:
         self.sums.zero_()
         self.steps = 0
         return {
-            f"{name}_loss_{i + 1}": row[column]
-            for i, row in enumerate(means)
-            for column, name in enumerate(self.names)
+            f"{name}_loss_{position}": mean
+            for position, losses in enumerate(means, start=1)
+            for name, mean in zip(self.names, losses, strict=True)
             if name in self.seen
         }
 
@@ -95,8 +95,8 @@ def generation_metrics(
     if args.world_size > 1:
         everyone: list[tuple[list[list[int]], list[list[int]]]] = [([], [])] * args.world_size
         dist.all_gather_object(everyone, (accepted, offered))
-        accepted = [row for theirs, _ in everyone for row in theirs]
-        offered = [row for _, theirs in everyone for row in theirs]
+        accepted = [sequence for theirs, _ in everyone for sequence in theirs]
+        offered = [sequence for _, theirs in everyone for sequence in theirs]
     if not any(accepted):
         return {}
     metrics = {"acceptance_length": acceptance_length(accepted)}

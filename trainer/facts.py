@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import TrainerState, TrainingArguments
+
+from hf_specheads.heads.base import DraftHead
 
 FACTS = "training_facts.json"
 PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
@@ -45,37 +47,46 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def hardware(trainer: Trainer) -> dict[str, Any]:
+def hardware(args: TrainingArguments) -> dict[str, Any]:
     """Device, number of processes and CPU threads of a run."""
-    device = trainer.args.device
+    device = args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": f"{device.type} ({name})",
-        "processes": trainer.args.world_size,
+        "processes": args.world_size,
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
     }
 
 
 def training_facts(
-    trainer: Trainer, *, num_passes: int, recipe: dict[str, Any], metrics: dict[str, float], hours: float | None
+    heads: DraftHead,
+    args: TrainingArguments,
+    state: TrainerState,
+    *,
+    num_passes: int,
+    train_examples: int | None,
+    recipe: dict[str, Any],
+    metrics: dict[str, float],
+    hours: float | None,
 ) -> dict[str, Any]:
     """What was trained, on what, how long and to what end, as plain values.
 
     Args:
-        trainer: After training.
+        heads: After training.
+        args: The run's.
+        state: Of the trainer, at the end.
         num_passes: Draft positions that were trained.
+        train_examples: How many there are, `None` where nobody knows.
         recipe: The recipe in force, see [`recipe.Recipe.to_dict`].
         metrics: Final metrics.
         hours: Wall hours of training.
     """
-    heads, args = trainer.model, trainer.args
-    data = trainer.train_dataset
     return {
         "command": " ".join(sys.argv),
         "versions": versions(),
         "commit": commit(),
-        "hardware": hardware(trainer),
+        "hardware": hardware(args),
         "recipe": recipe,
         "method": heads.config.method,
         "target": {k: v for k, v in (heads.config.target or {}).items() if k != "fingerprint"},
@@ -83,14 +94,14 @@ def training_facts(
         "num_specialists": getattr(heads.config, "num_specialists", 1),
         "positions_per_specialist": getattr(heads.config, "positions_per_specialist", None),
         "parameters": sum(p.numel() for p in heads.parameters()),
-        "train_examples": len(data) if hasattr(data, "__len__") else None,
-        "steps": trainer.state.global_step,
-        "epochs": trainer.state.epoch,
+        "train_examples": train_examples,
+        "steps": state.global_step,
+        "epochs": state.epoch,
         "examples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "arguments": json.loads(args.to_json_string()),
         "hours": None if hours is None else round(hours, 4),
         "metrics": metrics,
-        "log_history": trainer.state.log_history,
+        "log_history": state.log_history,
     }
 
 

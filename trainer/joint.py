@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.adapter import (
@@ -26,11 +25,11 @@ from hf_specheads.target.adapter import (
     without_adapter,
 )
 
-from .config import DraftHeadTrainingArguments
+from .arguments import DraftHeadTrainingArguments
 from .evaluation import LossMeter
 from .losses import masked_mean
 from .trainer import DraftHeadTrainer
-from .unroll import PassLosses, Unroll
+from .unroll import PassLosses
 
 IN_TRAINING = {"fingerprint": None}  # `target_adapter` of heads whose adapter still changes
 
@@ -133,15 +132,10 @@ class JointTrainer(DraftHeadTrainer):
         return self.state.global_step < self.args.heads_warmup_steps
 
     # ------------------------------------------------------------------ loss
-    def start_unroll(
-        self,
-        batch: dict[str, torch.Tensor],
-        num_items: torch.Tensor | float | None = None,
-        *,
-        training: bool = True,
-        separate_backward: bool = False,
-    ) -> Unroll:
-        """As in [`DraftHeadTrainer`], with features that know how they came about, and the target's own loss."""
+    def features_of(
+        self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in [`DraftHeadTrainer`], but they know how they came about; computes the target's own loss as well."""
         if "final_features" in batch:
             raise ValueError("joint training changes the target's features; train on batches without stored ones.")
         alone = training and self.in_heads_warmup
@@ -153,8 +147,7 @@ class JointTrainer(DraftHeadTrainer):
             meter = self._train_target_losses if training else self._eval_target_losses
             meter.add(0, PassLosses({"target": self._target_loss}, None))
             meter.steps += 0 if training else int(batch["loss_mask"][:, 1:].count_nonzero())
-        batch = {**batch, "features": features, "final_features": final}
-        return super().start_unroll(batch, num_items, training=training, separate_backward=separate_backward)
+        return features, final
 
     @torch.no_grad()
     def _features_without_adapter(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -188,19 +181,6 @@ class JointTrainer(DraftHeadTrainer):
 
     def _logits_at(self, rows: torch.Tensor, final_features: torch.Tensor) -> torch.Tensor:
         return self.frozen_target.lm_head(final_features[:, :-1].flatten(0, 1)[rows]).float()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """The heads' losses plus the target's."""
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if self._target_loss is not None:
-            loss = loss + self.args.target_loss_weight * self._target_loss
-        return (loss, outputs) if return_outputs else loss
 
     # ------------------------------------------------------------------ optimizer steps
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -240,22 +220,13 @@ class JointTrainer(DraftHeadTrainer):
             logs.update(_renamed(self._train_target_losses.drain()))
         super().log(logs, start_time)
 
-    def evaluation_loop(
-        self,
-        dataloader: torch.utils.data.DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """As in [`DraftHeadTrainer`], with the adapted target."""
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
-        )
+    def evaluated_losses(self, meter: LossMeter) -> dict[str, float]:
+        """As in [`DraftHeadTrainer`], with the adapted target's own loss."""
+        losses = super().evaluated_losses(meter)
         for name, value in _renamed(self._eval_target_losses.drain(per_step_of_all=True)).items():
-            output.metrics[f"{metric_key_prefix}_{name}"] = value
-            output.metrics[f"{metric_key_prefix}_loss"] += self.args.target_loss_weight * value
-        return output
+            losses[name] = value
+            losses["loss"] += self.args.target_loss_weight * value
+        return losses
 
     # ------------------------------------------------------------------ files
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

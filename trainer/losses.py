@@ -1,7 +1,7 @@
 """Losses of one draft position, as plain functions over the supervised rows of a batch.
 
-Letters: S supervised rows, H feature width, V vocabulary, K of the top-k loss. A row of the draft head predicts the
-feature that follows it, and through the target's `lm_head` the distribution of the token after that:
+Letters as in [`hf_specheads.contract`]: R supervised rows, K of the top-k loss, V vocabulary. A row of the draft head
+predicts the feature that follows it, and through the target's `lm_head` the distribution of the token after that:
 
     row          (x_1, f_0)   (x_2, f_1)   (x_3, f_2)
     feature of   f_1          f_2          f_3
@@ -41,13 +41,13 @@ class TargetDistribution:
     """What the target says at the supervised rows; made once per batch and used by every pass.
 
     Attributes:
-        probs: fp32 [S, V], the target's distribution, over the draft vocabulary if the heads have one.
-        top_k_probs: fp32 [S, K], its K largest probabilities, **not** renormalised.
-        top_k_ids: int64 [S, K], where they are.
-        labels: int64 [S], where the token that follows in the data is, -100 if it is not known or not drafted.
-        weight: fp32 [S], 0 where the target's favourite token is outside the draft vocabulary (EAGLE-3's code), else
+        probs: fp32 [R, V], the target's distribution, over the draft vocabulary if the heads have one.
+        top_k_probs: fp32 [R, K], its K largest probabilities, **not** renormalised.
+        top_k_ids: int64 [R, K], where they are.
+        labels: int64 [R], where the token that follows in the data is, -100 if it is not known or not drafted.
+        weight: fp32 [R], 0 where the target's favourite token is outside the draft vocabulary (EAGLE-3's code), else
             1; `None` without a draft vocabulary.
-        mass: fp32 [S], what the target gives to the whole draft vocabulary; `None` without one.
+        mass: fp32 [R], what the target gives to the whole draft vocabulary; `None` without one.
     """
 
     probs: torch.Tensor
@@ -65,12 +65,12 @@ class TargetDistribution:
         labels: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
     ) -> TargetDistribution:
-        """From target logits [S, V] of any float dtype; a `top_k` above V means all of V.
+        """From target logits [R, V] of any float dtype; a `top_k` above V means all of V.
 
         Args:
             logits: Target logits.
             top_k: K.
-            labels: int64 [S], tokens that follow in the data.
+            labels: int64 [R], tokens that follow in the data.
             vocabulary: int64 [Vd], the heads' draft vocabulary, ascending.
         """
         if labels is None:
@@ -83,28 +83,28 @@ class TargetDistribution:
             mass = (logits.float().logsumexp(dim=-1) - whole).exp().clamp_max(1)
             place = torch.searchsorted(vocabulary, labels).clamp_max(len(vocabulary) - 1)
             labels = torch.where(vocabulary[place] == labels, place, IGNORED)
-        probs = torch.softmax(logits.float(), dim=-1)  # [S, V]
-        top_k_probs, top_k_ids = probs.topk(min(top_k, probs.shape[-1]), dim=-1)  # [S, K] each
+        probs = torch.softmax(logits.float(), dim=-1)  # [R, V]
+        top_k_probs, top_k_ids = probs.topk(min(top_k, probs.shape[-1]), dim=-1)  # [R, K] each
         return cls(probs, top_k_probs, top_k_ids, labels, weight, mass)
 
     def select(self, rows: torch.Tensor) -> TargetDistribution:
-        """The same at some of the rows, int64 [S']."""
+        """The same at some of the rows, int64 [R']."""
         tensors = (self.probs, self.top_k_probs, self.top_k_ids, self.labels, self.weight, self.mass)
         return TargetDistribution(*(None if tensor is None else tensor[rows] for tensor in tensors))
 
     @cached_property
     def entropy(self) -> torch.Tensor:
-        """Entropy of `probs`, fp32 [S]: what separates the token loss from KL."""
+        """Entropy of `probs`, fp32 [R]: what separates the token loss from KL."""
         return torch.special.entr(self.probs).sum(dim=-1)
 
 
 class DraftedRows:
-    """Drafts of one pass at S supervised rows, next to what the target says there; what every loss reads.
+    """Drafts of one pass at R supervised rows, next to what the target says there; what every loss reads.
 
     Args:
-        logits: Draft logits [S, V] of any float dtype.
+        logits: Draft logits [R, V] of any float dtype.
         target: The target's distribution at the same rows.
-        features: Drafted and target features, [S, H] each; `None` for heads that draft none.
+        features: Drafted and target features, [R, H] each; `None` for heads that draft none.
         lk_decay: How fast the LK loss turns from KL to 1 - a.
     """
 
@@ -120,7 +120,7 @@ class DraftedRows:
 
     @property
     def weight(self) -> torch.Tensor | float:
-        """Factor of every row's losses, fp32 [S] or 1."""
+        """Factor of every row's losses, fp32 [R] or 1."""
         return 1.0 if self.target.weight is None else self.target.weight
 
     @cached_property
@@ -138,19 +138,19 @@ def feature_loss(drafted: torch.Tensor, target_features: torch.Tensor) -> torch.
     """SmoothL1 (beta 1) between drafted and target features, the mean over H (EAGLE, arXiv 2401.15077, section 3.2).
 
     Args:
-        drafted: [S, H].
-        target_features: [S, H], features of the rows' next tokens.
+        drafted: [R, H].
+        target_features: [R, H], features of the rows' next tokens.
 
     Returns:
-        fp32 [S].
+        fp32 [R].
     """
     return F.smooth_l1_loss(drafted.float(), target_features.float(), reduction="none").mean(dim=-1)
 
 
 class _CrossEntropies(torch.autograd.Function):
-    """Token and top-k loss of [`token_and_top_k_loss`], with one [S, V] tensor kept and the gradient written once.
+    """Token and top-k loss of [`token_and_top_k_loss`], with one [R, V] tensor kept and the gradient written once.
 
-    Over a large vocabulary the losses cost as much as `lm_head` when every operation reads and writes [S, V]; the
+    Over a large vocabulary the losses cost as much as `lm_head` when every operation reads and writes [R, V]; the
     gradient to the logits is  (g + h P) q - g p - h p_K  with g, h the gradients of the two losses and P the mass of
     the target's top K.
     """
@@ -158,7 +158,7 @@ class _CrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, probs, top_k_probs, top_k_ids):
         with torch.autocast(logits.device.type, enabled=False):
-            draft = torch.softmax(logits, dim=-1)  # q, [S, V]
+            draft = torch.softmax(logits, dim=-1)  # q, [R, V]
             # The largest probability is 1 / sum(exp(logits - max)): its log gives the normaliser, log-softmax does not
             # have to be computed (on CPUs it costs several times as much as softmax).
             normaliser = logits.amax(dim=-1) - draft.amax(dim=-1).log()
@@ -177,13 +177,13 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 def token_and_top_k_loss(logits: torch.Tensor, target: TargetDistribution) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropies of the draft distribution q against the target's distribution p, fp32 [S] each.
+    """Cross-entropies of the draft distribution q against the target's distribution p, fp32 [R] each.
 
     token loss = -sum_x p(x) log q(x)                    (EAGLE, arXiv 2401.15077, section 3.2)
     top-k loss = -sum_{x in top-K of p} p(x) log q(x)    (HASS, arXiv 2408.15766, section 3.1), p not renormalised
 
     Args:
-        logits: Draft logits [S, V].
+        logits: Draft logits [R, V].
         target: The target's distribution at the same rows.
     """
     return _CrossEntropies.apply(logits.float(), target.probs, target.top_k_probs, target.top_k_ids)
@@ -193,11 +193,11 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """-log q of the token that follows in the data (Medusa, section 2.2.1), 0 where it is not known.
 
     Args:
-        logits: Draft logits [S, V].
-        labels: int64 [S], -100 where not known.
+        logits: Draft logits [R, V].
+        labels: int64 [R], -100 where not known.
 
     Returns:
-        fp32 [S].
+        fp32 [R].
     """
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
 
@@ -213,7 +213,7 @@ class _Overlap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, probs, mass):
         with torch.autocast(logits.device.type, enabled=False):
-            log_draft = torch.log_softmax(logits, dim=-1)  # [S, V]
+            log_draft = torch.log_softmax(logits, dim=-1)  # [R, V]
             log_target = probs.log()
             outside = 0.0
             if mass is not None:
@@ -239,13 +239,13 @@ class _Overlap(torch.autograd.Function):
 
 
 def overlap_losses(logits: torch.Tensor, target: TargetDistribution) -> tuple[torch.Tensor, torch.Tensor]:
-    """1 - a and -log a, fp32 [S] each, for a = sum_x min(p(x), q(x)).
+    """1 - a and -log a, fp32 [R] each, for a = sum_x min(p(x), q(x)).
 
     a is the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.2), and
     1 - a the total variation 1/2 sum |p - q|. -log a: arXiv 2602.23881.
 
     Args:
-        logits: Draft logits [S, V].
+        logits: Draft logits [R, V].
         target: The target's distribution at the same rows; a draft vocabulary's `mass` scales it back to what the
             target gives its tokens.
     """
@@ -253,7 +253,7 @@ def overlap_losses(logits: torch.Tensor, target: TargetDistribution) -> tuple[to
 
 
 def lk_loss(rows: DraftedRows) -> torch.Tensor:
-    """w KL(p, q) + (1 - w)(1 - a) with w = exp(-`lk_decay` a), through which no gradient flows; fp32 [S].
+    """w KL(p, q) + (1 - w)(1 - a) with w = exp(-`lk_decay` a), through which no gradient flows; fp32 [R].
 
     The hybrid of "LK Losses" (arXiv 2602.23881): heads that overlap little learn from KL, whose gradient does not
     vanish, later ones from the acceptance itself.
@@ -268,8 +268,8 @@ def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = N
     """Sum of the supervised rows' losses over the number of supervised rows; 0 when there are none.
 
     Args:
-        values: [S].
-        num_items: What to divide by instead of S: with several processes or accumulation steps, the supervised rows
+        values: [R].
+        num_items: What to divide by instead of R: with several processes or accumulation steps, the supervised rows
             of the whole optimizer step, so that a step does not depend on how its batch was split.
 
     Returns:
@@ -284,7 +284,7 @@ def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = N
     return values.sum() / num_items
 
 
-# Losses by name, each fp32 [S] from the drafts of one pass.
+# Losses by name, each fp32 [R] from the drafts of one pass.
 LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
     "feature": lambda rows: feature_loss(*rows.features),
     "token": lambda rows: rows.cross_entropies[0],

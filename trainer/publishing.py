@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 
+from hf_specheads.heads.base import DraftHead
 from hf_specheads.publishing.card.facts import EVAL_RESULTS
 from hf_specheads.publishing.push import complete_folder, name_target
 from hf_specheads.target.adapter import ADAPTER_FOLDER
@@ -22,13 +24,15 @@ POS_ACC = r"eval_pos_acc_(\d+)"
 MEASURED_IN_TRAINING = "held-out data, at the end of training"
 
 
-class HubCards:
-    """Mixin for `Trainer`: `push_to_hub` and the pushes of `push_to_hub=True` carry a card of draft heads.
+class HubCards(Trainer):
+    """A `Trainer` of draft heads whose `push_to_hub`, and whose pushes under `push_to_hub=True`, carry their card.
 
     Attributes:
         run_facts: What the trainer cannot know of its run, for [`facts.training_facts`]: `recipe`, `metrics`, `hours`.
     """
 
+    model: DraftHead
+    num_passes: int
     run_facts: dict[str, Any] | None = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -62,7 +66,7 @@ class HubCards:
         repo_id = getattr(self, "hub_model_id", None)
         if repo_id or finetuned_from:
             name_target(folder / CONFIG_NAME, finetuned_from)
-        write_facts(self._facts(), folder)
+        write_facts(self.facts(), folder)
         given = {"language": language, "tags": tags, "datasets": dataset}
         known = {name: [value] if isinstance(value, str) else value for name, value in given.items() if value}
         known |= {"license": license} if license else {}
@@ -73,11 +77,18 @@ class HubCards:
         name = repo_id or model_name or folder.resolve().name
         complete_folder(folder, name, api, revision=self.args.hub_revision, **{**known, **card})
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of the run; see [`facts.training_facts`]."""
         logged = [entry["train_runtime"] for entry in self.state.log_history if "train_runtime" in entry]
         hours = sum(logged) / 3600 if logged else None
+        data = self.train_dataset
         return training_facts(
-            self, num_passes=self.num_passes, **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})}
+            self.model,
+            self.args,
+            self.state,
+            num_passes=self.num_passes,
+            train_examples=len(data) if hasattr(data, "__len__") else None,
+            **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})},
         )
 
     def _measured(self) -> dict[str, Any] | None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from .config import DraftHeadTrainingArguments
+from .arguments import DraftHeadTrainingArguments
 from .joint import JointTrainingArguments
+from .trainer import DraftHeadTrainer
 
 TRAINING_ARGUMENTS = {f.name for f in dataclasses.fields(JointTrainingArguments) if f.init}
 # Arguments that only joint training knows; a recipe that gives one trains an adapter of the target too.
@@ -156,6 +157,36 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
             raise RecipeError(f"{key!r} is neither a recipe key {sorted(recipe_keys)} nor a training argument.")
         _set(values, names, _numbers(yaml.safe_load(text)), override)
     return Recipe.from_dict(values)
+
+
+def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
+    """What was decided, one line per fact."""
+    args, config = trainer.args, trainer.model.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    evaluation = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
+    weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
+    sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
+    specialists = getattr(config, "num_specialists", 1)
+    rows = [
+        ("target", f"{recipe.target} ({sizes})"),
+        ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
+                  f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
+        ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
+        ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
+        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
+                  + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
+        ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
+        ("data", f"{len(trainer.train_dataset)} examples to train on, {evaluation} to evaluate on, "
+                 f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
+        ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
+        ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
+        ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
+    ]  # fmt: skip
+    if recipe.trains_target:
+        adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
+        rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
+    return "\n".join(f"{name:>8}: {value}" for name, value in rows)
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -6,14 +6,12 @@ Nothing is written to disk, and the target is never part of the optimizer or of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
-from hf_specheads.unroll.streams import document_starts
 
 
 class FrozenTarget:
@@ -38,8 +36,8 @@ class FrozenTarget:
         """Features of every token of a batch, in the target's dtype.
 
         Args:
-            batch: As the collators of [`data`] make it. Rows of several documents are told apart by `position_ids`,
-                which transformers turns into masks that keep the documents apart. A batch that brings its own
+            batch: As the collators of [`data`] make it. Several documents of a sequence are told apart by
+                `position_ids`, which transformers turns into masks that keep them apart. A batch that brings its own
                 `features` and `final_features` costs no forward.
             layers: Hidden states the heads read, see `DraftHead.feature_layers`.
 
@@ -47,7 +45,7 @@ class FrozenTarget:
             What the heads read, [B, T, F], and the final features, [B, T, H]; the same tensor for most heads.
 
         Raises:
-            ValueError: for packed rows and a target that takes no `position_ids`.
+            ValueError: for packed sequences and a target that takes no `position_ids`.
         """
         if "final_features" in batch:
             return batch["features"], batch["final_features"]
@@ -108,71 +106,3 @@ def unroll_inputs(
         "document_ids": None if documents is None else documents[:, :-1],
         "position_ids": None if positions is None or documents is None else positions[:, :-1],
     }
-
-
-def feature_noise(
-    features: torch.Tensor,
-    batch: dict[str, torch.Tensor],
-    half_width: float,
-    scaling: str,
-    generator: torch.Generator,
-) -> torch.Tensor | None:
-    """Uniform noise U(-a, a) for input features (EAGLE, arXiv 2401.15077, section 4.1), or `None` for a = 0.
-
-    Args:
-        features: [B, T, H].
-        batch: As the collators make it.
-        half_width: a.
-        scaling: `"none"`; `"eagle"`: times 512 / length of the document in tokens, as the authors' code does; or
-            `"neftune"`: divided by sqrt(length * F).
-        generator: Source of randomness, on the features' device.
-
-    Returns:
-        fp32 [B, T, H].
-    """
-    if half_width == 0:
-        return None
-    noise = torch.rand(features.shape, device=features.device, generator=generator).mul_(2).sub_(1).mul_(half_width)
-    if scaling == "eagle":
-        noise *= (512.0 / document_lengths(batch))[..., None]
-    elif scaling == "neftune":
-        noise /= (document_lengths(batch) * features.shape[-1]).sqrt()[..., None]
-    return noise
-
-
-def noisy_embedding(
-    embed_tokens: Callable[[torch.Tensor], torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    alpha: float,
-    generator: torch.Generator,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The target's embedding with fresh noise U(-1, 1) * alpha / sqrt(length * E) at every call (NEFTune, arXiv
-    2310.05914; Hydra, arXiv 2402.05109), for rows made by [`unroll_inputs`].
-
-    Args:
-        embed_tokens: Ids [B, T - 1] -> [B, T - 1, E].
-        batch: As the collators make it, of T tokens.
-        alpha: Above 0.
-        generator: Source of randomness, on the batch's device.
-    """
-    lengths = document_lengths(batch)[:, :-1, None]
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        embeddings = embed_tokens(ids)
-        noise = torch.rand(embeddings.shape, device=lengths.device, generator=generator).mul_(2).sub_(1).mul_(alpha)
-        noise /= (lengths * embeddings.shape[-1]).sqrt()
-        return embeddings + noise.to(embeddings.device, embeddings.dtype)
-
-    return embed
-
-
-def document_lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """fp32 [B, T], the number of real tokens of the document each token belongs to (at least 1)."""
-    documents = batch.get("document_ids")
-    if documents is None:
-        documents = torch.zeros_like(batch["input_ids"])
-    if batch.get("attention_mask") is not None:
-        documents = documents.masked_fill(batch["attention_mask"] == 0, -1)
-    run = document_starts(documents).long().cumsum(dim=1) - 1  # [B, T], index of the run of equal ids
-    counts = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
-    return counts.gather(1, run).float()

@@ -11,21 +11,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
 
+from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
-from .config import DraftHeadTrainingArguments
 from .data import cut_prompts, default_collator, prepare_dataset
 from .evaluation import LossMeter, generation_metrics
+from .noise import feature_noise, noisy_embedding
 from .publishing import HubCards
-from .target_features import FrozenTarget, feature_noise, noisy_embedding, unroll_inputs
+from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
 
-class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
+# The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.
+class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     """Trains draft heads of any family on what a frozen target says.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
@@ -41,7 +43,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
         args: [`DraftHeadTrainingArguments`].
         train_dataset, eval_dataset: `datasets` with `messages`, `text` or `input_ids`; see [`data.prepare_dataset`].
         processing_class: Tokenizer, needed for `messages` and `text`.
-        data_collator: Default: padded or packed rows, as `args.packing` says.
+        data_collator: Default: padded or packed sequences, as `args.packing` says.
         eval_prompts: Token ids of prompts for the acceptance metrics; default: cut from `eval_dataset`.
         **kwargs: As in `transformers.Trainer`.
 
@@ -49,6 +51,9 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
         ValueError: if the passes leave a specialist untrained, or for FSDP and DeepSpeed.
         WrongTargetError: if the heads do not fit the target.
     """
+
+    args: DraftHeadTrainingArguments
+    model: DraftHead
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
         separate_backward: bool = False,
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
-        features, final_features = self.frozen_target.features(batch, self.model.feature_layers)
+        features, final_features = self.features_of(batch, num_items, training)
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,
@@ -138,6 +143,18 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
             separate_backward=separate_backward,
         )
 
+    def features_of(
+        self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the heads read, [B, T, F], and the target's final features, [B, T, H].
+
+        Args:
+            batch: As the collators make it.
+            num_items: Divisor of the losses, for trainers that have one of the target's.
+            training: Whether the heads are being trained on the batch, or evaluated.
+        """
+        return self.frozen_target.features(batch, self.model.feature_layers)
+
     def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
         """Weighted loss of one pass; scalar."""
         total = losses.weighted(**self.args.loss_weights) * self.args.pass_decay**position
@@ -150,10 +167,11 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, list[PassLosses]]]:
-        """Weighted sum of all passes' losses, in one graph."""
+        """Weighted sum of all passes' losses and of [`shared_losses`], in one graph."""
         unroll = self.start_unroll(inputs, num_items_in_batch, training=self.model.training)
         passes = [unroll.next_pass() for _ in range(self.num_passes)]
         loss = torch.stack([self.weighted_loss(losses, position) for position, losses in enumerate(passes)]).sum()
+        loss = sum(self.shared_losses(), loss)
         return (loss, {"passes": passes}) if return_outputs else loss
 
     def training_step(
@@ -291,13 +309,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
             meter.steps += int(unroll.supervised.numel())
-        components = meter.drain(per_step_of_all=True)
-        loss = 0.0
-        for name, value in components.items():
-            kind, _, position = name.rpartition("_loss_")
-            if weight := self.args.loss_weights[kind]:
-                loss += weight * self.args.pass_decay ** (int(position) - 1) * value
-        metrics = {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
+        metrics = self.evaluated_losses(meter)
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
             predictions=None,
@@ -305,6 +317,16 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards, Trainer):
             metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
             num_samples=self.num_examples(dataloader),
         )
+
+    def evaluated_losses(self, meter: LossMeter) -> dict[str, float]:
+        """Losses of an evaluation per supervised row: `loss`, weighted as in training, and every component."""
+        components = meter.drain(per_step_of_all=True)
+        loss = 0.0
+        for name, value in components.items():
+            kind, _, position = name.rpartition("_loss_")
+            if weight := self.args.loss_weights[kind]:
+                loss += weight * self.args.pass_decay ** (int(position) - 1) * value
+        return {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
 
     def _prompts(self, dataloader: torch.utils.data.DataLoader) -> list[list[int]]:
         args = self.args

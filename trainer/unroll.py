@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -89,7 +90,8 @@ class Unroll:
         losses: Names of the losses to compute; the feature loss is left out for heads that draft no features.
         upstream_masking: For parity with the authors' training code only: see [`unroll_losses`].
         token_ids: int64 [B, T], the token of each row, for heads that ask for it.
-        document_ids: int64 [B, T], equal within a document of a packed row, or `None` for one document per row. No
+        document_ids: int64 [B, T], equal within a document of a packed sequence, or `None` for one document per
+            sequence. No
             row attends, and no drafted feature moves, across documents.
         position_ids: int64 [B, T], rope positions; default counts from 0 in every document.
         num_items: Divisor of the losses instead of each pass's own number of supervised rows.
@@ -122,12 +124,20 @@ class Unroll:
         num_items: torch.Tensor | float | None = None,
         separate_backward: bool = False,
     ):
-        _check_shapes(features, next_token_ids, target_features, loss_mask, attention_mask, document_ids, position_ids)
+        _refuse_shapes(
+            features,
+            next_token_ids=next_token_ids,
+            target_features=target_features,
+            loss_mask=loss_mask,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+            position_ids=position_ids,
+        )
         self.losses, self.num_items, self.lk_decay = losses, num_items, lk_decay
         self.top_k = top_k if "top_k" in losses else 0
         documents = _documents(next_token_ids, None if upstream_masking else attention_mask, document_ids)
         self.documents = documents.flatten()
-        self.row_length = documents.shape[1]
+        self.length = documents.shape[1]
         rows = TrainingRows(
             features=features,
             token_ids=token_ids,
@@ -140,7 +150,7 @@ class Unroll:
             separate_backward=separate_backward,
         )
         self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
-        self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [S]
+        self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
         labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
         labels[:, -1] = IGNORED  # what follows the last row is not in the batch
         self._labels = labels.flatten()
@@ -150,7 +160,7 @@ class Unroll:
 
     @torch.no_grad()
     def target_at(self, rows: torch.Tensor) -> TargetDistribution:
-        """What the target says at supervised rows, int64 [S'] (flat)."""
+        """What the target says at supervised rows, int64 [R'] (flat)."""
         logits = self._lm_head(self._target_features[rows])
         return TargetDistribution.from_logits(
             logits, self.top_k, labels=self._labels[rows], vocabulary=self._vocabulary
@@ -228,11 +238,11 @@ class Unroll:
         next(self._passes, None)
 
     def _rows_of(self, offset: int, supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [S'] (flat) that draft the supervised rows `offset` later, and which of them those are."""
+        """Rows [R'] (flat) that draft the supervised rows `offset` later, and which of them those are."""
         if offset == 0:
             return supervised, None
         rows = (supervised - offset).clamp_min(0)
-        inside = supervised % self.row_length >= offset
+        inside = supervised % self.length >= offset
         kept = (inside & (self.documents[rows] == self.documents[supervised])).nonzero()[:, 0]
         return rows[kept], kept
 
@@ -245,7 +255,7 @@ class Unroll:
         kept: torch.Tensor | None,
         target: TargetDistribution,
     ) -> dict[str, torch.Tensor]:
-        """Losses of drafted rows [S', *] against those `kept` of the supervised rows, where `target` is."""
+        """Losses of drafted rows [R', *] against those `kept` of the supervised rows, where `target` is."""
         if kept is not None:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
@@ -254,20 +264,27 @@ class Unroll:
         return {name: mean_loss(name, found, self.num_items) for name in names}
 
 
+class UnrollInputs(TypedDict, total=False):
+    """What [`unroll_losses`] hands on to [`Unroll`] as it is."""
+
+    features: Required[torch.Tensor]
+    next_token_ids: Required[torch.Tensor]
+    target_features: Required[torch.Tensor]
+    loss_mask: Required[torch.Tensor]
+    attention_mask: Required[torch.Tensor | None]
+    token_ids: torch.Tensor | None
+    document_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    embed_tokens: Required[torch.Tensor | nn.Module]
+    lm_head: Required[torch.Tensor | nn.Module]
+    top_k: int
+    lk_decay: float
+    losses: Sequence[str]
+    num_items: torch.Tensor | float | None
+
+
 def unroll_losses(
-    draft_head: DraftHead,
-    *,
-    features: torch.Tensor,
-    next_token_ids: torch.Tensor,
-    target_features: torch.Tensor,
-    loss_mask: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    embed_tokens: torch.Tensor | nn.Module,
-    lm_head: torch.Tensor | nn.Module,
-    num_passes: int,
-    top_k: int = 10,
-    upstream_masking: bool = False,
-    **options: object,
+    draft_head: DraftHead, *, num_passes: int, upstream_masking: bool = False, **inputs: Unpack[UnrollInputs]
 ) -> list[PassLosses]:
     """Losses of `num_passes` draft positions, unweighted, sharing one graph.
 
@@ -281,20 +298,7 @@ def unroll_losses(
     """
     if num_passes < 1:
         raise ValueError(f"`num_passes` must be at least 1, got {num_passes}.")
-    unroll = Unroll(
-        draft_head,
-        features=features,
-        next_token_ids=next_token_ids,
-        target_features=target_features,
-        loss_mask=loss_mask,
-        attention_mask=attention_mask,
-        embed_tokens=embed_tokens,
-        lm_head=lm_head,
-        num_passes=num_passes,
-        top_k=top_k,
-        upstream_masking=upstream_masking and num_passes > 1,
-        **options,
-    )
+    unroll = Unroll(draft_head, num_passes=num_passes, upstream_masking=upstream_masking and num_passes > 1, **inputs)
     return [unroll.next_pass() for _ in range(num_passes)]
 
 
@@ -308,12 +312,9 @@ def _documents(
     return documents.masked_fill(attention_mask == 0, -1)
 
 
-def _check_shapes(
-    features: torch.Tensor, next_token_ids: torch.Tensor, target_features: torch.Tensor, *others
-) -> None:
+def _refuse_shapes(features: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Raises a `ValueError` unless all tensors have the sequences and rows of `features`, [B, T, ...]."""
     rows = tuple(features.shape[:2])
-    named = {"next_token_ids": next_token_ids, "target_features": target_features}
-    named.update(zip(("loss_mask", "attention_mask", "document_ids", "position_ids"), others, strict=True))
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         if tensor is not None and tuple(tensor.shape[:2]) != rows:
             raise ValueError(f"`{name}` must have the rows of `features` {rows}, got {tuple(tensor.shape)}.")

@@ -1,29 +1,21 @@
-"""Draft heads, one module per method."""
+"""Draft heads, one module per method; which names are public, each module says itself."""
 
-from .draft_lm import DraftLanguageModel, DraftLanguageModelConfig
-from .eagle import EagleHead, EagleHeadConfig
-from .eagle3 import Eagle3Head, Eagle3HeadConfig
-from .hydra import HydraHead, HydraHeadConfig
-from .medusa import MedusaHead, MedusaHeadConfig
-from .poss import PossHead, PossHeadConfig
-from .poss_eagle3 import PossEagle3Head, PossEagle3HeadConfig
-from .poss_lora import PossLoraHead, PossLoraHeadConfig
+from . import draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+from .draft_lm import *  # noqa: F403 (here and below: what the module's `__all__` names)
+from .eagle import *  # noqa: F403
+from .eagle3 import *  # noqa: F403
+from .hydra import *  # noqa: F403
+from .medusa import *  # noqa: F403
+from .poss import *  # noqa: F403
+from .poss_eagle3 import *  # noqa: F403
+from .poss_lora import *  # noqa: F403
 
-__all__ = [
-    "DraftLanguageModel",
-    "DraftLanguageModelConfig",
-    "Eagle3Head",
-    "Eagle3HeadConfig",
-    "EagleHead",
-    "EagleHeadConfig",
-    "HydraHead",
-    "HydraHeadConfig",
-    "MedusaHead",
-    "MedusaHeadConfig",
-    "PossEagle3Head",
-    "PossEagle3HeadConfig",
-    "PossHead",
-    "PossHeadConfig",
-    "PossLoraHead",
-    "PossLoraHeadConfig",
-]
+__all__: list[str] = []
+__all__ += draft_lm.__all__
+__all__ += eagle.__all__
+__all__ += eagle3.__all__
+__all__ += hydra.__all__
+__all__ += medusa.__all__
+__all__ += poss.__all__
+__all__ += poss_eagle3.__all__
+__all__ += poss_lora.__all__

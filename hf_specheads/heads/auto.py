@@ -13,10 +13,17 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from ..configuration import DraftHeadConfig
 from ..target.borrowed import BorrowedModules
 from ..tree.config import DraftTreeConfig
-from . import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead, PossEagle3Head, PossHead, PossLoraHead
 from .base import DraftHead
+from .draft_lm import DraftLanguageModel
+from .eagle import EagleHead
+from .eagle3 import Eagle3Head
+from .hydra import HydraHead
+from .medusa import MedusaHead
+from .poss import PossHead
+from .poss_eagle3 import PossEagle3Head
+from .poss_lora import PossLoraHead
 
-# The one place that lists the methods; a new family adds its row.
+# The one place that lists the methods; a new family adds its row, and its line in `heads/__init__.py`.
 METHODS: dict[str, type[DraftHead]] = {
     "draft-lm": DraftLanguageModel,
     "eagle": EagleHead,

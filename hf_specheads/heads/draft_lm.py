@@ -28,6 +28,8 @@ from ..unroll.rows import DraftedPass, TrainingRows, row_positions
 from ..unroll.streams import visible_rows
 from .base import DraftHead
 
+__all__ = ["DraftLanguageModel", "DraftLanguageModelConfig"]
+
 # Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
 VOCABULARY_PADDING = 0.01
 DRAFT_LM_PAPERS = (
@@ -149,7 +151,7 @@ def _plain_dict(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def refuse_language_model(model: PreTrainedModel) -> str | None:
+def language_model_problem(model: PreTrainedModel) -> str | None:
     """Why a model cannot draft trees, or `None` if it can. An allow-list: a model that ignored a mask would draft
     nonsense without an error."""
     config = model.config
@@ -193,8 +195,8 @@ class DraftLanguageModel(DraftHead):
             self.language_model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)](known)
         except (KeyError, AssertionError, IndexError) as error:  # an unknown activation, a token past the vocabulary
             raise ValueError(f"`language_model` describes a model that cannot be built: {error}") from error
-        if reason := refuse_language_model(self.language_model):
-            raise ValueError(f"{type(self.language_model).__name__} cannot draft trees: {reason}.")
+        if problem := language_model_problem(self.language_model):
+            raise ValueError(f"{type(self.language_model).__name__} cannot draft trees: {problem}.")
         self.post_init()
 
     @classmethod
@@ -216,8 +218,8 @@ class DraftLanguageModel(DraftHead):
             ValueError: for a model that cannot draft trees.
             WrongTargetError: if the vocabularies differ.
         """
-        if reason := refuse_language_model(model):
-            raise ValueError(f"{type(model).__name__} cannot draft trees: {reason}.")
+        if problem := language_model_problem(model):
+            raise ValueError(f"{type(model).__name__} cannot draft trees: {problem}.")
         tree = tree_config.to_dict() if isinstance(tree_config, DraftTreeConfig) else tree_config or {}
         config = DraftLanguageModelConfig(
             language_model=_plain_dict(model.config),

@@ -25,6 +25,8 @@ from .base import DraftHead
 from .layers import DraftDecoderLayer, NormedDecoderLayer
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
+__all__ = ["EagleHead", "EagleHeadConfig"]
+
 # What a row at position j is made of, next to the feature f_j or alone: the token after it, or its own.
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 

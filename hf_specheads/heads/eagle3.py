@@ -29,6 +29,8 @@ from .base import DraftHead
 from .layers import Eagle3DecoderLayer
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
+__all__ = ["Eagle3Head", "Eagle3HeadConfig"]
+
 # What heads of a warm start hand on, besides their weights and layer.
 EAGLE3_FIELDS = (
     "hidden_size", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",

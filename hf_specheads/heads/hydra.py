@@ -8,29 +8,26 @@ concatenation.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..cache.draft import DraftCache
-from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..publishing.card.facts import Published
-from ..target.projection import output_weight
-from ..tree.config import DraftTreeConfig
 from ..unroll.attention import Documents, StreamAttention
 from ..unroll.rows import DraftedPass, TrainingRows, later
-from .base import DraftHead
-from .layers import DraftDecoderLayer, LayerHeadConfig, validate_layer
-from .medusa import LM_HEADS, MAX_HEADS, ResidualBlock, default_tree
+from .layers import LayerHeadConfig, NormedDecoderLayer, validate_layer
+from .per_position import MAX_HEADS, PerPositionHead, PerPositionHeadConfig, ResidualBlock
+
+__all__ = ["HydraHead", "HydraHeadConfig"]
 
 ARCHITECTURES = ("mlp", "prefix-mlp")
 HYDRA_PAPER = (
@@ -40,7 +37,7 @@ HYDRA_PAPER = (
 
 
 @strict
-class HydraHeadConfig(LayerHeadConfig):
+class HydraHeadConfig(PerPositionHeadConfig, LayerHeadConfig):
     r"""Configuration of Hydra heads.
 
     Args:
@@ -62,33 +59,19 @@ class HydraHeadConfig(LayerHeadConfig):
 
     model_type = "specheads_hydra"
     required_fields: ClassVar[tuple[str, ...]] = (
-        *LayerHeadConfig.required_fields, "num_heads", "num_blocks", "head_arch", "lm_head",
+        *PerPositionHeadConfig.required_fields, "num_blocks", "head_arch",
     )  # fmt: skip
 
     method: str = "hydra"
-    num_heads: int = 4
-    num_blocks: int = 1
-    tied_blocks: bool = True
     grounded: bool = True
     head_arch: str = "mlp"
-    lm_head: str = "own"
     hidden_state_offset: int = 0
     dropout: float = 0.0
-    trained_positions: int | None = None
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        if self.hidden_size != self.feature_size:
-            raise ValueError(
-                f"the blocks keep the feature's width, so `hidden_size` ({self.hidden_size}) must equal "
-                f"`feature_size` ({self.feature_size})."
-            )
-        for name in ("num_heads", "num_blocks"):
-            if not 1 <= getattr(self, name) <= MAX_HEADS:
-                raise ValueError(f"`{name}` must be between 1 and {MAX_HEADS}, got {getattr(self, name)}.")
-        for name, known in (("lm_head", LM_HEADS), ("head_arch", ARCHITECTURES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"`{name}` must be one of {list(known)}, got {getattr(self, name)!r}.")
+        if self.head_arch not in ARCHITECTURES:
+            raise ValueError(f"`head_arch` must be one of {list(ARCHITECTURES)}, got {self.head_arch!r}.")
         if not 0 <= self.hidden_state_offset <= MAX_HEADS:
             raise ValueError(
                 f"`hidden_state_offset` must be between 0 and {MAX_HEADS}, got {self.hidden_state_offset}."
@@ -111,35 +94,25 @@ class GroundedBlock(nn.Module):
         return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
 
 
-class PrefixLayer(DraftDecoderLayer):
+class PrefixLayer(NormedDecoderLayer):
     """A whole one-layer Llama stack: both norms of the layer, and a final norm (Hydra++).
 
     Shapes: features [B, R, H] -> [B, Q, H], the outputs of the last Q = `num_queries` rows.
     """
 
-    def __init__(self, config: DraftHeadConfig):
+    def __init__(self, config: LayerHeadConfig):
         super().__init__(config, layer_idx=0)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        num_queries: int,
-        attention_function: Callable | None = None,
-    ) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        residual = hidden_states[:, -num_queries:] + self.self_attn(
-            normed, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
-        )
-        return self.norm(residual + self.mlp(self.post_attention_layernorm(residual)))
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As [`DraftDecoderLayer.forward`], normed."""
+        return self.norm(super().forward(*args, **kwargs))
 
 
-class HydraHead(DraftHead):
+class HydraHead(PerPositionHead):
     """n heads, `logits_i = lm_head_i(blocks_i([s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]))`.
+
+    Inputs of head i are s_t and the embeddings after it, [..., H + (i + 1) * E]; [..., H] for ungrounded heads.
 
     Freshly made for a target, first blocks of grounded heads are random (the identity on s_t would repeat the target's
     last token with confidence), later ones the identity, and own projections the target's `lm_head`.
@@ -168,25 +141,6 @@ class HydraHead(DraftHead):
             self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResidualBlock):
-            init.zeros_(module.weight)
-            init.zeros_(module.bias)
-        else:
-            super()._init_weights(module)
-
-    @torch.no_grad()
-    def start_from_target(self, target: PreTrainedModel) -> None:
-        """Own projections start as the target's `lm_head`, with its bias if it has one."""
-        if self.lm_heads is None:
-            return
-        weight, bias = output_weight(target), getattr(target.get_output_embeddings(), "bias", None)
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(weight)
-            if bias is not None and bias.device.type != "meta":
-                lm_head.bias.copy_(bias[: len(lm_head.bias)])
-
     def check_target(self, target: PreTrainedModel) -> None:
         super().check_target(target)
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -195,21 +149,6 @@ class HydraHead(DraftHead):
                 f"these {self.config.method} heads read the hidden state {self.config.hidden_state_offset} layers "
                 f"below the final one, but the target has {layers} layers; load heads trained for this target."
             )
-
-    def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """What the head of a draft position makes of its inputs, before its projection to logits.
-
-        Args:
-            inputs: [..., H + (position + 1) * E], s_t and the embeddings after it; [..., H] for ungrounded heads.
-            position: Draft position, 0-based.
-
-        Returns:
-            [..., H], in the dtype of the blocks.
-        """
-        blocks, hidden = self.blocks[position], inputs.to(self.dtype)
-        for index in range(self.config.num_blocks):
-            hidden = blocks[min(index, len(blocks) - 1)](self._dropped(hidden))
-        return hidden
 
     def prefix_states(
         self,
@@ -236,29 +175,13 @@ class HydraHead(DraftHead):
         rotary = self.rotary_emb(features, position_ids)
         return self.prefix(features, rotary, attention_mask, past_key_values, num_queries, attention_function)
 
-    def _dropped(self, values: torch.Tensor) -> torch.Tensor:
+    def dropped(self, values: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(values, self.config.dropout, self.training)
-
-    def position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., Vd], from inputs as in [`forward`]."""
-        hidden = self(inputs, position)
-        return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
-
-    def own_projections(self) -> Sequence[nn.Module]:
-        return self.lm_heads or ()
 
     # ------------------------------------------------------------------ drafting
     @property
-    def published_tree(self) -> DraftTreeConfig:
-        return default_tree(self.config.num_heads)
-
-    @property
     def feature_layers(self) -> tuple[int, ...]:
         return (-1 - self.config.hidden_state_offset,)
-
-    @property
-    def max_draft_positions(self) -> int:
-        return self.config.num_heads
 
     def new_draft_cache(self) -> DraftCache:
         """One layer for Hydra++, fed with features of committed tokens only; otherwise only counts rows."""
@@ -297,16 +220,6 @@ class HydraHead(DraftHead):
         return torch.cat([states, embeddings], dim=-1)
 
     # ------------------------------------------------------------------ training
-    @property
-    def default_passes(self) -> int:
-        return self.config.num_heads
-
-    def passes_problem(self, num_passes: int) -> str | None:
-        if num_passes < self.config.num_heads:
-            count = self.config.num_heads
-            return f"trains {num_passes} of {count} Hydra heads; set num_passes={count}, or make fewer heads."
-        return super().passes_problem(num_passes)
-
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Pass i is head i at every row, fed with the data's tokens; it says what the target says i rows later.
 
@@ -327,11 +240,7 @@ class HydraHead(DraftHead):
             if embeddings is not None:
                 inputs = torch.cat([inputs, later(embeddings, position)], dim=-1)
             hidden = self(inputs, position)
-            logits = partial(self._row_logits, rows, position)
+            logits = partial(self.row_logits, rows, position)
             yield DraftedPass(hidden=hidden, logits=logits, offset=position, features=hidden)
         if apart and read.grad is not None:
             states.backward(read.grad)
-
-    def _row_logits(self, rows: TrainingRows, position: int, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self._dropped(hidden)
-        return rows.lm_head(hidden) if self.lm_heads is None else self.lm_heads[position](hidden)

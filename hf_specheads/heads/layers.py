@@ -98,14 +98,19 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
         num_queries: int,
         attention_function: Callable | None = None,
     ) -> torch.Tensor:
+        read, added_to = self.attended(hidden_states)
         if num_queries == 0:
-            self.self_attn.cache_rows(hidden_states, position_embeddings, past_key_values)
-            return hidden_states[:, :0]
-        attended = self.self_attn(
-            hidden_states, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
+            self.self_attn.cache_rows(read, position_embeddings, past_key_values)
+            return added_to[:, :0]
+        attention = self.self_attn(
+            read, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
         )
-        residual = hidden_states[:, -num_queries:] + attended
+        residual = added_to[:, -num_queries:] + attention
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    def attended(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads, [B, R, *], and what its output is added to, [B, R, h]; here both are the rows."""
+        return rows, rows
 
 
 class NormedDecoderLayer(DraftDecoderLayer):
@@ -118,23 +123,8 @@ class NormedDecoderLayer(DraftDecoderLayer):
         super().__init__(config, layer_idx)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        num_queries: int,
-        attention_function: Callable | None = None,
-    ) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        if num_queries == 0:
-            self.self_attn.cache_rows(normed, position_embeddings, past_key_values)
-            return hidden_states[:, :0]
-        residual = hidden_states[:, -num_queries:] + self.self_attn(
-            normed, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
-        )
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+    def attended(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.input_layernorm(rows), rows
 
 
 def validate_layer(config: DraftHeadConfig) -> None:
@@ -186,26 +176,11 @@ class Eagle3DecoderLayer(DraftDecoderLayer):
         self.input_layernorm = LlamaRMSNorm(config.row_embedding_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        num_queries: int,
-        attention_function: Callable | None = None,
-    ) -> torch.Tensor:
-        embeddings, features = hidden_states.split(self.widths, dim=-1)
+    def attended(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embeddings, features = rows.split(self.widths, dim=-1)
         normed = self.hidden_norm(features)
-        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        if num_queries == 0:
-            self.self_attn.cache_rows(inputs, position_embeddings, past_key_values)
-            return features[:, :0]
-        attended = self.self_attn(
-            inputs, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
-        )
-        residual = (normed if self.norm_before_residual else features)[:, -num_queries:] + attended
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        read = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return read, normed if self.norm_before_residual else features
 
 
 def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:

@@ -6,32 +6,29 @@ draft cache. A tree is the product of what the heads say, so every node of a lev
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
-from transformers import initialization as init
 
 from ..cache.draft import DraftCache
-from ..configuration import DraftHeadConfig
 from ..publishing.card.facts import Published
-from ..target.projection import output_weight
-from ..tree.config import DraftTreeConfig
-from ..tree.published import MEDUSA_CHOICES
 from ..unroll.rows import DraftedPass, TrainingRows
-from .base import DraftHead
+from .per_position import PerPositionHead, PerPositionHeadConfig, ResidualBlock
 
-LM_HEADS = ("own", "target")
+__all__ = ["MedusaHead", "MedusaHeadConfig"]
 
-MAX_HEADS = 256
+MEDUSA_PAPER = (
+    "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, "
+    "[arXiv:2401.10774](https://arxiv.org/abs/2401.10774)"
+)
 
 
 @strict
-class MedusaHeadConfig(DraftHeadConfig):
+class MedusaHeadConfig(PerPositionHeadConfig):
     r"""Configuration of Medusa heads.
 
     Args:
@@ -45,51 +42,11 @@ class MedusaHeadConfig(DraftHeadConfig):
     """
 
     model_type = "specheads_medusa"
-    required_fields: ClassVar[tuple[str, ...]] = (*DraftHeadConfig.required_fields, "num_heads", "lm_head")
 
     method: str = "medusa"
-    num_heads: int = 4
-    num_blocks: int = 1
-    tied_blocks: bool = True
-    lm_head: str = "own"
-    trained_positions: int | None = None
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        if self.hidden_size != self.feature_size:
-            raise ValueError(
-                f"the blocks keep the feature's width, so `hidden_size` ({self.hidden_size}) must equal "
-                f"`feature_size` ({self.feature_size})."
-            )
-        for name in ("num_heads", "num_blocks"):
-            if not 1 <= getattr(self, name) <= MAX_HEADS:
-                raise ValueError(f"`{name}` must be between 1 and {MAX_HEADS}, got {getattr(self, name)}.")
-        if self.lm_head not in LM_HEADS:
-            raise ValueError(f"`lm_head` must be one of {list(LM_HEADS)}, got {self.lm_head!r}.")
 
 
-def default_tree(num_heads: int) -> DraftTreeConfig:
-    """The authors' 63 nodes, as deep as there are heads."""
-    return DraftTreeConfig(kind="static", choices=tuple(path for path in MEDUSA_CHOICES if len(path) <= num_heads))
-
-
-MEDUSA_PAPER = (
-    "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, "
-    "[arXiv:2401.10774](https://arxiv.org/abs/2401.10774)"
-)
-
-
-class ResidualBlock(nn.Linear):
-    """`y = x + SiLU(W x + b)`, [..., H] -> [..., H] (Medusa, section 2.1.1)."""
-
-    def __init__(self, width: int):
-        super().__init__(width, width)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states + nn.functional.silu(super().forward(hidden_states))
-
-
-class MedusaHead(DraftHead):
+class MedusaHead(PerPositionHead):
     """n heads, `logits_i = lm_head_i(blocks_i(f))` with f the target's feature of the last committed token.
 
     Freshly made for a target, the blocks are the identity and own projections are the target's `lm_head`.
@@ -112,56 +69,7 @@ class MedusaHead(DraftHead):
             )
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResidualBlock):
-            init.zeros_(module.weight)
-            init.zeros_(module.bias)
-        else:
-            super()._init_weights(module)
-
-    @torch.no_grad()
-    def start_from_target(self, target: PreTrainedModel) -> None:
-        """Own projections start as the target's `lm_head` (without its bias, if it has one)."""
-        if self.lm_heads is None:
-            return
-        weight = output_weight(target)
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(weight)
-
-    def forward(self, features: torch.Tensor, position: int) -> torch.Tensor:
-        """What the head of a draft position makes of features, before its projection to logits.
-
-        Args:
-            features: [..., H], of the target, any float dtype.
-            position: Draft position, 0-based.
-
-        Returns:
-            [..., H], in the dtype of the blocks.
-        """
-        blocks = self.blocks[position]
-        hidden = features.to(blocks[0].weight.dtype)
-        for index in range(self.config.num_blocks):
-            hidden = blocks[0 if self.config.tied_blocks else index](hidden)
-        return hidden
-
-    def position_logits(self, features: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., H] -> [..., Vd]."""
-        hidden = self(features, position)
-        return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
-
-    def own_projections(self) -> Sequence[nn.Module]:
-        return self.lm_heads or ()
-
     # ------------------------------------------------------------------ drafting
-    @property
-    def published_tree(self) -> DraftTreeConfig:
-        return default_tree(self.config.num_heads)
-
-    @property
-    def max_draft_positions(self) -> int:
-        return self.config.num_heads
-
     def new_draft_cache(self) -> DraftCache:
         """Only counts committed rows: no head looks further back than the last one."""
         return DraftCache(0)
@@ -187,21 +95,10 @@ class MedusaHead(DraftHead):
         return features, logits.expand(-1, token_ids.shape[1], -1)
 
     # ------------------------------------------------------------------ training
-    @property
-    def default_passes(self) -> int:
-        return self.config.num_heads
-
-    def passes_problem(self, num_passes: int) -> str | None:
-        if num_passes < self.config.num_heads:
-            count = self.config.num_heads
-            return f"trains {num_passes} of {count} Medusa heads; set num_passes={count}, or make fewer heads."
-        return super().passes_problem(num_passes)
-
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Pass i is head i at every row; it says what the target says i rows later."""
         for position in range(num_passes):
             yield DraftedPass(hidden=rows.features, logits=partial(self._logits_of, rows, position), offset=position)
 
     def _logits_of(self, rows: TrainingRows, position: int, features: torch.Tensor) -> torch.Tensor:
-        hidden = self(features, position)
-        return rows.lm_head(hidden) if self.lm_heads is None else self.lm_heads[position](hidden)
+        return self.row_logits(rows, position, self(features, position))

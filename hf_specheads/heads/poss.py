@@ -14,6 +14,8 @@ from ..publishing.card.facts import Published
 from .eagle import EAGLE_PAPERS, HASS_PAPER, EagleHead, EagleHeadConfig
 from .specialists import SpecialistHeadConfig
 
+__all__ = ["PossHead", "PossHeadConfig"]
+
 
 @strict
 class PossHeadConfig(EagleHeadConfig):

@@ -16,6 +16,8 @@ from .eagle3 import EAGLE3_PAPER, Eagle3Head, Eagle3HeadConfig
 from .poss import POSS_PAPER
 from .specialists import SpecialistHead, SpecialistHeadConfig
 
+__all__ = ["PossEagle3Head", "PossEagle3HeadConfig"]
+
 
 @strict
 class PossEagle3HeadConfig(Eagle3HeadConfig):

@@ -8,6 +8,7 @@ projections. An adapter for specialist 0 would only repeat what the base, which 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from huggingface_hub.dataclasses import strict
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers.cache_utils import Cache
 
 from ..errors import WarmStartError
 from ..publishing.card.facts import Published
@@ -23,6 +23,8 @@ from .base import DraftHead
 from .layers import DraftDecoderLayer
 from .poss import POSS_PAPERS, PossHead, PossHeadConfig
 from .specialists import SpecialistHead, SpecialistHeadConfig
+
+__all__ = ["PossLoraHead", "PossLoraHeadConfig"]
 
 ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_SPECIALISTS = 32  # adapters are built one by one
@@ -93,20 +95,10 @@ class LoraDecoderLayer(DraftDecoderLayer):
         self.requires_grad_(True)  # peft freezes the base
         self._adapted = tuple(module for module in self.modules() if isinstance(module, LoraLayer))
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        num_queries: int,
-        attention_function: Callable | None = None,
-        specialist: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, *args: Any, specialist: int = 0, **kwargs: Any) -> torch.Tensor:
+        """As [`DraftDecoderLayer.forward`], as one of the specialists."""
         self.become(specialist)
-        return super().forward(
-            hidden_states, position_embeddings, attention_mask, past_key_values, num_queries, attention_function
-        )
+        return super().forward(*args, **kwargs)
 
     def become(self, specialist: int) -> None:
         """Adds this specialist's adapter from now on, and writes to its draft cache."""
@@ -136,22 +128,8 @@ class PossLoraHead(PossHead):
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         return nn.ModuleList([LoraDecoderLayer(config)])
 
-    def forward(
-        self,
-        fused: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        specialist: int = 0,
-        num_queries: int | None = None,
-        attention_function: Callable | None = None,
-    ) -> torch.Tensor:
-        """As [`SpecialistHead.forward`], with the layer acting as `specialist`."""
-        rotary = self.rotary_emb(fused, position_ids)
-        queries = fused.shape[1] if num_queries is None else num_queries
-        layer = self.layers[0]
-        outputs = layer(fused, rotary, attention_mask, past_key_values, queries, attention_function, specialist)
-        return self.drafted_state(outputs)
+    def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
+        return partial(self.layers[0], specialist=specialist)
 
     # ------------------------------------------------------------------ from and to other heads
     @torch.no_grad()

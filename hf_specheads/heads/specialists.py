@@ -71,6 +71,10 @@ class SpecialistHead(DraftHead):
         """The decoder layers, one per specialist."""
         return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
 
+    def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
+        """What a specialist computes, called as [`DraftDecoderLayer.forward`]."""
+        return self.layers[specialist]
+
     def specialist_state(self, specialist: int) -> dict[str, torch.Tensor]:
         """Weights of one specialist, by the names of its decoder layer."""
         return self.layers[specialist].state_dict()
@@ -130,7 +134,7 @@ class SpecialistHead(DraftHead):
         """
         rotary = self.rotary_emb(fused, position_ids)
         queries = fused.shape[1] if num_queries is None else num_queries
-        layer = self.layers[specialist]
+        layer = self.layer_of(specialist)
         return self.drafted_state(layer(fused, rotary, attention_mask, past_key_values, queries, attention_function))
 
     # ------------------------------------------------------------------ drafting

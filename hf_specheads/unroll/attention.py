@@ -1,7 +1,7 @@
 """Attention of training rows over several feature streams, in memory linear in the number of rows.
 
 A row sees a triangle of stream 0 and at most one row of every later stream (see [`streams`]). The triangle is plain
-causal attention per document, which torch has kernels for; the later streams are a band of F - 1 scores per row. Both
+causal attention per document, which torch has kernels for; the later streams are a band of S - 1 scores per row. Both
 are partial softmaxes, merged by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1):
 
     out = exp(lse_0 - lse) out_0 + sum_s exp(score_s - lse) value_s,    lse = log(exp(lse_0) + sum_s exp(score_s))
@@ -33,7 +33,7 @@ Streams = tuple[torch.Tensor, ...]
 
 
 class Documents:
-    """Where the documents of B rows of T tokens lie.
+    """Where the documents of B sequences of T rows lie.
 
     Args:
         ids: int64 [B, T], equal within a document, which is one run of rows; -1 on padding.
@@ -65,13 +65,13 @@ class Documents:
 
 
 class StreamAttention:
-    """Attention of T queries over F streams of T rows, with transformers' attention signature.
+    """Attention of T queries over S streams of T rows, with transformers' attention signature.
 
     Exactly the softmax under [`streams.stream_mask`], without a tensor of T x T elements.
 
     Args:
         documents: No row sees another document.
-        num_streams: F.
+        num_streams: S.
         phantom_columns: Reproduce the attention of HASS's and PosS's training code, which multiplies scores by a 0/1
             mask: each of the T - 1 - t future rows then adds exp(0) to the softmax's denominator.
         own_rows: A row sees its own row of every later stream, and of stream 0 all that is visible: streams whose row
@@ -94,7 +94,7 @@ class StreamAttention:
         self,
         module: nn.Module,
         query: torch.Tensor,  # [B, heads, T, head_dim]
-        key: torch.Tensor | Streams,  # of every stream, or of all in one: [B, key-value heads, F * T, head_dim]
+        key: torch.Tensor | Streams,  # of every stream, or of all in one: [B, key-value heads, S * T, head_dim]
         value: torch.Tensor | Streams,
         attention_mask: torch.Tensor | None,
         scaling: float,
@@ -111,7 +111,7 @@ class StreamAttention:
         return self.in_blocks(*inputs, scaling=scaling, dropout=dropout).transpose(1, 2), None
 
     def band_scores(self, query: torch.Tensor, keys: Streams, scaling: float) -> torch.Tensor:
-        """Scores of the visible rows of the later streams, -inf where there is none: fp32 [B, heads, T, F - 1]."""
+        """Scores of the visible rows of the later streams, -inf where there is none: fp32 [B, heads, T, S - 1]."""
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = query.new_full((*query.shape[:3], len(keys)), float("-inf"), dtype=wide)
         for column, ((_, lag), key) in enumerate(zip(self.band, keys, strict=True)):

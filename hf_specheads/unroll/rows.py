@@ -48,7 +48,7 @@ class DraftedPass:
 
     Attributes:
         hidden: [B, T, *], rows that `logits` reads.
-        logits: Rows [S, *] of `hidden` -> draft logits [S, V], or [S, Vd] over the head's draft vocabulary.
+        logits: Rows [R, *] of `hidden` -> draft logits [R, V], or [R, Vd] over the head's draft vocabulary.
         offset: Row t drafts what the target says at row t + offset (0 where every pass reads shifted streams).
         features: [B, T, H], drafted target features at row t + offset + 1; `None` for heads that draft none.
     """

@@ -1,6 +1,6 @@
 """Feature streams of the unroll, and who sees which stream.
 
-In pass m (0-based) the draft head sees F = m + 1 streams of features: stream 0 holds the target's, stream s what pass
+In pass m (0-based) the draft head sees S = m + 1 streams of features: stream 0 holds the target's, stream s what pass
 s - 1 drafted. The row at t stands for draft position m of a round whose root was m tokens earlier, so it sees target
 features up to the root and drafted features after it, each from the pass that would have drafted it:
 
@@ -45,7 +45,7 @@ def visible_rows(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def stream_mask(visible: torch.Tensor, num_streams: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Additive mask over all rows of all streams, for any attention implementation: [B, 1, T, F * T].
+    """Additive mask over all rows of all streams, for any attention implementation: [B, 1, T, S * T].
 
     [`attention.StreamAttention`] computes the same without a tensor of T x T elements.
     """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.heads import SCALED_ROPES, deep_target, random_heads
-from support.targets import VOCAB, plain, prompt
+from support.heads import SCALED_ROPES, scrambled_heads
+from support.targets import VOCAB, deep_target, plain, prompt
 
 from hf_specheads import DraftHead, HydraHead, MedusaHead, export_heads, load_heads
 
@@ -83,7 +83,7 @@ def differences(heads: DraftHead, again: DraftHead) -> list[str]:
 
 @pytest.mark.parametrize(("method", "to", "name", "options"), CASES, ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
 def test_round_trip(tmp_path: Path, method: str, to: str, name: str, options: dict[str, Any]) -> None:
-    heads = random_heads(method, **options)
+    heads = scrambled_heads(deep_target(), method, **options)
     exported = export_heads(heads, tmp_path / f"{method}-heads", to=to, target="tiny-target")
     again = load_heads(exported.folder)
     assert type(again) is type(heads) and again.config.method == method
@@ -98,7 +98,7 @@ def test_round_trip(tmp_path: Path, method: str, to: str, name: str, options: di
      ("medusa", "medusa"), ("hydra", "hydra")],
 )  # fmt: skip
 def test_types_of_weights(tmp_path: Path, method: str, to: str, dtype: torch.dtype) -> None:
-    heads = random_heads(method, dtype=dtype)
+    heads = scrambled_heads(deep_target(), method, dtype=dtype)
     again = load_heads(export_heads(heads, tmp_path / "heads", to=to, target="tiny-target").folder)
     assert again.dtype == dtype and differences(heads, again) == []
 
@@ -106,7 +106,7 @@ def test_types_of_weights(tmp_path: Path, method: str, to: str, dtype: torch.dty
 @pytest.mark.parametrize("to", ["sglang", "eagle"])
 def test_drafting_is_the_same(tmp_path: Path, to: str) -> None:
     target, ids = deep_target(), prompt()
-    heads = random_heads("eagle")
+    heads = scrambled_heads(deep_target(), "eagle")
     expected = plain(target, ids, 24)
     assert torch.equal(plain(target, ids, 24, assistant_model=heads), expected)
     again = load_heads(export_heads(heads, tmp_path / "heads", to=to, target=target).folder)
@@ -118,7 +118,9 @@ def test_drafting_is_the_same(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_poss_heads_become_their_specialist_0(tmp_path: Path, method: str, to: str) -> None:
     options = {"num_specialists": 2, "positions_per_specialist": 2}
-    heads = random_heads(method, **options, **({} if method == "poss-eagle3" else {"fc_bias": False}))
+    heads = scrambled_heads(
+        deep_target(), method, **options, **({} if method == "poss-eagle3" else {"fc_bias": False})
+    )
     exported = export_heads(heads, tmp_path / "heads", to=to)
     again = load_heads(exported.folder)
     assert again.config.method == ("eagle3" if method == "poss-eagle3" else "eagle")
@@ -132,7 +134,7 @@ def test_poss_heads_become_their_specialist_0(tmp_path: Path, method: str, to: s
 @pytest.mark.parametrize("method", ["poss", "poss-lora"])
 def test_poss_heads_keep_their_specialists_in_their_authors_layout(tmp_path: Path, method: str) -> None:
     target = deep_target()
-    heads = random_heads(method, num_specialists=3, positions_per_specialist=2)
+    heads = scrambled_heads(deep_target(), method, num_specialists=3, positions_per_specialist=2)
     exported = export_heads(heads, tmp_path / "PosS2-heads", to="eagle", target=target)
     again = load_heads(exported.folder)
     assert (again.config.num_specialists, again.config.positions_per_specialist) == (3, 2)
@@ -148,7 +150,7 @@ def test_poss_heads_keep_their_specialists_in_their_authors_layout(tmp_path: Pat
 def test_a_draft_language_model_is_an_ordinary_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    heads = random_heads("draft-lm", num_hidden_layers=1)
+    heads = scrambled_heads(deep_target(), "draft-lm", num_hidden_layers=1)
     exported = export_heads(heads, tmp_path / "lm", to="vllm", target="tiny-target")
     again = AutoModelForCausalLM.from_pretrained(exported.folder)
     ours, theirs = heads.language_model.state_dict(), again.state_dict()
@@ -158,7 +160,7 @@ def test_a_draft_language_model_is_an_ordinary_model(tmp_path: Path) -> None:
 
 def test_pruned_eagle3_heads_are_written_as_if_trained_so(tmp_path: Path) -> None:
     target, ids = deep_target(), prompt()
-    heads = random_heads("eagle3", draft_token_ids=TOKENS)
+    heads = scrambled_heads(deep_target(), "eagle3", draft_token_ids=TOKENS)
     kept = TOKENS[::2]
     heads.prune_draft_vocabulary(kept)
     expected = plain(target, ids, 16, assistant_model=heads)
@@ -167,7 +169,7 @@ def test_pruned_eagle3_heads_are_written_as_if_trained_so(tmp_path: Path) -> Non
         assert again.draft_vocabulary.tolist() == kept
         assert torch.equal(plain(target, ids, 16, assistant_model=again), expected)
         assert again.last_stats.num_accepted == heads.last_stats.num_accepted
-    eagle = random_heads("eagle", fc_bias=False)
+    eagle = scrambled_heads(deep_target(), "eagle", fc_bias=False)
     eagle.prune_draft_vocabulary(kept)
     exported = export_heads(eagle, tmp_path / "pruned", to="vllm")
     assert any(f"pruned to {len(kept)} tokens" in note for note in exported.notes)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.heads import SCALED_ROPES, deep_target, random_heads
-from support.targets import VOCAB
+from support.heads import SCALED_ROPES, scrambled_heads
+from support.targets import VOCAB, deep_target
 from transformers import AutoConfig
 
 from hf_specheads import export_heads
@@ -67,7 +67,7 @@ def written(folder: Path, engine: str, method: str, name: str) -> tuple[dict[str
     """Config and tensors of an export."""
     options = {"method": method, **(EAGLE if method == "eagle" else EAGLE3 | VLLM_ONLY)[name]}
     target = "tiny-target" if engine == "speculators" else deep_target()
-    exported = export_heads(random_heads(**options), folder / "heads", to=engine, target=target)
+    exported = export_heads(scrambled_heads(deep_target(), **options), folder / "heads", to=engine, target=target)
     config = json.loads((exported.folder / "config.json").read_text(encoding="utf-8"))
     return config, load_file(exported.folder / "model.safetensors")
 
@@ -210,7 +210,9 @@ def test_the_check_finds_what_is_wrong(tmp_path: Path, engine: str, change: Any,
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("levels", [(2, 4, 5), (1, 4), (0, 3, 4, 6)])
 def test_levels_are_counted_as_the_engine_counts(tmp_path: Path, engine: str, levels: tuple[int, ...]) -> None:
-    exported = export_heads(random_heads("eagle3", feature_layers=levels), tmp_path / "heads", to=engine)
+    exported = export_heads(
+        scrambled_heads(deep_target(), "eagle3", feature_layers=levels), tmp_path / "heads", to=engine
+    )
     config = json.loads((exported.folder / "config.json").read_text(encoding="utf-8"))
     model, _ = table_of(engine, config)
     value: Any = config
@@ -227,7 +229,7 @@ def test_levels_are_counted_as_the_engine_counts(tmp_path: Path, engine: str, le
 def test_transformers_reads_the_same_rope(tmp_path: Path, to: str, name: str | None) -> None:
     """Both spellings are in the file, and a reader of either comes to the same."""
     rope = {"rope_type": "default", "rope_theta": 12345.0} if name is None else SCALED_ROPES[name]
-    heads = random_heads("eagle3", rope_parameters=rope)
+    heads = scrambled_heads(deep_target(), "eagle3", rope_parameters=rope)
     folder = export_heads(heads, tmp_path / "heads", to=to, target="tiny-target").folder
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layer = raw.get("transformer_layer_config", raw)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from support.heads import SCALED_ROPES, deep_target, random_heads
+from support.heads import SCALED_ROPES, scrambled_heads
+from support.targets import deep_target
 
 from hf_specheads import DraftHead, ExportError, WrongTargetError, export_heads, load_heads
 from hf_specheads.checkpoints.layouts.commands import path_note
@@ -55,7 +56,7 @@ OTHER_WIDTH = {"own_embedding": True, "hidden_size": 24, "head_dim": 8}
     ],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, method: str, options: dict[str, Any], to: str, words: str) -> None:
-    heads = random_heads(method, **options)
+    heads = scrambled_heads(deep_target(), method, **options)
     with pytest.raises(ExportError, match=words):
         export_heads(heads, tmp_path / "heads", to=to, target="tiny-target")
     assert not (tmp_path / "heads").exists()
@@ -65,7 +66,7 @@ def test_refusals(tmp_path: Path, method: str, options: dict[str, Any], to: str,
 def test_a_target_that_scales_its_embeddings(tmp_path: Path, method: str) -> None:
     """Draft layers of engines read the target's embeddings as stored; only vLLM takes scaled ones from the file."""
     target = deep_target(own=True)
-    heads = random_heads(method, target, **({"fc_bias": False} if method == "eagle" else {}))
+    heads = scrambled_heads(target, method, **({"fc_bias": False} if method == "eagle" else {}))
     heads.config.target = {**heads.config.target, "model_type": "gemma3_text"}
     with pytest.raises(ExportError, match=r"scales its embeddings.*--to vllm"):
         export_heads(heads, tmp_path / "a", to="sglang")
@@ -78,7 +79,7 @@ def test_a_target_that_scales_its_embeddings(tmp_path: Path, method: str) -> Non
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    heads = random_heads("eagle", fc_bias=False)
+    heads = scrambled_heads(deep_target(), "eagle", fc_bias=False)
     with pytest.raises(ExportError, match=r"`to` must be one of \['eagle', 'hydra'.*got 'tgi'"):
         export_heads(heads, tmp_path / "a", to="tgi")
     with pytest.raises(ExportError, match="must be loaded draft heads, got str"):
@@ -95,11 +96,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:
-    heads = random_heads("eagle", fc_bias=False)
+    heads = scrambled_heads(deep_target(), "eagle", fc_bias=False)
     heads.layers[0].to("meta")
     with pytest.raises(ExportError, match=r"layers.0.*other weights are offloaded"):
         export_heads(heads, tmp_path / "a", to="vllm")
-    heads = random_heads("eagle", fc_bias=False)
+    heads = scrambled_heads(deep_target(), "eagle", fc_bias=False)
     heads.is_quantized = True  # as transformers marks them
     with pytest.raises(ExportError, match="without `quantization_config`"):
         export_heads(heads, tmp_path / "b", to="vllm")
@@ -118,7 +119,7 @@ def fused(heads: DraftHead, folder: Path, embeddings: torch.Tensor, rows: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bias_of_fc_moves_into_the_embedding(tmp_path: Path, dtype: torch.dtype) -> None:
     target = deep_target(own=True).to(dtype)
-    heads = random_heads("eagle", target, dtype=dtype)
+    heads = scrambled_heads(target, "eagle", dtype=dtype)
     heads.fc.bias.mul_(10)  # longer than the rounding error of 16 bits could hide
     folder = export_heads(heads, tmp_path / "heads", to="vllm", target=target).folder
     rows = torch.arange(99)
@@ -133,7 +134,7 @@ def test_the_bias_of_fc_moves_into_the_embedding(tmp_path: Path, dtype: torch.dt
 @torch.no_grad()
 def test_what_was_measured_of_the_bias_is_said(tmp_path: Path) -> None:
     target = deep_target()
-    exported = export_heads(random_heads("eagle", target), tmp_path / "eagle-heads", to="vllm", target=target)
+    exported = export_heads(scrambled_heads(target, "eagle"), tmp_path / "eagle-heads", to="vllm", target=target)
     (note,) = exported.notes
     assert "largest error of a draft logit" in note and "same favourite token in 100.0%" in note
     again = load_heads(exported.folder)
@@ -144,11 +145,11 @@ def test_what_was_measured_of_the_bias_is_said(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_bias_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     target = deep_target()
-    heads = random_heads("eagle", target)
+    heads = scrambled_heads(target, "eagle")
     heads.fc.weight[:, :32] = heads.fc.weight[:, :1]
     with pytest.raises(ExportError, match=r"condition number.*fc_bias=False, or export `--to sglang`"):
         export_heads(heads, tmp_path / "heads", to="vllm", target=target)
-    overflowing = random_heads("eagle", target, dtype=torch.float16)  # fp16 ends at 65504
+    overflowing = scrambled_heads(target, "eagle", dtype=torch.float16)  # fp16 ends at 65504
     u, s, v = torch.linalg.svd(overflowing.fc.weight[:, :32].float())
     s[-1] = 0
     overflowing.fc.weight[:, :32] = (u @ torch.diag(s) @ v).half()
@@ -156,7 +157,7 @@ def test_a_bias_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"leaves [0-9.]+% of the drafted tokens the same, below 95%"):
         export_heads(overflowing, tmp_path / "heads", to="vllm", target=target)
     with pytest.raises(WrongTargetError):
-        export_heads(random_heads("eagle"), tmp_path / "heads", to="vllm", target=other_target())
+        export_heads(scrambled_heads(deep_target(), "eagle"), tmp_path / "heads", to="vllm", target=other_target())
 
 
 def other_target() -> Any:
@@ -178,7 +179,7 @@ def test_the_method_that_vllm_reads_off_the_path(method: str, name: str, words: 
 
 def test_no_target_weights_are_written_unasked(tmp_path: Path) -> None:
     for method, to in (("eagle", "sglang"), ("eagle", "eagle"), ("eagle3", "vllm"), ("eagle3", "sglang")):
-        folder = export_heads(random_heads(method), tmp_path / f"{method}-{to}", to=to).folder
+        folder = export_heads(scrambled_heads(deep_target(), method), tmp_path / f"{method}-{to}", to=to).folder
         assert not [key for key in load_file(folder / "model.safetensors") if "embed" in key]
     written = load_file(tmp_path / "eagle-sglang" / "model.safetensors")
     assert not [key for key in written if "lm_head" in key]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from claims.test_identity_matrix import FAMILIES, TREES, fresh_heads
+from support.batches import LENGTHS, NEW, alone_texts, assert_rows, batch_of, greedy, oracle
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
-from support.stubs import StubHead, random_heads
-from support.targets import VOCAB, prompt, shared_target
+from support.heads import random_heads
+from support.targets import DIFFERENT_FAMILIES, shared_target
+from support.trees import TREES
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specheads import UnsupportedGenerationError
@@ -18,41 +18,7 @@ from hf_specheads.cache import target as target_cache
 from hf_specheads.cache.target import FIRST_SLOTS
 from hf_specheads.heads.auto import METHODS
 
-NEW = 30
-LENGTHS = (19, 4, 12, 19)
-MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
 TREE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2-window", "gemma2", "gemma3", "phi3", "mixtral", "gpt2", "gpt-oss")
-
-
-def batch_of(lengths=LENGTHS, vocab: int = VOCAB) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Left-padded inputs, and each row's prompt alone."""
-    alone = [prompt(length, seed=seed, vocab=vocab) for seed, length in enumerate(lengths)]
-    longest = max(lengths)
-    ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in alone])
-    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    return {"input_ids": ids, "attention_mask": mask}, alone
-
-
-def greedy(target, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    return target.generate(**inputs, **({"max_new_tokens": NEW, "do_sample": False} | options))
-
-
-def alone_texts(target, alone: list[torch.Tensor], **options: Any) -> list[list[int]]:
-    """New tokens of plain generation, row by row."""
-    return [greedy(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
-            [0, ids.shape[1] :].tolist() for ids in alone]  # fmt: skip
-
-
-def oracle(target, alone: list[torch.Tensor], texts: list[list[int]], ranks=MIXED, **tree: Any) -> StubHead:
-    truths = [torch.tensor(ids[0].tolist() + text) for ids, text in zip(alone, texts, strict=True)]
-    return StubHead(target, truths, ranks, **tree)
-
-
-def assert_rows(got: torch.Tensor, prompt_length: int, texts: list[list[int]], pad: int = 0) -> None:
-    longest = max(map(len, texts))
-    assert got.shape[1] == prompt_length + longest
-    for row, text in zip(got[:, prompt_length:].tolist(), texts, strict=True):
-        assert row == text + [pad] * (longest - len(text))
 
 
 @pytest.mark.parametrize("family", TREE_FAMILIES)
@@ -87,10 +53,10 @@ def test_caches_grow_in_the_middle_of_a_text(rows):
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_with_every_tree(method, kind):
-    family = FAMILIES[len(method + kind) % len(FAMILIES)]
+    family = DIFFERENT_FAMILIES[len(method + kind) % len(DIFFERENT_FAMILIES)]
     target = shared_target(family)
     inputs, alone = batch_of((7, 19, 3))
-    heads = fresh_heads(target, method, TREES[kind])
+    heads = random_heads(target, method, TREES[kind])
     got = greedy(target, inputs, assistant_model=heads, max_new_tokens=14)
     assert_rows(got, 19, alone_texts(target, alone, max_new_tokens=14))
 
@@ -100,7 +66,7 @@ def test_drafts_of_a_row_do_not_depend_on_the_others(method):
     """What a row accepts in a batch is what it accepts alone: padding and ragged rounds do not reach the draft."""
     target = shared_target("llama")
     inputs, alone = batch_of((19, 6, 13))
-    heads = fresh_heads(target, method, TREES["dynamic"])
+    heads = random_heads(target, method, TREES["dynamic"])
     with torch.no_grad():  # as good a draft as an untrained one can be: it repeats what the target says
         for name, weight in heads.named_parameters():
             if "layers" in name:

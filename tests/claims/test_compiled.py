@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from claims.test_batch import alone_texts, assert_rows, batch_of, greedy
-from claims.test_identity_matrix import TREES, fresh_heads
-from support.stubs import random_heads
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.heads import random_heads
+from support.stubs import counted
 from support.targets import own_target, plain, prompt, shared_target
-from transformers import CompileConfig
+from support.trees import TREES
 
 from hf_specheads import UnsupportedGenerationError
 from hf_specheads.generation.compiled import SMALLEST_BUCKET, bucket
 
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm")
-
-
-def counted(target, heads) -> list[Any]:
-    """The graphs that calls of the target compile from now on, which run as they are."""
-    torch._dynamo.reset()
-    graphs: list[Any] = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    heads.compiled = True
-    target.generation_config.compile_config = CompileConfig(backend=backend, mode=None)
-    return graphs
 
 
 @pytest.fixture
@@ -42,7 +26,7 @@ def target():
     ("method", "kind"), [("eagle", kind) for kind in TREES] + [(m, k) for m in OTHERS for k in ("chain", "dynamic")]
 )
 def test_two_graphs_serve_every_round_of_every_call(method, kind, target):
-    heads = fresh_heads(target, method, TREES[kind])
+    heads = random_heads(target, method, TREES[kind])
     graphs = counted(target, heads)
     for length in (19, 7, 30):
         ids = prompt(length, seed=length)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.stubs import CountForwards, StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import CountForwards, StubHead
 from support.targets import VOCAB, plain, prompt, shared_target
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.tokenizers import byte_tokenizer
 from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -155,16 +155,6 @@ def test_gemma_and_untrained_heads(option):
     for heads in (random_heads(target, "poss"), StubHead(target, theirs.sequences, MIXED)):
         ours, _ = generate(target, ids, assistant_model=heads, **TEXT_OPTIONS[option](tokens))
         assert_same(theirs, ours)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Three special tokens and 96 bytes: stop strings need a tokenizer that can spell anything."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 3]
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: index for index, letter in enumerate(letters, start=3)}
-    bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<pad>", eos_token="</s>")
 
 
 def test_stop_strings():

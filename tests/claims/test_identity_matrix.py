@@ -2,45 +2,23 @@
 
 import pytest
 import torch
+from support.heads import random_heads
 from support.stubs import StubHead
-from support.targets import plain, prompt, shared_target
+from support.targets import DIFFERENT_FAMILIES, plain, prompt, shared_target
+from support.trees import TREES
 from transformers import set_seed
 
-from hf_specheads import AutoDraftHead, DraftTreeConfig
 from hf_specheads.heads.auto import METHODS
 
 NEW = 24
-FAMILIES = ("llama", "mistral", "gpt-neox")  # grouped keys; a sliding window; partial rotary positions, no gated MLP
-CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 1), (0, 0, 0, 0))
-OPTIMAL = ((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-TREES = {
-    "chain": DraftTreeConfig(kind="chain", depth=4),
-    "static": DraftTreeConfig(kind="static", choices=CHOICES),
-    "dynamic": DraftTreeConfig(depth=4, top_k=3, total_tokens=12),
-    "optimal": DraftTreeConfig(kind="optimal", choices=OPTIMAL),
-}
-LEVELS = {"feature_layers": (0, 1, -1)}  # the targets are too shallow for EAGLE-3's usual levels
-SPECIALISTS = {"num_specialists": 2, "positions_per_specialist": 2}
-OPTIONS = {
-    "poss": SPECIALISTS,
-    "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
-    "eagle3": LEVELS,
-    "poss-eagle3": {**LEVELS, **SPECIALISTS},
-    "draft-lm": {"num_hidden_layers": 1},
-}
 
 
-def fresh_heads(target, method: str, tree: DraftTreeConfig):
-    torch.manual_seed(3)
-    return AutoDraftHead.from_target(target, method, tree_config=tree, **OPTIONS.get(method, {})).eval()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy(method, kind, family):
     target, ids = shared_target(family), prompt()
-    heads = fresh_heads(target, method, TREES[kind])
+    heads = random_heads(target, method, TREES[kind])
     expected = plain(target, ids, NEW)
     assert plain(target, ids, NEW, assistant_model=heads)[0].tolist() == expected[0].tolist()
     stats = heads.last_stats
@@ -53,7 +31,7 @@ def test_greedy(method, kind, family):
 def test_sampled_with_a_seed(method, kind):
     target, ids = shared_target("llama"), prompt()
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
-    heads = fresh_heads(target, method, TREES[kind])
+    heads = random_heads(target, method, TREES[kind])
     set_seed(11)
     expected = target.generate(ids, **options)
     set_seed(11)
@@ -62,7 +40,7 @@ def test_sampled_with_a_seed(method, kind):
 
 
 @pytest.mark.parametrize("kind", ["static", "optimal"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
 def test_long_paths_of_fixed_trees(family, kind):
     """Drafts that know the text, at ranks the tree offers and at others: rounds accept little and whole paths."""
     target, ids = shared_target(family), prompt()

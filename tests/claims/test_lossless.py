@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.stubs import CountForwards, StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import CountForwards, StubHead
 from support.targets import FAMILIES, WINDOW, plain, prompt, shared_target
 
 from hf_specheads.cache import target as target_cache

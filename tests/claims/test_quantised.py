@@ -6,8 +6,9 @@ import importlib.util
 
 import pytest
 import torch
-from claims.test_identity_matrix import TREES, fresh_heads
+from support.heads import random_heads
 from support.targets import own_target, plain, prompt
+from support.trees import TREES
 from torch import nn
 
 from hf_specheads import AutoDraftHead
@@ -73,7 +74,7 @@ def test_greedy_text_is_the_quantised_targets(quantise, kind, lm_head):
     """With heads made for the full-precision target, which recognise the copy by its token embedding."""
     target, ids = wide_target(), prompt()
     full = target(ids).logits
-    heads = [fresh_heads(target, method, TREES[kind]) for method in ("poss", "medusa")]
+    heads = [random_heads(target, method, TREES[kind]) for method in ("poss", "medusa")]
     target = quantise(target, lm_head)
     expected = plain(target, ids, NEW)
     assert not torch.equal(target(ids).logits, full), "nothing was quantised"
@@ -98,7 +99,7 @@ def test_heads_in_bfloat16(quantise, method):
 @pytest.mark.parametrize("quantise", QUANTISERS)
 def test_logits_go_through_the_quantised_module(quantise):
     target = quantise(wide_target(), True)
-    heads = fresh_heads(target, "eagle", TREES["chain"]).bind(target)
+    heads = random_heads(target, "eagle", TREES["chain"]).bind(target)
     features = torch.randn(1, 3, 64)
     with torch.no_grad():
         expected = target.lm_head(features)
@@ -121,5 +122,5 @@ def test_bitsandbytes(bits, tmp_path):
     quantised.generation_config.eos_token_id, quantised.generation_config.pad_token_id = None, 0
     expected = plain(quantised, ids, NEW)
     for kind in ("chain", "dynamic"):
-        heads = fresh_heads(target, "poss", TREES[kind])
+        heads = random_heads(target, "poss", TREES[kind])
         assert torch.equal(plain(quantised, ids, NEW, assistant_model=heads), expected)

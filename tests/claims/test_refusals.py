@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from support.stubs import CountForwards, random_heads
+from support.heads import random_heads
+from support.stubs import CountForwards
 from support.targets import own_target, prompt, shared_target
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 

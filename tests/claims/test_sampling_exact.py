@@ -23,7 +23,7 @@ from support.distributions import (
     sample,
     target_distribution,
 )
-from support.stubs import random_heads
+from support.heads import random_heads
 
 from hf_specheads.generation.verification import rules
 

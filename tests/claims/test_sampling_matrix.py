@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from generation.test_drafting import TableHead
 from support.distributions import PROMPT, VOCAB, chi_square, critical_value, five_token_target
-from support.stubs import random_heads
+from support.heads import random_heads
+from support.stubs import TableHead
 from support.trees import row
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from generation.test_drafting import VOCAB, TableHead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.distributions import chi_square, critical_value
+from support.stubs import TABLE_VOCAB as VOCAB
+from support.stubs import TableHead
 from support.trees import path_of
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import (

@@ -2,51 +2,14 @@
 
 import pytest
 import torch
-from support.stubs import random_heads
+from support.heads import random_heads
+from support.stubs import TABLE_VOCAB as VOCAB
+from support.stubs import TableHead
 from support.targets import plain, prompt, shared_target
 from support.trees import path_of
 
-from hf_specheads import DraftTreeConfig
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.generation.drafting import grow_tree
-from hf_specheads.heads.base import DraftHead
-
-VOCAB = 11
-
-
-class TableHead(DraftHead):
-    """The logits after a path are a fixed random function of the path: drafting by table."""
-
-    def __init__(self, seed: int, rows: int, tied: bool = False, broken_level: int | None = None, **tree):
-        torch.nn.Module.__init__(self)
-        self.register_buffer("pruned_token_ids", None)
-        self.tree_config = DraftTreeConfig(**tree)
-        self.seed, self.rows, self.tied, self.broken_level = seed, rows, tied, broken_level
-        self.drafted: list[list[tuple[int, ...]]] = []  # per row, the paths of all drafted rows so far
-
-    def logits_after(self, row: int, path: tuple[int, ...]) -> torch.Tensor:
-        if self.broken_level is not None and len(path) >= self.broken_level:
-            return torch.full((VOCAB,), torch.nan)
-        if self.tied:
-            return torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 200.0)  # one child of probability 1
-        generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % 2**31)
-        return torch.randn(VOCAB, generator=generator)
-
-    def start_draft(self, cache, token_ids, features):
-        self.drafted = [[] for _ in range(self.rows)]
-        return features[:, -1:], torch.stack([self.logits_after(row, ()) for row in range(self.rows)])[:, None]
-
-    def extend_draft(self, cache, position, token_ids, features, visible):
-        logits = []
-        if visible is None:
-            visible = torch.ones(self.rows, 1, position, dtype=torch.bool)
-        for row in range(self.rows):
-            tokens = [path[-1] for path in self.drafted[row]] + token_ids[row].tolist()
-            # The visible drafted rows, in order, spell the path of each frontier node.
-            paths = [tuple(tokens[i] for i in seen.nonzero()[:, 0].tolist()) for seen in visible[row]]
-            self.drafted[row] += paths
-            logits.append(torch.stack([self.logits_after(row, path) for path in paths]))
-        return features, torch.stack(logits)
 
 
 def naive_tree(head: TableHead, row: int) -> dict[tuple[int, ...], float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from claims.test_batch import alone_texts, assert_rows, batch_of, greedy, oracle
-from claims.test_compiled import counted
-from claims.test_identity_matrix import TREES, fresh_heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stubs import StubHead, random_heads
+from support.batches import alone_texts, assert_rows, batch_of, greedy, oracle
+from support.heads import random_heads
+from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt, shared_target
+from support.trees import TREES
 
 from hf_specheads.generation import loop
 from hf_specheads.generation.pace import PLAIN_STEPS_BEFORE_A_VERDICT, TRIAL_SHARE, Pace
@@ -109,7 +109,7 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     target, ids = shared_target("llama"), prompt()
     expected = plain(target, ids, NEW)
     heads = StubHead(target, expected, (0, None, 1, 0, None)) if method == "stub" else None
-    heads = heads or fresh_heads(target, method, TREES["dynamic"])
+    heads = heads or random_heads(target, method, TREES["dynamic"])
     heads.adaptive = True
     monkeypatch.setattr(loop, "time", Clock(*pattern))
     plain_steps = rounds = 0

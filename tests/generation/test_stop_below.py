@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from claims.test_identity_matrix import TREES
-from generation.test_drafting import TableHead
 from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
-from support.stubs import random_heads
+from support.heads import random_heads
+from support.stubs import TableHead
 from support.targets import plain, prompt, shared_target
+from support.trees import TREES
 
 from hf_specheads import DraftTreeConfig
 from hf_specheads.cache.draft import DraftCache

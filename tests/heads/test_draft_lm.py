@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support.stubs import random_heads
+from support.heads import random_heads
 from support.targets import VOCAB, own_target, plain, prompt, shared_target
 from support.trees import path_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration

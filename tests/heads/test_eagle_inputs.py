@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.stubs import random_heads
+from support.heads import random_heads
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, DraftTreeConfig, EagleHeadConfig, load_heads

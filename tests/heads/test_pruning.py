@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from claims.test_identity_matrix import LEVELS, OPTIONS, TREES, fresh_heads
 from safetensors.torch import load_file, save_file
 from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
-from support.stubs import random_heads
+from support.heads import LEVELS, OPTIONS, random_heads
 from support.targets import VOCAB, own_target, plain, prompt, shared_target
+from support.trees import TREES
 from transformers import set_seed
 
 from hf_specheads import AutoDraftHead, load_heads
@@ -24,7 +24,7 @@ KEPT = torch.arange(3, VOCAB, 3)  # a third of the vocabulary
 
 
 def pruned_heads(target, method: str, kind: str = "chain"):
-    return fresh_heads(target, method, TREES[kind]).prune_draft_vocabulary(KEPT)
+    return random_heads(target, method, TREES[kind]).prune_draft_vocabulary(KEPT)
 
 
 # ---------------------------------------------------------------------- exactness
@@ -72,13 +72,13 @@ def test_sampled_children_follow_the_target(tree):
 def test_logits_are_rows_of_the_whole_ones(method):
     """Of the first two draft positions, after pruning before and after the heads know their target, and back."""
     target = shared_target()
-    heads = fresh_heads(target, method, TREES["chain"]).bind(target)
+    heads = random_heads(target, method, TREES["chain"]).bind(target)
     whole = two_positions(heads)
     heads.prune_draft_vocabulary(KEPT)
     for pruned, full in zip(two_positions(heads), whole, strict=True):
         torch.testing.assert_close(pruned, full[..., KEPT])
     assert two_positions(heads.prune_draft_vocabulary(None))[0].equal(whole[0])
-    again = fresh_heads(target, method, TREES["chain"]).prune_draft_vocabulary(KEPT.flip(0)).bind(target)
+    again = random_heads(target, method, TREES["chain"]).prune_draft_vocabulary(KEPT.flip(0)).bind(target)
     torch.testing.assert_close(two_positions(again)[1], whole[1][..., KEPT])
 
 
@@ -213,7 +213,7 @@ def test_round_trip(method, tmp_path):
 )
 def test_damaged_files_are_refused(ids, error, tmp_path):
     target = shared_target()
-    fresh_heads(target, "eagle", TREES["chain"]).prune_draft_vocabulary([3, 4]).save_pretrained(tmp_path)
+    random_heads(target, "eagle", TREES["chain"]).prune_draft_vocabulary([3, 4]).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["pruned_token_ids"]
     tensors |= {} if ids is None else {"pruned_token_ids": ids}
@@ -224,7 +224,7 @@ def test_damaged_files_are_refused(ids, error, tmp_path):
 
 @pytest.mark.parametrize("token_ids", [[], [3, 3], [-1], [VOCAB]], ids=str)
 def test_what_is_no_vocabulary_is_refused(token_ids):
-    heads = fresh_heads(shared_target(), "eagle", TREES["chain"])
+    heads = random_heads(shared_target(), "eagle", TREES["chain"])
     with pytest.raises(ValueError, match="token id"):
         heads.prune_draft_vocabulary(token_ids)
     assert heads.draft_vocabulary is None

@@ -1,4 +1,4 @@
-"""Draft heads for tiny targets with all weights random, norms and biases included, so that no mix-up is equal."""
+"""Small draft heads of every method for tiny targets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specheads import AutoDraftHead, DraftHead
-from support.targets import own_target, shared_target
+from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig
 
 SCALED_ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
@@ -20,21 +19,53 @@ SCALED_ROPES = {
 }  # fmt: skip
 
 
-def deep_target(*, own: bool = False) -> PreTrainedModel:
-    """A Llama of eight layers, so that EAGLE-3's usual levels exist; a private copy with `own`."""
-    return (own_target if own else shared_target)("llama", num_hidden_layers=8)
+LEVELS = {"feature_layers": (0, 1, -1)}  # most targets here are too shallow for EAGLE-3's usual levels
+SPECIALISTS = {"num_specialists": 2, "positions_per_specialist": 2}
+# What small heads of a method are made with.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "poss": SPECIALISTS,
+    "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
+    "eagle3": LEVELS,
+    "poss-eagle3": {**LEVELS, **SPECIALISTS},
+    "draft-lm": {"num_hidden_layers": 1},
+}
 
 
 def random_heads(
-    method: str,
-    target: PreTrainedModel | None = None,
+    target: PreTrainedModel,
+    method: str = "eagle",
+    tree: DraftTreeConfig | None = None,
     *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    seed: int = 3,
+    **changes: Any,
 ) -> DraftHead:
-    """Heads of a method, not bound to their target."""
-    heads = AutoDraftHead.from_target(target or deep_target(), method, dtype=torch.float32, **options).eval()
+    """Freshly initialised heads; they know nothing and are seldom right.
+
+    Args:
+        target: The target; the heads are not bound to it.
+        method: A key of `METHODS`.
+        tree: Default: 14 nodes on 4 levels.
+        seed: Of their weights.
+        **changes: Fields of the tree.
+    """
+    torch.manual_seed(seed)
+    tree = (tree or DraftTreeConfig(depth=4, top_k=4, total_tokens=14)).replace(**changes)
+    return AutoDraftHead.from_target(target, method, tree_config=tree, **OPTIONS.get(method, {})).eval()
+
+
+def scrambled_heads(
+    target: PreTrainedModel, method: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> DraftHead:
+    """Heads with all weights drawn anew, norms and biases included, so that no mix-up of two of them is equal.
+
+    Args:
+        target: The target; the heads are not bound to it.
+        method: A key of `METHODS`.
+        seed: Of their weights.
+        dtype: Of their weights.
+        **options: Fields of the config.
+    """
+    heads = AutoDraftHead.from_target(target, method, dtype=torch.float32, **options).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in heads.named_parameters():

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CompileConfig
 
-from hf_specheads import AutoDraftHead, DraftHead, DraftHeadConfig
+from hf_specheads import DraftHead, DraftHeadConfig, DraftTreeConfig
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.target.identity import target_sizes
+
+TABLE_VOCAB = 11  # of [`TableHead`]
 
 
 class StubHead(DraftHead):
@@ -94,12 +97,39 @@ class StubCache(DraftCache):
         self.rows = [self.rows[row] for row in kept.tolist()]
 
 
-def random_heads(target: Any, method: str = "eagle", *, seed: int = 3, **tree: Any) -> DraftHead:
-    """Freshly initialised heads; they know nothing and are seldom right."""
-    torch.manual_seed(seed)
-    options = {} if method != "poss" else {"num_specialists": 2, "positions_per_specialist": 2}
-    tree = {"depth": 4, "top_k": 4, "total_tokens": 14} | tree
-    return AutoDraftHead.from_target(target, method, tree_config=tree, **options).eval()
+class TableHead(DraftHead):
+    """The logits after a path are a fixed random function of the path: drafting by table."""
+
+    def __init__(self, seed: int, rows: int, tied: bool = False, broken_level: int | None = None, **tree):
+        torch.nn.Module.__init__(self)
+        self.register_buffer("pruned_token_ids", None)
+        self.tree_config = DraftTreeConfig(**tree)
+        self.seed, self.rows, self.tied, self.broken_level = seed, rows, tied, broken_level
+        self.drafted: list[list[tuple[int, ...]]] = []  # per row, the paths of all drafted rows so far
+
+    def logits_after(self, row: int, path: tuple[int, ...]) -> torch.Tensor:
+        if self.broken_level is not None and len(path) >= self.broken_level:
+            return torch.full((TABLE_VOCAB,), torch.nan)
+        if self.tied:
+            return torch.zeros(TABLE_VOCAB).index_fill(0, torch.tensor([1]), 200.0)  # one child of probability 1
+        generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % 2**31)
+        return torch.randn(TABLE_VOCAB, generator=generator)
+
+    def start_draft(self, cache, token_ids, features):
+        self.drafted = [[] for _ in range(self.rows)]
+        return features[:, -1:], torch.stack([self.logits_after(row, ()) for row in range(self.rows)])[:, None]
+
+    def extend_draft(self, cache, position, token_ids, features, visible):
+        logits = []
+        if visible is None:
+            visible = torch.ones(self.rows, 1, position, dtype=torch.bool)
+        for row in range(self.rows):
+            tokens = [path[-1] for path in self.drafted[row]] + token_ids[row].tolist()
+            # The visible drafted rows, in order, spell the path of each frontier node.
+            paths = [tuple(tokens[i] for i in seen.nonzero()[:, 0].tolist()) for seen in visible[row]]
+            self.drafted[row] += paths
+            logits.append(torch.stack([self.logits_after(row, path) for path in paths]))
+        return features, torch.stack(logits)
 
 
 class CountForwards:
@@ -117,3 +147,17 @@ class CountForwards:
 
     def __exit__(self, *args: Any) -> None:
         self.hook.remove()
+
+
+def counted(target, heads) -> list[Any]:
+    """The graphs that calls of the target compile from now on, which run as they are."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    heads.compiled = True
+    target.generation_config.compile_config = CompileConfig(backend=backend, mode=None)
+    return graphs

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 99
+# Grouped keys; a sliding window; partial rotary positions and no gated MLP.
+DIFFERENT_FAMILIES = ("llama", "mistral", "gpt-neox")
 WINDOW = 12  # shorter than every prompt below, so sliding windows are in force from the first token
 
 _LLAMA_LIKE = {
@@ -108,6 +110,19 @@ def shared_target(family: str = "llama", *, seed: int = 0, attention: str | None
 def own_target(family: str = "llama", *, seed: int = 0, attention: str | None = None, **overrides: Any):
     """A private copy, free to be wrapped, compiled or changed."""
     return copy.deepcopy(shared_target(family, seed=seed, attention=attention, **overrides))
+
+
+def deep_target(*, own: bool = False) -> PreTrainedModel:
+    """A Llama of eight layers, so that EAGLE-3's usual levels exist; a private copy with `own`."""
+    return (own_target if own else shared_target)("llama", num_hidden_layers=8)
+
+
+def training_target(seed: int = 0) -> PreTrainedModel:
+    """A Llama of its own to train for: usual small weights, but an `lm_head` whose distributions are not flat."""
+    target = own_target("llama", seed=seed, initializer_range=0.02)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(20)
+    return target
 
 
 def prompt(length: int = 19, *, seed: int = 7, vocab: int = VOCAB) -> torch.Tensor:

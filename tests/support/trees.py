@@ -1,4 +1,4 @@
-"""Random draft trees, and the naive Python that the tensor code is compared with."""
+"""Draft trees of every kind, random ones, and the naive Python that the tensor code is compared with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import random
 
 import torch
 
+from hf_specheads import DraftTreeConfig
 from hf_specheads.tree.draft_tree import DraftTree
+
+CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 1), (0, 0, 0, 0))
+OPTIMAL = ((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+# A small one of every kind.
+TREES = {
+    "chain": DraftTreeConfig(kind="chain", depth=4),
+    "static": DraftTreeConfig(kind="static", choices=CHOICES),
+    "dynamic": DraftTreeConfig(depth=4, top_k=3, total_tokens=12),
+    "optimal": DraftTreeConfig(kind="optimal", choices=OPTIMAL),
+}
 
 
 def random_tree(seed: int, nodes: int = 14, depth: int = 4, batch: int = 1, vocab: int = 99) -> DraftTree:

@@ -1,4 +1,4 @@
-"""Tiny random targets, heads and data of the training tests."""
+"""Heads, data and trainers of the training tests."""
 
 from __future__ import annotations
 
@@ -8,36 +8,15 @@ import json
 import pytest
 import torch
 import yaml
+from support.targets import VOCAB, training_target
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from hf_specheads.trainer.__main__ import main
 
-VOCAB = 99
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", ":", "\n"] + [f"w{i}" for i in range(VOCAB - 8)]
-
-
-def make_target(seed: int = 0) -> LlamaForCausalLM:
-    """Two layers of width 32, vocabulary 99; output weights large enough that the distribution is not flat."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    target = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        target.lm_head.weight.mul_(20)
-    return target
 
 
 def make_heads(target: LlamaForCausalLM, method: str = "poss", seed: int = 1, **options) -> DraftHead:
@@ -55,7 +34,7 @@ def make_heads(target: LlamaForCausalLM, method: str = "poss", seed: int = 1, **
 
 @pytest.fixture
 def target() -> LlamaForCausalLM:
-    return make_target()
+    return training_target()
 
 
 @pytest.fixture

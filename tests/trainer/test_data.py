@@ -6,7 +6,8 @@ from datasets import Dataset
 
 from hf_specheads.trainer import PackedCollator, PaddedCollator, prepare_dataset
 from hf_specheads.trainer.data import ExampleError, cut_prompts, default_collator, tokenize_chat, tokenize_text
-from hf_specheads.trainer.target_features import document_lengths, feature_noise, unroll_inputs
+from hf_specheads.trainer.noise import document_lengths, feature_noise
+from hf_specheads.trainer.target_features import unroll_inputs
 
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}assistant : "

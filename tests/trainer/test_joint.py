@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from support.targets import training_target
 from transformers import PreTrainedModel, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, load_heads
@@ -26,7 +27,7 @@ from hf_specheads.trainer import (
     PaddedCollator,
 )
 
-from .conftest import make_examples, make_target
+from .conftest import make_examples
 
 LOSSES = {
     "feature_loss_weight": 0.0, "token_loss_weight": 0.0, "top_k_loss_weight": 0.0, "next_token_loss_weight": 0.5,
@@ -43,7 +44,7 @@ def make_joint(tmp_path: Path) -> Callable[..., JointTrainer]:
         folder: str = "run", *, target: PreTrainedModel | None = None, model: DraftHead | None = None,
         eval_data: Any = None, data: Any = None, **arguments: Any,
     ) -> JointTrainer:  # fmt: skip
-        target = target or make_target()
+        target = target or training_target()
         if model is None:
             model = AutoDraftHead.from_target(target, "medusa", num_heads=3, lm_head="target")
         defaults = {
@@ -150,7 +151,7 @@ def test_batch_without_supervised_tokens(make_joint) -> None:
 # ---------------------------------------------------------------------- whole runs
 @pytest.mark.parametrize("self_distillation", [True, False])
 def test_training_lowers_the_loss_and_leaves_the_base_alone(make_joint, tmp_path, self_distillation: bool) -> None:
-    target = make_target()
+    target = training_target()
     before, plain = {n: p.clone() for n, p in target.state_dict().items()}, text(target)
     held_out = Dataset.from_list(make_examples(4))
     trainer = make_joint(target=target, max_steps=12, eval_data=held_out, lr_scheduler_type="constant",
@@ -174,7 +175,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone(make_joint, tmp_path
     assert adapted != plain, "the adapter changes nothing; the rest could not fail"
     assert text(target, assistant_model=trainer.model) == adapted
     trainer.save_model(str(tmp_path / "heads"))
-    heads, fresh = load_heads(tmp_path / "heads"), make_target()
+    heads, fresh = load_heads(tmp_path / "heads"), training_target()
     heads.load_target_adapter(fresh)
     assert text(fresh) == text(fresh, assistant_model=heads) == adapted
 
@@ -223,7 +224,7 @@ def test_the_heads_warm_up_alone(make_joint) -> None:
     after = weights(trainer)
     assert all(torch.equal(a, b) for a, b in zip(after[count:], before[count:], strict=True))
     assert "target_loss" not in trainer.state.log_history[0]
-    target = make_target()
+    target = training_target()
     alone = DraftHeadTrainer(
         model=AutoDraftHead.from_target(target, "medusa", num_heads=3, lm_head="target"),
         target=target,
@@ -261,7 +262,7 @@ def test_the_best_adapter_is_kept(make_joint) -> None:
                          eval_data=Dataset.from_list(make_examples(2)))  # fmt: skip
     trainer.train()
     best = trainer.state.best_model_checkpoint
-    heads, target = load_heads(best), make_target()
+    heads, target = load_heads(best), training_target()
     heads.load_target_adapter(target)
     for mine, theirs in zip(adapter_parameters(target), trainer.adapter, strict=True):
         assert torch.equal(mine, theirs)
@@ -271,7 +272,7 @@ def test_saved_heads_go_on_with_their_adapter(make_joint, tmp_path: Path) -> Non
     trainer = make_joint()
     trainer.train()
     trainer.save_model(str(tmp_path / "heads"))
-    heads, target = load_heads(tmp_path / "heads"), make_target()
+    heads, target = load_heads(tmp_path / "heads"), training_target()
     heads.load_target_adapter(target)
     more = make_joint("more", target=target, model=heads)
     for mine, theirs in zip(weights(more), weights(trainer), strict=True):
@@ -282,7 +283,7 @@ def test_saved_heads_go_on_with_their_adapter(make_joint, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", ["eagle", "hass"])
 def test_heads_of_other_families(make_joint, method: str) -> None:
-    target = make_target()
+    target = training_target()
     heads = AutoDraftHead.from_target(target, method)
     trainer = make_joint(target=target, model=heads, num_passes=2, max_steps=1, feature_loss_weight=1.0)
     before = weights(trainer)
@@ -314,9 +315,9 @@ def test_the_adapter_learns_a_quarter_as_fast_unless_told(make_joint) -> None:
 
 
 def test_what_cannot_be_trained_jointly_is_refused(make_joint, make_trainer) -> None:
-    target = make_target()
+    target = training_target()
     add_adapter(target, 4, 8, "all-linear")
-    heads = AutoDraftHead.from_target(make_target(), "medusa")
+    heads = AutoDraftHead.from_target(training_target(), "medusa")
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         make_joint(target=target, model=heads)
     with pytest.raises(ValueError, match="takes JointTrainingArguments, got DraftHeadTrainingArguments"):
@@ -357,7 +358,7 @@ def test_kl_is_what_self_distillation_says() -> None:
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
 def test_losses_in_chunks_have_the_gradients_of_one_graph(make_joint, method):
     """Of the heads and of the adapter, whose graph the target's own loss shares with every pass."""
-    target = make_target()
+    target = training_target()
     options = {"num_heads": 3} if method == "medusa" else {}
     heads = AutoDraftHead.from_target(target, method, **options)
     trainer = make_joint(target=target, model=heads, num_passes=3, feature_loss_weight=1.0, loss_chunk_rows=5)

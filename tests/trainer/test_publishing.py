@@ -11,6 +11,7 @@ import yaml
 from datasets import Dataset
 from safetensors.torch import load
 from support.hub.endpoint import HubEndpoint
+from support.targets import training_target
 
 from hf_specheads.publishing.figures import FIGURES, POS_ACC
 from hf_specheads.target.adapter import ADAPTER_FOLDER
@@ -18,12 +19,12 @@ from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from hf_specheads.trainer.__main__ import main
 from hf_specheads.trainer.publishing import MEASURED_IN_TRAINING
 
-from .conftest import make_examples, make_heads, make_target
+from .conftest import make_examples, make_heads
 
 
 # ------------------------------------------------------------------ what runs in the client's process
 def build(folder: Path, **arguments: Any) -> DraftHeadTrainer:
-    target = make_target()
+    target = training_target()
     defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no", "max_length": 64,
                 "eval_acceptance_prompts": 1, "eval_max_new_tokens": 8, "use_cpu": True, "disable_tqdm": True,
                 "report_to": []}  # fmt: skip
@@ -57,7 +58,7 @@ def test_push_to_hub(hub: HubEndpoint, tmp_path: Path) -> None:
     files = hub.files(name)
     assert {"config.json", "model.safetensors", "training_facts.json", FIGURES[POS_ACC]} <= set(files)
     assert not [path for path in files if path.endswith((".bin", ".pkl"))], "no pickle, least of all of the token"
-    assert load(files["model.safetensors"]).keys() == make_heads(make_target()).state_dict().keys()
+    assert load(files["model.safetensors"]).keys() == make_heads(training_target()).state_dict().keys()
     metadata, text = card_of(hub, name)
     assert metadata["license"] == "mit" and metadata["datasets"] == ["lab/texts"]
     assert metadata["base_model"] == "lab/target" and "poss" in metadata["tags"]

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from transformers import MistralConfig, MistralForCausalLM
+from support.targets import own_target, training_target
 
 from hf_specheads import AutoDraftHead, WrongTargetError, load_heads
 from hf_specheads.trainer import DraftHeadTrainer, PackedCollator, PaddedCollator
 from hf_specheads.trainer.target_features import FrozenTarget, unroll_inputs
 
-from .conftest import VOCAB, make_examples, make_heads, make_target
+from .conftest import make_examples, make_heads
 
 
 def state(model):
@@ -113,15 +113,10 @@ def test_batch_without_supervised_tokens_changes_nothing(make_trainer, heads):
 
 
 def sliding_target():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=6,
-    )  # fmt: skip
-    return MistralForCausalLM(config).eval()
+    return own_target("mistral", sliding_window=6, initializer_range=0.02)
 
 
-@pytest.mark.parametrize("build", [make_target, sliding_target], ids=["full attention", "sliding window"])
+@pytest.mark.parametrize("build", [training_target, sliding_target], ids=["full attention", "sliding window"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_target_features_of_packed_rows_equal_those_of_padded_ones(build, attention):
     frozen = FrozenTarget(build())
@@ -155,7 +150,7 @@ def test_upstream_masking_warns(make_trainer):
 
 def test_heads_of_another_target_are_refused(make_trainer):
     with pytest.raises(WrongTargetError):
-        make_trainer(model=make_heads(make_target(seed=5)))
+        make_trainer(model=make_heads(training_target(seed=5)))
 
 
 def test_unroll_inputs_lose_the_last_token(target):

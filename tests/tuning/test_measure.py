@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.stubs import StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import StubHead
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead

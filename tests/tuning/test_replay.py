@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from claims.test_identity_matrix import fresh_heads
-from support.stubs import random_heads
+from support.heads import random_heads
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import DraftTreeConfig
@@ -62,7 +61,7 @@ TREES = {
 def test_replayed_is_grown(method):
     """Random heads are right now and then, at some rank: the places of a text and several trees."""
     target, ids = shared_target(), prompt()
-    heads = fresh_heads(target, method, TREES["chain"])
+    heads = random_heads(target, method, TREES["chain"])
     record = record_drafts(target, heads, [ids], DEPTH, WIDE, NEW)
     assert len(record.true_ranks) == NEW - 1 and record.top_k == WIDE
     reached = 0

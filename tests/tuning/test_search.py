@@ -6,7 +6,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stubs import StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import StubHead
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, DraftTreeConfig

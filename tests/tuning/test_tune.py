@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.stubs import StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import StubHead
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import DraftTreeConfig, load_heads, tune_vocabulary

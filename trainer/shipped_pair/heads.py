@@ -32,7 +32,7 @@ from hf_specheads.trainer import (
     frequent_tokens,
 )
 
-from ..facts import FACTS, training_facts, write_facts
+from ..facts import FACTS, write_facts
 from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
 from .feature_cache import BLOCK, CachedBlocks, stack_blocks
 from .optimizer import MatrixMomentum
@@ -220,13 +220,8 @@ def train_run(
     started = time.time()
     trainer.train()
     hours = (time.time() - started) / 3600
-    facts = training_facts(
-        trainer,
-        num_passes=trainer.num_passes,
-        recipe={"run": name, **asdict(run)},
-        metrics=last_metrics(trainer),
-        hours=hours,
-    )
+    trainer.run_facts = {"recipe": {"run": name, **asdict(run)}, "metrics": last_metrics(trainer), "hours": hours}
+    facts = trainer.facts()
     facts |= {
         "name": name,
         "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",

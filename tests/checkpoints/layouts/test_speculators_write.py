@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.heads import deep_target, random_heads
-from support.targets import VOCAB, prompt
+from support.heads import scrambled_heads
+from support.targets import VOCAB, deep_target, prompt
 
 from hf_specheads import DraftHead, Eagle3Head, ExportError, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
@@ -76,7 +76,9 @@ def test_the_recorded_export_is_still_what_we_write(tmp_path: Path, name: str) -
 
 
 def test_fields(tmp_path: Path) -> None:
-    heads = random_heads("eagle3", draft_token_ids=range(0, VOCAB, 3), tree_config={"kind": "chain", "depth": 5})
+    heads = scrambled_heads(
+        deep_target(), "eagle3", draft_token_ids=range(0, VOCAB, 3), tree_config={"kind": "chain", "depth": 5}
+    )
     folder = export_heads(heads, tmp_path / "heads", to="speculators", target="org/target").folder
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     inner = config["speculators_config"]
@@ -91,7 +93,7 @@ def test_fields(tmp_path: Path) -> None:
 
 
 def test_the_target_must_be_named(tmp_path: Path) -> None:
-    heads = random_heads("eagle3")
+    heads = scrambled_heads(deep_target(), "eagle3")
     assert heads.config.target["name"] is None
     with pytest.raises(ExportError, match=r"do not remember theirs; pass its name"):
         export_heads(heads, tmp_path / "a", to="speculators")

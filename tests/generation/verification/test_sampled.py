@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
-from support.stubs import random_heads
+from support.heads import random_heads
 from support.targets import plain, prompt, shared_target
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import TemperatureLogitsWarper

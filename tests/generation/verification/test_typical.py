@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.stubs import CountForwards, StubHead, random_heads
+from support.heads import random_heads
+from support.stubs import CountForwards, StubHead
 from support.targets import plain, prompt, shared_target
 from support.trees import path_of, random_tree
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList

@@ -52,7 +52,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         upstream_masking: Train with the attention of the HASS and PosS training code, in which masked scores count
             as 0. For parity experiments only: drafting has a true mask.
         max_length: Longest training example in tokens; longer chats are cut, longer texts split.
-        packing: Put several examples in one row of up to `max_length` tokens, with no attention across them.
+        packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
         eval_acceptance_prompts: Prompts of the evaluation set to generate from for `eval_acceptance_length` and
             `eval_pos_acc_i`; 0 leaves both out.
         eval_prompt_length: Longest prompt cut from a plain text, in tokens (a chat is cut where its first reply
@@ -82,7 +82,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
-    packing: bool = field(default=False, metadata={"help": "Several examples per row, without attention across them."})
+    packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
     eval_acceptance_prompts: int = field(default=16, metadata={"help": "Prompts to generate from in evaluation."})
     eval_prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt cut from a plain text."})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens generated per evaluation prompt."})

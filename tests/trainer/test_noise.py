@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_specheads.trainer import PackedCollator, PaddedCollator
-from hf_specheads.trainer.target_features import document_lengths, feature_noise, noisy_embedding
+from hf_specheads.trainer.noise import document_lengths, feature_noise, noisy_embedding
 
 from .conftest import make_examples, make_heads
 

@@ -1,0 +1,18 @@
+"""Tokenizers without files."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from support.targets import VOCAB
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Three special tokens and 96 bytes: stop strings need a tokenizer that can spell anything."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 3]
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: index for index, letter in enumerate(letters, start=3)}
+    bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<pad>", eos_token="</s>")
