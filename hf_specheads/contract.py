@@ -181,10 +181,14 @@ class TrainingContract:
     """What training asks of heads."""
 
     config: DraftHeadConfig
-    max_draft_positions: int | None
 
     # Whether every pass may have its own backward (no gradient flows from one pass into those before it).
     passes_are_detached: ClassVar[bool] = True
+
+    @property
+    def max_draft_positions(self) -> int | None:
+        """As in [`DraftingContract`]."""
+        raise NotImplementedError
 
     @property
     def default_passes(self) -> int:

@@ -49,7 +49,7 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
     if not recipe.training.get("output_dir"):
         raise RecipeError("the recipe does not say where to write; pass output_dir=...")
     evaluated = recipe.eval_examples > 0 or recipe.eval_data is not None
-    defaults = {"eval_strategy": "epoch" if evaluated else "no", "report_to": []}
+    defaults: dict[str, Any] = {"eval_strategy": "epoch" if evaluated else "no", "report_to": []}
     arguments = JointTrainingArguments if recipe.trains_target else DraftHeadTrainingArguments
     return arguments(**{**defaults, **recipe.training})
 
@@ -96,7 +96,7 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
             options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
             options["draft_vocab_size"] = len(options["draft_token_ids"])
     heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
-    trainer_class = JointTrainer if recipe.trains_target else DraftHeadTrainer
+    trainer_class: type[DraftHeadTrainer] = JointTrainer if recipe.trains_target else DraftHeadTrainer
     return trainer_class(
         model=heads,
         target=target,
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = trainer.args.output_dir
+    output = str(trainer.args.output_dir)
     checkpoint = get_last_checkpoint(output) if recipe.resume and Path(output).is_dir() else None
     if trainer.is_world_process_zero():
         print(describe(trainer, recipe, checkpoint), flush=True)

@@ -7,8 +7,9 @@ assistant's tokens of a chat, every token of a plain text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset as TorchDataset
@@ -127,22 +128,20 @@ def tokenize_chat(
             f"{type(tokenizer).__name__} has no chat template, so `messages` cannot be tokenized; set "
             "`tokenizer.chat_template`, or use a `text` column."
         )
-    options = {"tools": tools, "tokenize": True, "return_dict": True}
+    render: Callable[..., Any] = partial(tokenizer.apply_chat_template, tools=tools, tokenize=True, return_dict=True)
     if GENERATION_MARKER.search(template):
-        encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
+        encoded = render(messages, return_assistant_tokens_mask=True)
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
-    def render(upto: int, prompt: bool) -> list[int]:
-        return list(
-            tokenizer.apply_chat_template(messages[:upto], add_generation_prompt=prompt, **options)["input_ids"]
-        )
+    def ids_of(upto: int, prompt: bool) -> list[int]:
+        return list(render(messages[:upto], add_generation_prompt=prompt)["input_ids"])
 
-    ids = render(len(messages), prompt=False)
+    ids = ids_of(len(messages), prompt=False)
     mask = [0] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = render(index, prompt=True), render(index + 1, prompt=False)
+        before, after = ids_of(index, prompt=True), ids_of(index + 1, prompt=False)
         if after[: len(before)] != before or ids[: len(after)] != after:
             raise ExampleError(
                 f"the chat template has no {{% generation %}} markers and renders the chat up to message {index} "
@@ -232,7 +231,7 @@ def default_collator(
 
 
 # ---------------------------------------------------------------------- prompts
-def cut_prompts(dataset: TorchDataset | Any, count: int, prompt_length: int) -> list[list[int]]:
+def cut_prompts(dataset: TorchDataset, count: int, prompt_length: int) -> list[list[int]]:
     """Prompts for evaluation: a chat up to its first reply, or the beginning of a text.
 
     Args:
@@ -244,7 +243,8 @@ def cut_prompts(dataset: TorchDataset | Any, count: int, prompt_length: int) -> 
         Token ids per prompt; examples that leave no prompt are passed over.
     """
     prompts: list[list[int]] = []
-    for example in dataset:
+    # A torch dataset without `__iter__` is iterated by index.
+    for example in cast("Iterable[Mapping[str, Any]]", dataset):
         if len(prompts) >= count:
             break
         ids, mask = complete_example(example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,15 +83,16 @@ def generation_metrics(
     for prompt in prompts[args.process_index :: args.world_size]:
         ids = torch.tensor([prompt], device=target.device)
         with every_round_drafts(heads):
-            target.generate(
+            cast(Any, target).generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 assistant_model=heads,
                 do_sample=False,
                 max_new_tokens=args.eval_max_new_tokens,
             )
-        accepted += heads.last_stats.num_accepted
-        offered += heads.last_stats.offered
+        if (stats := heads.last_stats) is not None:
+            accepted += stats.num_accepted
+            offered += stats.offered
     heads.train(was_training)
     if args.world_size > 1:
         everyone: list[tuple[list[list[int]], list[list[int]]]] = [([], [])] * args.world_size

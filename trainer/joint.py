@@ -239,7 +239,7 @@ class JointTrainer(DraftHeadTrainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        restore_adapter(self.frozen_target.model, Path(self.state.best_model_checkpoint) / ADAPTER_FOLDER)
+        restore_adapter(self.frozen_target.model, Path(str(self.state.best_model_checkpoint)) / ADAPTER_FOLDER)
 
 
 def _renamed(losses: dict[str, float]) -> dict[str, float]:

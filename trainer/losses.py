@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,8 +90,14 @@ class TargetDistribution:
 
     def select(self, rows: torch.Tensor) -> TargetDistribution:
         """The same at some of the rows, int64 [R']."""
-        tensors = (self.probs, self.top_k_probs, self.top_k_ids, self.labels, self.weight, self.mass)
-        return TargetDistribution(*(None if tensor is None else tensor[rows] for tensor in tensors))
+        return TargetDistribution(
+            self.probs[rows],
+            self.top_k_probs[rows],
+            self.top_k_ids[rows],
+            self.labels[rows],
+            None if self.weight is None else self.weight[rows],
+            None if self.mass is None else self.mass[rows],
+        )
 
     @cached_property
     def entropy(self) -> torch.Tensor:
@@ -156,7 +163,9 @@ class _CrossEntropies(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, probs, top_k_probs, top_k_ids):
+    def forward(
+        ctx: Any, logits: torch.Tensor, probs: torch.Tensor, top_k_probs: torch.Tensor, top_k_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             draft = torch.softmax(logits, dim=-1)  # q, [R, V]
             # The largest probability is 1 / sum(exp(logits - max)): its log gives the normaliser, log-softmax does not
@@ -168,7 +177,7 @@ class _CrossEntropies(torch.autograd.Function):
         return token, top_k
 
     @staticmethod
-    def backward(ctx, token_grad, top_k_grad):
+    def backward(ctx: Any, token_grad: torch.Tensor, top_k_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         draft, probs, top_k_probs, top_k_ids = ctx.saved_tensors
         draft_scale = token_grad + top_k_grad * top_k_probs.sum(dim=-1)
         grad = (draft * draft_scale[:, None]).addcmul_(probs, token_grad[:, None], value=-1)
@@ -211,11 +220,13 @@ class _Overlap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, probs, mass):
+    def forward(
+        ctx: Any, logits: torch.Tensor, probs: torch.Tensor, mass: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             log_draft = torch.log_softmax(logits, dim=-1)  # [R, V]
             log_target = probs.log()
-            outside = 0.0
+            outside: torch.Tensor | float = 0.0
             if mass is not None:
                 log_target += mass.clamp_min(torch.finfo(mass.dtype).tiny).log()[:, None]
                 outside = 1 - mass
@@ -229,7 +240,7 @@ class _Overlap(torch.autograd.Function):
         return distance, -log_overlap
 
     @staticmethod
-    def backward(ctx, distance_grad, log_grad):
+    def backward(ctx: Any, distance_grad: torch.Tensor, log_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_draft, below, log_overlap = ctx.saved_tensors
         # Row by row m (g q + h q / a), of which both the gradient's terms are made.
         kept = (log_draft - log_overlap[:, None]).exp_().mul_(log_grad[:, None])
@@ -264,6 +275,12 @@ def lk_loss(rows: DraftedRows) -> torch.Tensor:
     return weight * divergence + (1 - weight) * distance
 
 
+def _drafted_feature_loss(rows: DraftedRows) -> torch.Tensor:
+    if rows.features is None:
+        raise ValueError("these heads draft no features, so they have no feature loss; leave 'feature' out.")
+    return feature_loss(*rows.features)
+
+
 def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = None) -> torch.Tensor:
     """Sum of the supervised rows' losses over the number of supervised rows; 0 when there are none.
 
@@ -286,7 +303,7 @@ def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = N
 
 # Losses by name, each fp32 [R] from the drafts of one pass.
 LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
-    "feature": lambda rows: feature_loss(*rows.features),
+    "feature": _drafted_feature_loss,
     "token": lambda rows: rows.cross_entropies[0],
     "top_k": lambda rows: rows.cross_entropies[1],
     "next_token": lambda rows: next_token_loss(rows.logits, rows.target.labels),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,17 @@ class HubCards(Trainer):
     num_passes: int
     run_facts: dict[str, Any] | None = None
 
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self.args.output_dir))  # which has a value once the arguments are made
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in transformers, without its pickle of the training arguments: nothing reads it, and it would carry a
         `hub_token` to the Hub. `training_facts.json` says what a run did."""
         super()._save(output_dir, state_dict)
-        (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        ((Path(output_dir) if output_dir else self._folder) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # takes the fields of our card, not all of Trainer's
         self,
         language: str | list[str] | None = None,
         license: str | None = None,  # noqa: A002 (the name in Trainer)
@@ -62,13 +67,15 @@ class HubCards(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)
+        folder = self._folder
         repo_id = getattr(self, "hub_model_id", None)
         if repo_id or finetuned_from:
             name_target(folder / CONFIG_NAME, finetuned_from)
         write_facts(self.facts(), folder)
         given = {"language": language, "tags": tags, "datasets": dataset}
-        known = {name: [value] if isinstance(value, str) else value for name, value in given.items() if value}
+        known: dict[str, Any] = {
+            name: [value] if isinstance(value, str) else value for name, value in given.items() if value
+        }
         known |= {"license": license} if license else {}
         if not (folder / EVAL_RESULTS).exists() and (measured := self._measured()):
             known["evaluations"] = [measured]
@@ -87,7 +94,7 @@ class HubCards(Trainer):
             self.args,
             self.state,
             num_passes=self.num_passes,
-            train_examples=len(data) if hasattr(data, "__len__") else None,
+            train_examples=len(data) if isinstance(data, Sized) else None,
             **{"recipe": {}, "metrics": {}, "hours": hours, **(self.run_facts or {})},
         )
 
@@ -105,7 +112,7 @@ class HubCards(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As in Trainer, with the card, and with the adapter of a target that is trained along."""
-        checkpoint, folder = Path(checkpoint_folder), Path(self.args.output_dir)
+        checkpoint, folder = Path(checkpoint_folder), self._folder
         if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
             shutil.copyfile(checkpoint / CONFIG_NAME, folder / CONFIG_NAME)
             if (checkpoint / ADAPTER_FOLDER).is_dir():

@@ -164,9 +164,9 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     args, config = trainer.args, trainer.model.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    evaluation = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
+    train, evaluation = _length(trainer.train_dataset), _length(trainer.eval_dataset)
     weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
-    sizes = f"{config.target['model_type']}, H = {config.feature_size}, V = {config.vocab_size}"
+    sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
     specialists = getattr(config, "num_specialists", 1)
     rows = [
         ("target", f"{recipe.target} ({sizes})"),
@@ -177,16 +177,20 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
                   + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
         ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
-        ("data", f"{len(trainer.train_dataset)} examples to train on, {evaluation} to evaluate on, "
+        ("data", f"{train} examples to train on, {evaluation} to evaluate on, "
                  f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
         ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
         ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
         ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
-    if recipe.trains_target:
+    if isinstance(args, JointTrainingArguments):
         adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
         rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
     return "\n".join(f"{name:>8}: {value}" for name, value in rows)
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset) if dataset is not None else 0
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
 
+from .unroll import RowInputs
+
 
 class FrozenTarget:
     """A target that only computes features.
@@ -76,7 +78,7 @@ def unroll_inputs(
     features: torch.Tensor,
     final_features: torch.Tensor,
     noise: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor | None]:
+) -> RowInputs:
     """The T - 1 rows of T tokens, as keyword arguments of [`Unroll`].
 
     Row t pairs the feature of token t with token t + 1, and is supervised if token t + 1 is, i.e. where drafting may

@@ -95,7 +95,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             )
         self.frozen_target = FrozenTarget(target)
         if not getattr(target, "hf_device_map", None):
-            target.to(self.args.device)
+            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
+            target.to(self.args.device)  # type: ignore[arg-type]
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
@@ -195,7 +196,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         # Trainer logs the mean over processes of what is a share of the whole step's loss.
         return loss * self.args.world_size
 
-    def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+    def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor | float) -> torch.Tensor:
         """Forward and backward of one batch, the losses chunk by chunk; returns the weighted loss, detached."""
         apart = self.args.backward == "per_pass" and self.model.passes_are_detached
         together = 1 if apart else self.num_passes
@@ -239,10 +240,11 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in parameters])
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
-        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad.copy_(grad.view_as(parameter))
+        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
     def _noise(self, features: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         if self.args.feature_noise == 0:
@@ -312,7 +314,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         metrics = self.evaluated_losses(meter)
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
-            predictions=None,
+            predictions=None,  # type: ignore[arg-type]  # as Trainer's own loop, which wants losses only
             label_ids=None,
             metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
             num_samples=self.num_examples(dataloader),

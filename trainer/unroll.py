@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Required, TypedDict, Unpack
 
 import torch
-from torch import nn
 
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.borrowed import as_embedding, as_lm_head
@@ -22,6 +21,8 @@ from hf_specheads.unroll.rows import DraftedPass, TrainingRows, later, row_posit
 from .chunks import CHUNK_ROWS, ChunkedPass, send_on
 from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss
 
+# A module of the target, or what stands for one.
+Projection = Callable[[torch.Tensor], torch.Tensor]
 DEFAULT_LOSSES = ("feature", "token", "top_k")
 DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
 
@@ -70,6 +71,30 @@ class PassLosses:
         return torch.stack(terms).sum()
 
 
+class RowInputs(TypedDict, total=False):
+    """Rows of a batch as [`Unroll`] takes them; shapes there."""
+
+    features: Required[torch.Tensor]
+    next_token_ids: Required[torch.Tensor]
+    target_features: Required[torch.Tensor]
+    loss_mask: Required[torch.Tensor]
+    attention_mask: Required[torch.Tensor | None]
+    token_ids: torch.Tensor | None
+    document_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None
+
+
+class UnrollInputs(RowInputs, total=False):
+    """What [`unroll_losses`] hands on to [`Unroll`] as it is."""
+
+    embed_tokens: Required[torch.Tensor | Projection]
+    lm_head: Required[torch.Tensor | Projection]
+    top_k: int
+    lk_decay: float
+    losses: Sequence[str]
+    num_items: torch.Tensor | float | None
+
+
 class Unroll:
     """Unrolled training forward of one batch: [`next_pass`] `num_passes` times, or [`run_passes`].
 
@@ -111,8 +136,8 @@ class Unroll:
         target_features: torch.Tensor,
         loss_mask: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        embed_tokens: torch.Tensor | nn.Module,
-        lm_head: torch.Tensor | nn.Module,
+        embed_tokens: torch.Tensor | Projection,
+        lm_head: torch.Tensor | Projection,
         num_passes: int,
         top_k: int = 10,
         lk_decay: float = 3.0,
@@ -262,25 +287,6 @@ class Unroll:
         found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay)
         names = [name for name in self.losses if features is not None or name != "feature"]
         return {name: mean_loss(name, found, self.num_items) for name in names}
-
-
-class UnrollInputs(TypedDict, total=False):
-    """What [`unroll_losses`] hands on to [`Unroll`] as it is."""
-
-    features: Required[torch.Tensor]
-    next_token_ids: Required[torch.Tensor]
-    target_features: Required[torch.Tensor]
-    loss_mask: Required[torch.Tensor]
-    attention_mask: Required[torch.Tensor | None]
-    token_ids: torch.Tensor | None
-    document_ids: torch.Tensor | None
-    position_ids: torch.Tensor | None
-    embed_tokens: Required[torch.Tensor | nn.Module]
-    lm_head: Required[torch.Tensor | nn.Module]
-    top_k: int
-    lk_decay: float
-    losses: Sequence[str]
-    num_items: torch.Tensor | float | None
 
 
 def unroll_losses(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,6 +67,10 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     _supports_sdpa = True
     _no_split_modules = ["DraftDecoderLayer"]
 
+    if TYPE_CHECKING:
+        # transformers wraps `nn.Module.to`, which hides from type checkers that it is a method.
+        def to(self, *args: Any, **kwargs: Any) -> Self: ...  # type: ignore[override]
+
     def __init__(self, config: DraftHeadConfig):
         super().__init__(config)
         self.forget_tree()
@@ -116,7 +120,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
                     f"{field}={theirs}; load heads trained for this target."
                 )
 
-    def bind(self, target: PreTrainedModel) -> DraftHead:
+    def bind(self, target: PreTrainedModel) -> Self:
         """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already.
 
         Raises:
@@ -169,7 +173,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         """Draft logits in fp32, [..., H] -> [..., Vd]; Vd is V unless the heads have a [`draft_vocabulary`]."""
         return self.project(features)
 
-    def get_input_embeddings(self) -> torch.nn.Module | None:
+    def get_input_embeddings(self) -> torch.nn.Module | None:  # type: ignore[override]  # most heads have none
         """The heads' own token embedding; `None` where they borrow the target's. Quantisers ask for it."""
         return self._modules.get("embed_tokens")
 
@@ -221,7 +225,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             ) from error
 
     # ------------------------------------------------------------------ options, saving
-    def with_tree(self, **overrides: Any) -> DraftHead:
+    def with_tree(self, **overrides: Any) -> Self:
         """The same heads (weights shared) with another draft tree, for one call:
 
             target.generate(**inputs, assistant_model=heads.with_tree(kind="chain", depth=4))
@@ -243,13 +247,14 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             CheckpointValueError: for a draft vocabulary that is none.
         """
         kwargs.setdefault("use_safetensors", True)
-        heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        heads, info = loaded
         refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
         if problem := heads.pruning_problem():
             raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
         return (heads, info) if output_loading_info else heads
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
         """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
         machine. Target weights are never saved, but an adapter is that the target was trained with together with
         these heads."""
@@ -263,7 +268,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
         return saved
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:
+    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:  # type: ignore[override]  # by keyword only
         """Uploads the heads: weights, config, a model card rendered from facts, its figures, and the adapter of a
         target that was trained together with them (Medusa-2). Weights of the target are never uploaded.
 

@@ -10,7 +10,7 @@ root and the drafted tokens are appended during a round and dropped at its end.
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -65,7 +65,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
 
     method: str = "draft-lm"
     language_model: dict | None = None
-    hidden_size: int | None = None
+    hidden_size: int | None = None  # type: ignore[assignment]  # follows from the language model when left out
     num_hidden_layers: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -184,7 +184,7 @@ class DraftLanguageModel(DraftHead):
     config_class = DraftLanguageModelConfig
     config: DraftLanguageModelConfig
     published: ClassVar[dict[str, Published]] = {"draft-lm": Published("Language model", DRAFT_LM_PAPERS)}
-    _no_split_modules: ClassVar[list[str]] = []
+    _no_split_modules = []
 
     def __init__(self, config: DraftLanguageModelConfig):
         super().__init__(config)
@@ -192,7 +192,8 @@ class DraftLanguageModel(DraftHead):
         if config._attn_implementation in MASKED_ATTENTION:
             known._attn_implementation = config._attn_implementation
         try:
-            self.language_model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)](known)
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)]
+            self.language_model = model_class(known)
         except (KeyError, AssertionError, IndexError) as error:  # an unknown activation, a token past the vocabulary
             raise ValueError(f"`language_model` describes a model that cannot be built: {error}") from error
         if problem := language_model_problem(self.language_model):
@@ -221,13 +222,14 @@ class DraftLanguageModel(DraftHead):
         if problem := language_model_problem(model):
             raise ValueError(f"{type(model).__name__} cannot draft trees: {problem}.")
         tree = tree_config.to_dict() if isinstance(tree_config, DraftTreeConfig) else tree_config or {}
+        special: dict[str, Any] = {name: getattr(model.config, name, None) for name in SPECIAL_TOKENS}
         config = DraftLanguageModelConfig(
             language_model=_plain_dict(model.config),
             vocab_size=model.config.vocab_size,
             feature_size=model.config.hidden_size,
             embedding_size=model.config.hidden_size,
             tree_config=DraftTreeConfig().replace(**tree).to_dict(),
-            **{name: getattr(model.config, name, None) for name in SPECIAL_TOKENS},
+            **special,
         )
         with torch.device("meta"):
             heads = cls(config)
@@ -274,7 +276,7 @@ class DraftLanguageModel(DraftHead):
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:
-        return DraftCache(self.config.num_hidden_layers)
+        return DraftCache(cast(int, self.config.num_hidden_layers))
 
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
@@ -389,6 +391,6 @@ class DraftLanguageModel(DraftHead):
         return {name: fields[name] for name in (*LLAMA_FIELDS, "language_model") if name in fields}
 
     # ------------------------------------------------------------------ saving
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
         """As in [`DraftHead`]; tensors keep our names, not those of the wrapped family's original files."""
         return super().save_pretrained(save_directory, **{"save_original_format": False, **kwargs})

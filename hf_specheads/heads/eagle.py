@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..cache.draft import DraftCache
 from ..errors import WarmStartError
@@ -22,7 +22,7 @@ from ..unroll.attention import Documents, StreamAttention, StreamCache
 from ..unroll.rows import DraftedPass, TrainingRows
 from ..unroll.streams import document_starts, next_stream
 from .base import DraftHead
-from .layers import DraftDecoderLayer, NormedDecoderLayer
+from .layers import DraftDecoderLayer, NormedDecoderLayer, rotary_embedding
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 __all__ = ["EagleHead", "EagleHeadConfig"]
@@ -103,7 +103,7 @@ class EagleHead(SpecialistHead):
         width = config.embedding_size * ("token" in config.inputs) + config.feature_size * ("feature" in config.inputs)
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = rotary_embedding(config)
         self.embed_layernorm = self.lm_head_layernorm = None
         if config.extra_norms:
             self.embed_layernorm = LlamaRMSNorm(config.embedding_size, eps=config.rms_norm_eps)

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..draft_vocabulary import mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
@@ -26,7 +26,7 @@ from ..target.projection import output_weight
 from ..unroll.attention import Documents, StreamAttention, StreamCache
 from ..unroll.rows import DraftedPass, TrainingRows, later
 from .base import DraftHead
-from .layers import Eagle3DecoderLayer
+from .layers import Eagle3DecoderLayer, rotary_embedding
 from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 __all__ = ["Eagle3Head", "Eagle3HeadConfig"]
@@ -103,7 +103,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
                 f"`feature_layers` must be different indices of hidden states, from 0, or -1 for the last; got "
                 f"{list(levels)}."
             )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+        if not 1 <= self.num_draft_tokens <= self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` must be between 1 and `vocab_size` ({self.vocab_size}), got "
                 f"{self.draft_vocab_size}."
@@ -122,6 +122,11 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
     def num_levels(self) -> int:
         """Hidden states that make up a feature."""
         return 3 if self.feature_layers is None else len(self.feature_layers)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Vd."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def row_embedding_size(self) -> int:
@@ -144,6 +149,8 @@ class Eagle3Head(SpecialistHead):
 
     config_class = Eagle3HeadConfig
     config: Eagle3HeadConfig
+    d2t: torch.Tensor
+    t2d: torch.Tensor
     published: ClassVar[dict[str, Published]] = {"eagle3": Published("EAGLE-3", (EAGLE3_PAPER,))}
     _no_split_modules = ["Eagle3DecoderLayer"]
     integer_tensors: ClassVar[dict[str, torch.dtype]] = {
@@ -157,18 +164,18 @@ class Eagle3Head(SpecialistHead):
         self.fc = nn.Linear(inputs, width, bias=False)
         self.layers = self.build_layers(config)
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(width, config.num_draft_tokens, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.input_norm = LlamaRMSNorm(inputs, eps=config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = None
         if config.fc_norm:
             norms = (LlamaRMSNorm(config.feature_size, eps=config.rms_norm_eps) for _ in range(config.num_levels))
             self.fc_norm = nn.ModuleList(norms)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        if config.draft_vocab_size < config.vocab_size:
+        self.rotary_emb = rotary_embedding(config)
+        if config.num_draft_tokens < config.vocab_size:
             # The first tokens until others are chosen.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+            self.register_buffer("d2t", torch.zeros(config.num_draft_tokens, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.num_draft_tokens)
         self.post_init()
 
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
@@ -182,18 +189,19 @@ class Eagle3Head(SpecialistHead):
         Raises:
             RuntimeError: if they are not bound to one yet.
         """
-        if self.config.feature_layers is not None:
-            return self.config.feature_layers
-        if not self._bound_to:
+        levels = self.config.feature_layers
+        if levels is None and self._bound_to:
+            levels = _levels_of(self._bound_to[0])
+        if levels is None:
             raise RuntimeError(
                 "these draft heads read the usual levels of their target, which depend on its depth; call "
                 "`heads.bind(target)` first."
             )
-        return _levels_of(self._bound_to[0])
+        return tuple(levels)
 
     @property
     def trained_vocabulary(self) -> torch.Tensor | None:
-        if self.config.draft_vocab_size == self.config.vocab_size:
+        if self.config.num_draft_tokens == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
@@ -207,9 +215,9 @@ class Eagle3Head(SpecialistHead):
             ValueError: for ids that repeat, that the target does not have, or that are not `draft_vocab_size` many.
         """
         d2t, t2d = mapping_of(token_ids, self.config.vocab_size)
-        if len(d2t) != self.config.draft_vocab_size:
+        if len(d2t) != self.config.num_draft_tokens:
             raise ValueError(
-                f"these heads draft over {self.config.draft_vocab_size} tokens, got {len(d2t)} token ids; make heads "
+                f"these heads draft over {self.config.num_draft_tokens} tokens, got {len(d2t)} token ids; make heads "
                 "with `draft_vocab_size` that many."
             )
         if self.trained_vocabulary is not None:

@@ -17,14 +17,14 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..cache.draft import DraftCache
 from ..errors import WrongTargetError
 from ..publishing.card.facts import Published
 from ..unroll.attention import Documents, StreamAttention
 from ..unroll.rows import DraftedPass, TrainingRows, later
-from .layers import LayerHeadConfig, NormedDecoderLayer, validate_layer
+from .layers import LayerHeadConfig, NormedDecoderLayer, rotary_embedding, validate_layer
 from .per_position import MAX_HEADS, PerPositionHead, PerPositionHeadConfig, ResidualBlock
 
 __all__ = ["HydraHead", "HydraHeadConfig"]
@@ -138,7 +138,7 @@ class HydraHead(PerPositionHead):
         self.prefix = None
         if config.head_arch == "prefix-mlp":
             self.prefix = PrefixLayer(config)
-            self.rotary_emb = LlamaRotaryEmbedding(config)
+            self.rotary_emb = rotary_embedding(config)
         self.post_init()
 
     def check_target(self, target: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
     LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -31,7 +32,7 @@ class DraftAttention(LlamaAttention):
     """
 
     def __init__(self, config: DraftHeadConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx)  # type: ignore[arg-type]  # our configs have the fields it reads
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.attention_out_bias != config.attention_bias:
@@ -53,7 +54,7 @@ class DraftAttention(LlamaAttention):
             return key, value
         return past_key_values.update(key, value, self.layer_idx)
 
-    def forward(
+    def forward(  # type: ignore[override]  # says which rows attend, which transformers' attention cannot
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
@@ -74,6 +75,11 @@ class DraftAttention(LlamaAttention):
         dropout = self.attention_dropout if self.training else 0.0
         output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
         return self.o_proj(output.reshape(*queries.shape[:-1], -1))
+
+
+def rotary_embedding(config: DraftHeadConfig) -> LlamaRotaryEmbedding:
+    """Llama's rotary positions for heads with decoder layers."""
+    return LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # our configs have the fields it reads
 
 
 class DraftDecoderLayer(GradientCheckpointingLayer):

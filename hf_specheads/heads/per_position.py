@@ -5,8 +5,8 @@
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -96,7 +96,7 @@ class PerPositionHead(DraftHead):
         if self.lm_heads is None:
             return
         weight, bias = output_weight(target), getattr(target.get_output_embeddings(), "bias", None)
-        for lm_head in self.lm_heads:
+        for lm_head in cast(Iterable[nn.Linear], self.lm_heads):
             lm_head.weight.copy_(weight)
             if lm_head.bias is not None and bias is not None and bias.device.type != "meta":
                 lm_head.bias.copy_(bias[: len(lm_head.bias)])
@@ -111,7 +111,7 @@ class PerPositionHead(DraftHead):
         Returns:
             [..., H], in the dtype of the blocks.
         """
-        blocks, hidden = self.blocks[position], inputs.to(self.dtype)
+        blocks, hidden = cast(nn.ModuleList, self.blocks[position]), inputs.to(self.dtype)
         for index in range(self.config.num_blocks):
             hidden = blocks[min(index, len(blocks) - 1)](self.dropped(hidden))
         return hidden

@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from ..publishing.card.facts import Published
 from .eagle3 import EAGLE3_PAPER, Eagle3Head, Eagle3HeadConfig
 from .poss import POSS_PAPER
-from .specialists import SpecialistHead, SpecialistHeadConfig
+from .specialists import SpecialistHeadConfig
 
 __all__ = ["PossEagle3Head", "PossEagle3HeadConfig"]
 
@@ -51,4 +51,4 @@ class PossEagle3Head(Eagle3Head):
 
     @property
     def default_passes(self) -> int:
-        return SpecialistHead.default_passes.fget(self)
+        return super(Eagle3Head, self).default_passes

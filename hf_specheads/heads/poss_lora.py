@@ -9,11 +9,12 @@ projections. An adapter for specialist 0 would only repeat what the base, which 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -87,7 +88,7 @@ class LoraDecoderLayer(DraftDecoderLayer):
         for specialist in range(1, config.num_specialists):
             adapter = LoraConfig(
                 r=config.specialist_rank,
-                lora_alpha=config.specialist_alpha,
+                lora_alpha=config.specialist_alpha or 2 * config.specialist_rank,
                 target_modules=list(ADAPTED_MODULES),
             )
             inject_adapter_in_model(adapter, self, adapter_name=adapter_of(specialist))
@@ -126,7 +127,7 @@ class PossLoraHead(PossHead):
                     module.reset_lora_parameters(name, init_lora_weights=True)
 
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
-        return nn.ModuleList([LoraDecoderLayer(config)])
+        return nn.ModuleList([LoraDecoderLayer(self.config)])
 
     def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
         return partial(self.layers[0], specialist=specialist)
@@ -143,7 +144,7 @@ class PossLoraHead(PossHead):
             if not parent:
                 state[name] = parameter.detach().clone()
                 continue
-            module = self.layers[0].get_submodule(parent)
+            module = cast(LoraLinear, self.layers[0].get_submodule(parent))
             added = leaf == "weight" and adapter in module.lora_A
             state[f"{parent}.{leaf}"] = parameter + module.get_delta_weight(adapter) if added else parameter.clone()
         return state

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration import DraftHeadConfig
+from ..contract import DraftingContract
 from ..draft_vocabulary import draft_ids_problem, mapping_of
 from ..errors import WrongTargetError
-from ..target.borrowed import BorrowedModules
 from ..target.projection import has_plain_weight, projection_rows
 
 PRUNED_TOKEN_IDS = "pruned_token_ids"
 
 
-class PrunableVocabulary:
+class PrunableVocabulary(DraftingContract, nn.Module):
     """The part of [`DraftHead`] that says which tokens its draft logits stand for, and restricts them to fewer.
 
     The ids are a tensor of the heads, saved with them, and `config.pruned_vocab_size` says how many they are. The rows
     are a copy, made when the heads are bound to their target and never saved.
     """
 
-    config: DraftHeadConfig
     pruned_token_ids: torch.Tensor | None
-    borrowed: BorrowedModules
-    device: torch.device
     _bound_to: tuple[PreTrainedModel, ...]
     _pruned: dict[str, Any]
 
@@ -75,11 +72,11 @@ class PrunableVocabulary:
         if self.pruned_token_ids is None:
             return own[index] if own else self.borrowed.lm_head
         if "rows" not in self._pruned:
-            self._copy_rows()
+            self._copy_rows(self.pruned_token_ids)
         return self._pruned["rows"][index if own else 0]
 
     # ------------------------------------------------------------------ pruning
-    def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Any:
+    def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Self:
         """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for smaller draft forwards:
 
             counts = count_tokens(texts, target.config.vocab_size)
@@ -123,8 +120,8 @@ class PrunableVocabulary:
         """Copies the rows again if what they were copied from has changed since."""
         if self.pruned_token_ids is None:
             self._pruned.clear()
-        elif self._pruned.get("source") != self._pruning_source():
-            self._copy_rows()
+        elif self._pruned.get("source") != self._pruning_source(self.pruned_token_ids):
+            self._copy_rows(self.pruned_token_ids)
 
     def _projections(self) -> Sequence[nn.Module]:
         return self.own_projections() or (self.borrowed_projection(),)
@@ -134,27 +131,26 @@ class PrunableVocabulary:
         _ = self.borrowed  # says what to do if there is no target yet
         return self._bound_to[0].get_output_embeddings()
 
-    def _pruning_source(self) -> list[Any]:
+    def _pruning_source(self, token_ids: torch.Tensor) -> list[Any]:
         """What tells whether weights have moved or changed; of a module that is more than its weight, the module."""
-        source: list[Any] = [self.pruned_token_ids.data_ptr()]
+        source: list[Any] = [token_ids.data_ptr()]
         for module in self._projections():
-            weight = getattr(module, "weight", None)
             if has_plain_weight(module):
+                weight = module.weight
                 source.append((weight.data_ptr(), weight._version, weight.dtype, weight.device))
             else:
                 source.append(id(module))
         return source
 
-    def _copy_rows(self) -> None:
-        own, ids = bool(self.own_projections()), self.pruned_token_ids
+    def _copy_rows(self, token_ids: torch.Tensor) -> None:
+        own, ids = bool(self.own_projections()), token_ids
         if own and (trained := self.trained_vocabulary) is not None:
-            rows = torch.searchsorted(trained, ids).clamp_max(len(trained) - 1)  # rows are counted by draft id
-            if bool((trained[rows] != ids).any()):
+            ids = torch.searchsorted(trained, token_ids).clamp_max(len(trained) - 1)  # rows are counted by draft id
+            if bool((unknown := torch.ne(trained[ids], token_ids)).any()):
                 raise WrongTargetError(
                     f"these {self.config.method} heads are pruned to tokens that they cannot draft for this target, "
-                    f"e.g. {int(ids[trained[rows] != ids][0])}; prune them again, `heads.prune_draft_vocabulary(...)`."
+                    f"e.g. {int(token_ids[unknown][0])}; prune them again, `heads.prune_draft_vocabulary(...)`."
                 )
-            ids = rows
         like = next(self.parameters()) if own else self._bound_to[0].get_input_embeddings()(ids[:1]).detach()
         if not own:
             like = like.to(self.borrowed.device)
@@ -162,4 +158,4 @@ class PrunableVocabulary:
         widths = [getattr(module, "in_features", width) for module in self._projections()]
         rows = [projection_rows(*each, ids, like) for each in zip(self._projections(), widths, strict=True)]
         self._pruned["rows"] = rows
-        self._pruned["source"] = self._pruning_source()
+        self._pruned["source"] = self._pruning_source(token_ids)

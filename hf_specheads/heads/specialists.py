@@ -8,12 +8,13 @@ draft position's rows are fused with. (EAGLE, arXiv 2401.15077, section 3.2; POS
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..cache.draft import DraftCache
 from ..errors import WarmStartError
@@ -66,6 +67,8 @@ class SpecialistHead(DraftHead):
 
     config_class = SpecialistHeadConfig
     config: SpecialistHeadConfig
+    layers: nn.ModuleList
+    rotary_emb: LlamaRotaryEmbedding
 
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         """The decoder layers, one per specialist."""
@@ -81,7 +84,8 @@ class SpecialistHead(DraftHead):
 
     def layers_from(self, source: "SpecialistHead") -> dict[str, torch.Tensor]:
         """Weights for our layers in a warm start, by our names."""
-        last, weights = source.config.num_specialists - 1, {}
+        last = source.config.num_specialists - 1
+        weights: dict[str, torch.Tensor] = {}
         for index in range(self.config.num_specialists):
             layer = source.specialist_state(min(index, last))
             weights |= {f"layers.{index}.{name}": value for name, value in layer.items()}
@@ -208,7 +212,8 @@ class SpecialistHead(DraftHead):
         """Copies the shared weights and the layers of `source`; specialists it lacks start as its last layer."""
         weights = {name: value for name, value in trained_weights(source).items() if not name.startswith("layers.")}
         try:
-            self.load_state_dict(weights | self.layers_from(source))
+            # That it is of this kind, `fields_of_source` has asked.
+            self.load_state_dict(weights | self.layers_from(cast(SpecialistHead, source)))
         except RuntimeError as error:
             raise WarmStartError(
                 f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "

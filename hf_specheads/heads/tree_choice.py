@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..configuration import DraftHeadConfig
+from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.default import default_tree, machine_key, tuned_tree, without_machine
 from ..tuning.tune import TuningResult, tune
 
 
-class TreeChoice:
+class TreeChoice(DraftingContract, nn.Module):
     """The part of [`DraftHead`] that knows which draft tree is in force."""
 
-    config: DraftHeadConfig
-    device: torch.device
-    dtype: torch.dtype
-    max_draft_positions: int | None
     _chosen_tree: DraftTreeConfig | None
     _found_tree: DraftTreeConfig | None
 

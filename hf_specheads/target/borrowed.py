@@ -11,7 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def as_embedding(embedding: torch.Tensor | nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def as_embedding(
+    embedding: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """An embedding lookup from a weight [V, E] or from the target's own module.
 
     Modules are called, not read, so that offloaded, adapted or scaled embeddings behave as in the target.
@@ -22,7 +24,7 @@ def as_embedding(embedding: torch.Tensor | nn.Module) -> Callable[[torch.Tensor]
 
 
 def as_lm_head(
-    lm_head: torch.Tensor | nn.Module, dtype: torch.dtype | None = None
+    lm_head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A map from features [..., H] to logits [..., V] from a weight [V, H] or from the target's own module.
 

@@ -1,6 +1,7 @@
 """Projections from hidden states to logits: some of their rows, and the weight of a target's `lm_head`."""
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ class Projection:
         return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
-def has_plain_weight(module: nn.Module) -> bool:
+def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a linear module is no more than its weight: not quantised, offloaded, adapted or wrapped."""
     weight = getattr(module, "weight", None)
     return (

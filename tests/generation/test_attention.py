@@ -7,7 +7,7 @@ import threading
 
 import torch
 from cache.test_masks import tree_logits
-from support.stubs import random_heads
+from support.heads import random_heads
 from support.targets import VOCAB, plain, prompt, shared_target
 from support.trees import random_tree
 from transformers.integrations import sdpa_attention

@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -87,7 +88,8 @@ def main() -> None:
     shape = (len(indices), BLOCK, len(layers), target.model.config.hidden_size)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "features.bin"
-    mode = "r+" if path.exists() and path.stat().st_size == 4 * np.prod(shape, dtype=np.int64) else "w+"
+    whole = path.exists() and path.stat().st_size == 4 * np.prod(shape, dtype=np.int64)
+    mode: Literal["r+", "w+"] = "r+" if whole else "w+"
     states = np.memmap(path, dtype=np.float32, mode=mode, shape=shape)
     part, parts = map(int, args.part.split("/"))
     for start in range(part * args.batch, len(indices), parts * args.batch):

@@ -176,7 +176,7 @@ def new_heads(
     if size := options.get("draft_vocab_size"):
         options["draft_token_ids"] = frequent_tokens(train, size, target.config.vocab_size)
     heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **options)
-    heads.config.target["name"] = args.target_name
+    heads.config.target = {**(heads.config.target or {}), "name": args.target_name}
     return heads
 
 
@@ -202,7 +202,8 @@ def train_run(
     optimizer = None if run.joint else MatrixMomentum(heads, **rates)
 
     def trainer_of(steps: int) -> DraftHeadTrainer:
-        return (JointTrainer if run.joint else DraftHeadTrainer)(
+        trainer_class: type[DraftHeadTrainer] = JointTrainer if run.joint else DraftHeadTrainer
+        return trainer_class(
             model=heads,
             target=target,
             args=training_arguments(run, args, folder, steps),

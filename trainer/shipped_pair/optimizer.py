@@ -7,6 +7,8 @@ and in bf16; here matrices of one shape are stacked and stay in fp32, for CPUs w
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,35 +65,35 @@ class MatrixMomentum(torch.optim.Optimizer):
         super().__init__(groups, {"momentum": momentum, "betas": betas})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             update = self._orthogonal_step if group["orthogonal"] else self._adamw_step
-            update(group, [p for p in group["params"] if p.grad is not None])
+            update(group, [(p, p.grad) for p in group["params"] if p.grad is not None])
         return loss
 
-    def _orthogonal_step(self, group: dict, params: list[nn.Parameter]) -> None:
+    def _orthogonal_step(self, group: dict, params: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         by_shape = defaultdict(list)
-        for p in params:
+        for p, grad in params:
             momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 1 - group["momentum"])
-            by_shape[p.shape].append((p, p.grad.lerp(momentum, group["momentum"])))
+            momentum.lerp_(grad, 1 - group["momentum"])
+            by_shape[p.shape].append((p, grad.lerp(momentum, group["momentum"])))
         for (rows, columns), members in by_shape.items():
             updates = orthogonalise(torch.stack([update for _, update in members]))
             scale = group["lr"] * max(1.0, rows / columns) ** 0.5
             for (p, _), update in zip(members, updates, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
-    def _adamw_step(self, group: dict, params: list[nn.Parameter]) -> None:
+    def _adamw_step(self, group: dict, params: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         beta1, beta2 = group["betas"]
-        for p in params:
+        for p, grad in params:
             state = self.state[p]
             if not state:
                 state |= {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
             state["step"] += 1
-            state["mean"].lerp_(p.grad, 1 - beta1)
-            state["square"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+            state["mean"].lerp_(grad, 1 - beta1)
+            state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             mean = state["mean"] / (1 - beta1 ** state["step"])
             root = (state["square"] / (1 - beta2 ** state["step"])).sqrt_().add_(1e-8)
             p.addcdiv_(mean, root, value=-group["lr"])

@@ -140,7 +140,8 @@ def main() -> None:
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
     }
     final = args.output_dir / "final"
-    trainer.model.to(torch.bfloat16).save_pretrained(final)
+    target.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `nn.Module.to`, which hides its `self`
+    target.save_pretrained(final)
     tokenizer.save_pretrained(final)
     (final / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
