@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .masks import additive_mask, slot_mask
 from .slots import SlotCache, SlotCacheLayer
+
+
+class RealRows(NamedTuple):
+    """Which of M rows are real.
+
+    Attributes:
+        valid: bool [B, M].
+        counts: How many that are, per sequence.
+        lengths: int64 [B], committed rows before them.
+    """
+
+    valid: torch.Tensor
+    counts: list[int]
+    lengths: torch.Tensor
 
 
 class DraftCache(SlotCache):
@@ -16,18 +32,17 @@ class DraftCache(SlotCache):
     a row is its position.
 
     Attributes:
-        valid: bool [B, M], which of the rows a round takes in are real, `None` if all are. In a batch, sequences have
-            accepted different numbers of tokens; those that accepted fewer than others come after columns of no
-            meaning. Set before every round ([`begin_round`]).
+        taken_in: Which of the rows a round takes in are real, `None` if all are. In a batch, sequences have accepted
+            different numbers of tokens; those that accepted fewer than others come after columns of no meaning. Set
+            before every round ([`begin_round`]).
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
     """
 
     def __init__(self, num_specialists: int):
         super().__init__()
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
-        self.valid: torch.Tensor | None = None
+        self.taken_in: RealRows | None = None
         self.drafted_inputs: list[torch.Tensor] = []
-        self._new_counts: list[int] | None = None
         self._levels_in = [0] * num_specialists
 
     @property
@@ -42,9 +57,11 @@ class DraftCache(SlotCache):
             valid: bool [B, M]; `None` if all are.
             counts: How many that are, per sequence.
         """
-        self.valid, self._new_counts = valid, counts
-        if valid is not None:
-            self.become_ragged(valid.shape[0], valid.device)
+        self.taken_in = None
+        if valid is None or counts is None:
+            return
+        lengths = self.become_ragged(valid.shape[0], valid.device)
+        self.taken_in = RealRows(valid, counts, lengths)
         if self.static:
             self.reserve(self.longest + valid.shape[1] + 1)
             self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
@@ -61,36 +78,38 @@ class DraftCache(SlotCache):
             Positions int64 [1 or B, M, or M + 1 with the root]. Rows that are not real have positions after those.
         """
         self.drop_drafted()
-        if self.valid is None:
+        if self.taken_in is None:
             self.place(0, rows + and_root)
             if self.slots is not None:
                 return self.slots
             return torch.arange(self.start, self.start + rows + and_root, device=device)[None]
+        valid, counts, lengths = self.taken_in
         if not self.static:
             self.reserve(self.longest + rows + and_root)
-            self._end = max(map(sum, zip(self.counts, self._new_counts, strict=True))) + and_root
-        real = torch.nn.functional.pad(self.valid, (0, 1), value=True) if and_root else self.valid
+            self._end = max(count + new for count, new in zip(self.counts, counts, strict=True)) + and_root
+        real = torch.nn.functional.pad(valid, (0, 1), value=True) if and_root else valid
         rank = real.cumsum(1) - 1
         after = real.sum(1, keepdim=True) + (~real).cumsum(1) - 1
-        self.slots = self.lengths[:, None] + torch.where(real, rank, after)
+        self.slots = lengths[:, None] + torch.where(real, rank, after)
         return self.slots
 
     def commit(self, rows: int) -> None:
         """Marks the rows just written as committed."""
-        if self.valid is None:
+        if self.taken_in is None:
             self.counts = [count + rows for count in self.counts]
             self.lengths = None if self.lengths is None else self.lengths + rows
             return
+        valid, counts, lengths = self.taken_in
         if not self.static:
-            self.counts = [count + new for count, new in zip(self.counts, self._new_counts, strict=True)]
-        self.lengths = self.lengths + self.valid.sum(1)
-        self.valid = self._new_counts = None
+            self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
+        self.lengths = lengths + valid.sum(1)
+        self.taken_in = None
 
     def last_row_mask(self, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive [B, 1, 1, shown]: what the last of the rows to commit sees; `None` if that is all that is shown."""
-        if self.valid is None and self.lengths is None:
+        if self.lengths is None:
             return None
-        length = self.lengths + (rows if self.valid is None else self.valid.sum(1))
+        length = self.lengths + (rows if self.taken_in is None else self.taken_in.valid.sum(1))
         seen = torch.arange(self.shown()[1], device=length.device) < length[:, None]
         return additive_mask(seen[:, None, None], dtype)
 

@@ -31,6 +31,11 @@ def slot_mask(
             with a window. The Q rows must be these R.
         padding_mask: int or bool [B, P], 0 on padding of the prompt, whose slots come first.
     """
+    if window is not None and depths is None:
+        raise ValueError(
+            "a mask under a sliding window needs `depths`, the rows' distances from the last committed one."
+        )
+    depths = visible.new_zeros(visible.shape[:2]) if depths is None else depths  # not looked at without a window
     if isinstance(lengths, torch.Tensor):
         return _ragged_slot_mask(visible, lengths, first, end, window, depths, padding_mask)
     context = visible.new_ones(*visible.shape[:2], lengths - first)
@@ -50,7 +55,7 @@ def _ragged_slot_mask(
     first: int,
     end: int,
     window: int | None,
-    depths: torch.Tensor | None,
+    depths: torch.Tensor,
     padding_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     rows = visible.shape[2]

@@ -9,6 +9,7 @@ any row being moved or padded.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -65,7 +66,7 @@ class SlotCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes R rows [B, heads, R, head_dim] and returns the slots shown, [B, heads, shown, head_dim] each."""
         if not self.is_initialized:
@@ -121,7 +122,7 @@ class SlotCache(Cache):
         slots: int64 [B, R], slots of the rows written next, otherwise.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(layers=[])
         self.static = False
         self.capacity = 0
@@ -180,11 +181,12 @@ class SlotCache(Cache):
             if layer.is_initialized:
                 layer.grow(self.capacity)
 
-    def become_ragged(self, batch: int, device: torch.device) -> None:
-        """From now on every sequence has a number of committed rows of its own."""
+    def become_ragged(self, batch: int, device: torch.device) -> torch.Tensor:
+        """From now on every sequence has a number of committed rows of its own: `lengths`, which are returned."""
         if self.lengths is None:
             self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
             self.lengths = torch.tensor(self.counts, device=device)
+        return self.lengths
 
     def select_sequences(self, kept: torch.Tensor) -> None:
         """Keeps only some sequences of the batch, int64 [B']."""

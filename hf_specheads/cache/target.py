@@ -168,7 +168,8 @@ class TreeCache(SlotCache):
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.counts[0] if keep else 0
             layer.is_initialized = keep and layer.is_initialized
-        self.groups, self.layers = [], []
+        self.groups.clear()
+        self.layers.clear()
 
     # ------------------------------------------------------------------ a round
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
@@ -314,6 +315,10 @@ class ChainCache:
         self.counts = [self.counts[0] + counts[0]]
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
+
+    def select_sequences(self, kept: torch.Tensor) -> None:
+        """A chain is of one sequence, which ends with the generation."""
+        raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
 
     def give_back(self, keep: bool) -> None:
         """Leaves the cache as plain decoding would at the last committed token, after an interrupted round too."""

@@ -56,5 +56,6 @@ def _wrapped(original: Callable) -> Callable:
         )
         return output.transpose(1, 2).contiguous(), None
 
-    grouped_sdpa._specheads_original = original
-    return grouped_sdpa
+    wrapper: Any = grouped_sdpa
+    wrapper._specheads_original = original
+    return wrapper

@@ -125,7 +125,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         is_first_iteration: bool = False,
         n_last_matches: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chain candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
 
         The first call returns the prompt alone, so that the target is prefilled and its features exist. Of drawn

@@ -58,8 +58,10 @@ class NewRows:
     def followed_by(self, newer: NewRows) -> NewRows:
         """These rows and those of a plain step after them, which has committed one for every sequence."""
         token_ids = torch.cat([self.token_ids, newer.token_ids[:, -1:]], dim=1)
-        features = None if self.features is None else torch.cat([self.features, newer.features[:, -1:]], dim=1)
-        if self.valid is None:
+        features = None
+        if self.features is not None and newer.features is not None:
+            features = torch.cat([self.features, newer.features[:, -1:]], dim=1)
+        if self.valid is None or self.counts is None:
             return NewRows(token_ids, features)
         valid = torch.nn.functional.pad(self.valid, (0, 1), value=True)
         return NewRows(token_ids, features, valid, [count + 1 for count in self.counts])

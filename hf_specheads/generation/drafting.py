@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -66,17 +68,21 @@ def gives_up(tree: DraftTreeConfig, scores: torch.Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------- dynamic trees
+@dataclass
 class _Level:
-    """The frontier: K nodes per row about to be expanded.
+    """The frontier: K nodes per sequence about to be expanded.
 
-    tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
-    features: [B, K, *], state of each node's parent.
-    visible: bool [B, K, drafted rows so far], the node's ancestors among them.
+    Attributes:
+        tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
+        features: [B, K, *], state of each node's parent.
+        visible: bool [B, K, drafted rows so far], the node's ancestors among them.
     """
 
-    def __init__(self, tokens, scores, features, candidate, visible):
-        self.tokens, self.scores, self.features = tokens, scores, features
-        self.candidate, self.visible = candidate, visible
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    features: torch.Tensor
+    candidate: torch.Tensor
+    visible: torch.Tensor
 
 
 def grow_dynamic(
@@ -92,7 +98,7 @@ def grow_dynamic(
     Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
     `total_tokens - 1` of all candidates are kept. Arguments as in [`grow_tree`].
     """
-    drafted, logits = head.start_draft(cache, token_ids, features)
+    drafted, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
     width = min(tree.top_k, logits.shape[-1])
     scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
     scores, tokens = scores[:, 0], tokens[:, 0]
@@ -176,7 +182,7 @@ def grow_fixed(
     shape = fixed_shape(tree.paths, depth, token_ids.device) if shape is None else shape
     sampler = sampler if tree.children == "sampled" else None
     batch = token_ids.shape[0]
-    states, logits = head.start_draft(cache, token_ids, features)
+    states, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
     parent_scores = logits.new_zeros(batch, 1)
     paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
     parts, drawn_from = [], []

@@ -166,7 +166,7 @@ class RoundLoop:
             logger.warning_once(LOSSY)
         chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
         self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
-        self.target_cache: TreeCache | ChainCache | None = None
+        self._target_cache: TreeCache | ChainCache | None = None
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.pace: Pace | None = None
@@ -186,8 +186,17 @@ class RoundLoop:
 
     @property
     def budget(self) -> int:
-        """Tokens that a compiled call may emit."""
+        """Tokens that a compiled call, which has a limit, may emit."""
+        if self.stop.max_length is None:
+            raise RuntimeError("compiled rounds need a length limit.")
         return self.stop.max_length - self.sequences.prompt_length
+
+    @property
+    def target_cache(self) -> TreeCache | ChainCache:
+        """The target's cache, from the prefill on."""
+        if self._target_cache is None:
+            raise RuntimeError("the target's cache is opened by the prefill.")
+        return self._target_cache
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Prefill, then rounds until a stopping criterion is met for every sequence of the batch."""
@@ -209,7 +218,7 @@ class RoundLoop:
                 self.emit(outputs, accepted)
                 self.record(tree, accepted, drafts)
             if self.pace is not None:
-                self.keep_pace(tree, accepted, time.perf_counter() - began)
+                self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
@@ -224,7 +233,7 @@ class RoundLoop:
         outputs = self.target._prefill(prompt, self.config, self.model_kwargs | self.reader.forward_kwargs)
         self.stats.target_forwards += 1
         features = self.reader.prompt_features(outputs)
-        self.target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
+        self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
         self.emit(outputs, accepted, prefill=True)
@@ -266,11 +275,11 @@ class RoundLoop:
     def verify(self, tree: DraftTree) -> ModelOutput:
         """One target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
-        hidden_states = self.reader.forward_kwargs
+        cache, hidden_states = self.target_cache, self.reader.forward_kwargs
         sizes = (self.options.tree.num_nodes, *([] if self.pace is None else [1]))
-        if self.compiled is not None and tree.num_nodes in sizes:
-            return self.compiled.verify(self.target, self.target_cache, tree, hidden_states)
-        inputs = self.target_cache.forward_inputs(tree)
+        if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
+            return self.compiled.verify(self.target, cache, tree, hidden_states)
+        inputs = cache.forward_inputs(tree)
         return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **hidden_states)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
@@ -295,18 +304,18 @@ class RoundLoop:
             self.sequences.append(sequence, result.token_ids)
         self.stats.new_tokens = sum(map(self.sequences.new_tokens, range(self.batch))) / self.batch
 
-    def keep_pace(self, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
+    def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
         the first of a call, which takes in the prompt, are no measure."""
         if self.compiled is not None and self.compiled.compiles:
             return
         if tree.num_nodes == 1:
-            self.pace.record_plain(seconds)
+            pace.record_plain(seconds)
             return
         if self.stats.rounds == 1:
             return
         emitted = sum(len(result.token_ids) for result in accepted.values())
-        self.pace.record_round(seconds, emitted / len(accepted))
+        pace.record_round(seconds, emitted / len(accepted))
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""
@@ -339,6 +348,6 @@ class RoundLoop:
     def close(self) -> None:
         """Removes what was hung on the target, and gives transformers' cache its contents back, after errors too."""
         self.reader.close()
-        if self.target_cache is not None:
-            self.target_cache.give_back(keep=self.batch == 1)
-            self.target_cache = None
+        if self._target_cache is not None:
+            self._target_cache.give_back(keep=self.batch == 1)
+            self._target_cache = None

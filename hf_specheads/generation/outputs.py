@@ -25,8 +25,12 @@ class EmittedOutputs:
     def __init__(self, config: GenerationConfig, batch: int):
         as_dict = bool(config.return_dict_in_generate)
         self.as_dict = as_dict
-        self.scores = [[] for _ in range(batch)] if as_dict and config.output_scores else None
-        self.logits = [[] for _ in range(batch)] if as_dict and config.output_logits else None
+        self.scores: list[list[torch.Tensor]] | None = (
+            [[] for _ in range(batch)] if as_dict and config.output_scores else None
+        )
+        self.logits: list[list[torch.Tensor]] | None = (
+            [[] for _ in range(batch)] if as_dict and config.output_logits else None
+        )
         self.hidden_states: tuple | None = () if as_dict and config.output_hidden_states else None
 
     def earlier_scores(self, sequence: int) -> tuple[torch.Tensor, ...] | None:

@@ -70,6 +70,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     if TYPE_CHECKING:
         # transformers wraps `nn.Module.to`, which hides from type checkers that it is a method.
         def to(self, *args: Any, **kwargs: Any) -> Self: ...  # type: ignore[override]
+        def post_init(self) -> None: ...
 
     def __init__(self, config: DraftHeadConfig):
         super().__init__(config)

@@ -282,7 +282,7 @@ class DraftLanguageModel(DraftHead):
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, rows = token_ids.shape[0], token_ids.shape[1] - 1
-        first_round = cache.valid is None and cache.longest == 0
+        first_round = cache.taken_in is None and cache.longest == 0
         positions = cache.open_rows(rows, token_ids.device, and_root=True).expand(batch, -1)
         mask = None
         # Without a mask, the model's own causal attention may take a faster kernel over a whole prompt.

@@ -36,7 +36,9 @@ class DraftAttention(LlamaAttention):
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.attention_out_bias != config.attention_bias:
-            self.o_proj = nn.Linear(self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias)
+            self.o_proj: nn.Linear = nn.Linear(
+                self.o_proj.in_features, self.o_proj.out_features, bias=config.attention_out_bias
+            )
 
     def cache_rows(
         self,

@@ -93,8 +93,9 @@ class DraftTreeConfig:
                 "a dynamic tree keeps the most probable of the drawn children, which biases sampled ones; use "
                 "children='top_k', or kind='chain', 'static' or 'optimal'."
             )
-        for path in self.choices or ():
-            if path[-1] and (*path[:-1], path[-1] - 1) not in self.choices:
+        choices = self.choices or ()
+        for path in choices:
+            if path[-1] and (*path[:-1], path[-1] - 1) not in choices:
                 raise ValueError(
                     f"with sampled children the ranks of siblings must be 0, 1, 2, ... without gaps, and {list(path)} "
                     "has no elder sibling in `choices`."

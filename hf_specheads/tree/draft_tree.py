@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -110,24 +111,37 @@ class DraftTree:
 
     def of_sequence(self, sequence: int) -> DraftTree:
         """The tree of one sequence of the batch."""
-        tensors = (self.token_ids, self.parents, self.depths, self.scores)
         sampled = None if self.sampled is None else self.sampled.of_sequence(sequence)
-        return DraftTree(*(tensor[sequence : sequence + 1] for tensor in tensors), self.max_depth, sampled, self.shape)
+        return self._with(lambda tensor: tensor[sequence : sequence + 1], sampled, self.shape)
 
     def packed(self) -> DraftTree:
         """The same with tensors of their own, of the strides their shapes imply."""
-        tensors = (self.token_ids, self.parents, self.depths, self.scores)
-        copies = (tensor.reshape(-1).clone().view(tensor.shape) for tensor in tensors)
-        return DraftTree(*copies, self.max_depth, self.sampled, self.shape)
+        return self._with(lambda tensor: tensor.reshape(-1).clone().view(tensor.shape), self.sampled, self.shape)
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""
         if self.token_ids.device == device:
             return self
-        tensors = (self.token_ids, self.parents, self.depths, self.scores)
         sampled = None if self.sampled is None else self.sampled.to(device)
         shape = None if self.shape is None else self.shape.to(device)
-        return DraftTree(*(tensor.to(device) for tensor in tensors), self.max_depth, sampled, shape)
+        return self._with(lambda tensor: tensor.to(device), sampled, shape)
+
+    def _with(
+        self,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        sampled: SampledChildren | None,
+        shape: TreeShape | None,
+    ) -> DraftTree:
+        """The tree with all its tensors changed."""
+        return DraftTree(
+            token_ids=change(self.token_ids),
+            parents=change(self.parents),
+            depths=change(self.depths),
+            scores=change(self.scores),
+            max_depth=self.max_depth,
+            sampled=sampled,
+            shape=shape,
+        )
 
 
 def select_nodes(

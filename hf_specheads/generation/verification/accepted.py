@@ -59,7 +59,7 @@ def accepted_paths(
     depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
     numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
     width = path.shape[1]
-    results = []
+    results: list[Accepted] = []
     for sequence, (num_accepted, *values) in enumerate(numbers):
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
         kept, stopped = stop.cut(emitted, lengths[sequence])
