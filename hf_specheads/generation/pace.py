@@ -8,8 +8,6 @@ the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from transformers import GenerationConfig
@@ -21,18 +19,6 @@ ROUNDS_BEFORE_A_VERDICT = 4
 PLAIN_STEPS_BEFORE_A_VERDICT = 2
 ROUND_WEIGHT = 1 / 8  # of the newest round in the running means, once there are as many
 GROWN = 2.0  # a plain step is timed again when the context has grown by this factor
-
-
-@contextmanager
-def every_round_drafts(heads: DraftingContract) -> Iterator[DraftingContract]:
-    """While this lasts these heads, and copies made of them, draft every round whether it pays or not: for measuring
-    them."""
-    before = heads.adaptive
-    heads.adaptive = False
-    try:
-        yield heads
-    finally:
-        heads.adaptive = before
 
 
 @dataclass
