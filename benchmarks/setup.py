@@ -115,6 +115,14 @@ def load_all_heads(target: PreTrainedModel, folders: Iterable[str]) -> dict[str,
     return {display_name(folder): load_bound_heads(target, folder) for folder in folders}
 
 
+def load_pair(
+    args: argparse.Namespace,
+) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
+    """Target, heads by what tables call them, and prompts, as the arguments say."""
+    target, tokenizer = load_target(args)
+    return target, load_all_heads(target, args.heads), load_prompts(args.prompts, tokenizer, args.limit)
+
+
 def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:
     """Tokenised prompts, the first `limit` of every set."""
     texts = prompt_texts(names, limit)

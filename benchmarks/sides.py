@@ -17,6 +17,7 @@ from hf_specheads.tuning.turns import take_turns, timed_generation
 from .setup import Inputs
 
 PLAIN = "plain generate"
+TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
 
 
 @dataclass
@@ -99,15 +100,10 @@ def run_interleaved(
 
 
 def compare(
-    target: PreTrainedModel,
-    sides: list[Side],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with."""
-    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats, sampling)
+    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
     return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
 
 

@@ -19,18 +19,9 @@ from transformers import PreTrainedModel
 from hf_specheads import DraftHead
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    settings,
-)
+from ..setup import Inputs, add_generation_arguments, load_pair, settings
 from ..sides import PLAIN, Side, acceptance, generate_once
-from .training_curve import compute, read_facts
+from .training_curve import describe
 
 PAPERS = {"kind": "dynamic", "top_k": 10, "total_tokens": 60}
 RESAMPLES = 2000
@@ -103,22 +94,16 @@ def measure_trees(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, tree family and depth."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    target, loaded, prompts = load_pair(args)
     plain = [generate_once(target, Side(PLAIN), inputs, args.max_new_tokens).token_ids for inputs in prompts]
-    saved = load_bound_heads(target, args.heads[0]).tree_config
+    saved = next(iter(loaded.values())).tree_config
     families = {"papers": PAPERS, "default": {name: getattr(saved, name) for name in PAPERS}}
     families = {name: families[name] for name in args.families}
     heads: dict[str, Any] = {}
     reference: dict[tuple[str, int], torch.Tensor] = {}
-    for folder in args.heads:
-        loaded = load_bound_heads(target, folder)
-        heads[display_name(folder)] = {
-            "method": loaded.config.method,
-            "parameters": count_parameters(loaded),
-            **compute(read_facts(folder)),
-            "measured": measure_trees(target, loaded, families, prompts, plain, reference, args),
-        }
+    for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
+        measured = measure_trees(target, one, families, prompts, plain, reference, args)
+        heads[name] = {**describe(one, folder), "measured": measured}
     return {**settings(args, prompts), "depths": args.depths, "families": families, "heads": heads}
 
 

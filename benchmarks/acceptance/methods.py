@@ -31,18 +31,9 @@ from ..results import (
     speed_up,
     teraflop,
 )
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_all_heads,
-    load_prompts,
-    load_target,
-    settings,
-)
+from ..setup import Inputs, add_generation_arguments, load_pair, settings
 from ..sides import PLAIN, Side, acceptance, generate_once, plain_and, run_interleaved, summarise
-from .training_curve import compute, read_facts
+from .training_curve import describe
 
 MODES: dict[str, dict[str, Any] | None] = {"greedy": None, "temperature 1": {"temperature": 1.0, "top_k": 0}}
 WIDE = {"kind": "dynamic", "top_k": 10, "total_tokens": 60}
@@ -73,21 +64,14 @@ def measure_mode(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head in every mode, and its pos-acc."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
-    loaded = load_all_heads(target, args.heads)
+    target, loaded, prompts = load_pair(args)
     facts: dict[str, Any] = {}
-    for folder in args.heads:
-        name = display_name(folder)
-        heads, trained = loaded[name], read_facts(folder)
+    for folder, (name, heads) in zip(args.heads, loaded.items(), strict=True):
         side = Side(name, {"assistant_model": wide_tree(heads)})
         facts[name] = {
-            "method": heads.config.method,
-            "parameters": count_parameters(heads),
+            **describe(heads, folder),
             "tree": heads.tree_config.to_dict(),
             "max_draft_positions": heads.max_draft_positions,
-            **compute(trained),
-            "hours": (trained or {}).get("hours"),
             "wide": acceptance([[generate_once(target, side, inputs, args.max_new_tokens) for inputs in prompts]]),
         }
         print(f"{name}: {facts[name]['wide']}", file=sys.stderr, flush=True)

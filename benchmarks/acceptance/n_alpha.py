@@ -24,15 +24,7 @@ from hf_specheads.target.features import asked_hidden_states, select_hidden_stat
 from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 from ..results import Result, footnote, markdown_table, number
-from ..setup import (
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    settings,
-)
+from ..setup import add_generation_arguments, count_parameters, load_pair, settings
 from .acceptance import bootstrap
 
 
@@ -86,28 +78,26 @@ def agreement(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head on the same texts."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    target, loaded, prompts = load_pair(args)
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     texts = [(target.generate(**inputs, **greedy), inputs["input_ids"].shape[1]) for inputs in prompts]
     texts = [(text, length) for text, length in texts if text.shape[1] > length + args.max_n + 1]
     heads: dict[str, Any] = {}
     positions = 0
-    for folder in args.heads:
-        loaded = load_bound_heads(target, folder)
-        found = [agreement(target, loaded, text, length, args.max_n) for text, length in texts]
-        agreed = torch.stack([one.sum(dim=1) for one in found]).double()  # [texts, n]
-        counts = torch.tensor([one.shape[1] for one in found], dtype=torch.float64)
+    for name, one in loaded.items():
+        found = [agreement(target, one, text, length, args.max_n) for text, length in texts]
+        agreed = torch.stack([each.sum(dim=1) for each in found]).double()  # [texts, n]
+        counts = torch.tensor([each.shape[1] for each in found], dtype=torch.float64)
         positions = int(counts.sum())
-        heads[display_name(folder)] = {
-            "method": loaded.config.method,
-            "inputs": getattr(loaded.config, "inputs", None),
-            "trained_positions": getattr(loaded.config, "trained_positions", None),
-            "parameters": count_parameters(loaded),
+        heads[name] = {
+            "method": one.config.method,
+            "inputs": getattr(one.config, "inputs", None),
+            "trained_positions": getattr(one.config, "trained_positions", None),
+            "parameters": count_parameters(one),
             "n_alpha": (agreed.sum(dim=0) / counts.sum()).tolist(),
             "standard_error": [bootstrap(torch.stack([each, counts], dim=1)).std().item() for each in agreed.T],
         }
-        print(f"{display_name(folder)}: {heads[display_name(folder)]['n_alpha']}", file=sys.stderr, flush=True)
+        print(f"{name}: {heads[name]['n_alpha']}", file=sys.stderr, flush=True)
     return {
         **settings(args, texts),
         "max_n": args.max_n,

@@ -14,8 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_specheads import DraftHead
+
 from ..results import Result, footnote, markdown_table, number
-from ..setup import display_name
+from ..setup import count_parameters, display_name
 
 SOURCES = ()  # the numbers are the trainer's, of its own time
 FACTS = "training_facts.json"
@@ -38,6 +40,15 @@ def compute(facts: dict[str, Any] | None) -> dict[str, Any]:
     if facts is None:
         return {}
     return {"starts_from": starts_from(facts), **{axis: facts[axis] for axis in AXES if axis in facts}}
+
+
+def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
+    """Method, parameters and training of heads."""
+    return {
+        "method": heads.config.method,
+        "parameters": count_parameters(heads),
+        **compute(read_facts(folder)),
+    }
 
 
 def earlier_runs(facts: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:

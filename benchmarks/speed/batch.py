@@ -16,10 +16,7 @@ from hf_specheads.cli.bench import batches_of
 
 from ..results import Result, footnote, markdown_table, number, same_text, speed_up
 from ..setup import add_generation_arguments, load_all_heads, load_target, prompt_texts, settings
-from ..sides import PLAIN, compare, plain_and
-
-# Every row gets as many tokens.
-TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}
+from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

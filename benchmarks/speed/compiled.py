@@ -34,19 +34,14 @@ from ..setup import (
     Inputs,
     add_generation_arguments,
     display_name,
-    load_all_heads,
-    load_prompts,
-    load_target,
+    load_pair,
     pair_on_paper,
     random_pair,
     random_prompts,
 )
-from ..sides import Run, Side, generate_once, summarise
+from ..sides import TO_THE_END, Run, Side, generate_once, summarise
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
-
-
-TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,17 +174,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
         prompts, taus = random_prompts(args.limit or 2, args.device), [*args.tau]
     else:
-        target, tokenizer = load_target(args)
-        heads = load_all_heads(target, args.heads)
+        target, heads, prompts = load_pair(args)
         result["target"] = display_name(args.target)
-        prompts = load_prompts(args.prompts, tokenizer, args.limit)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
-    sides, tables, compile_seconds = build_sides(target, heads, most_tokens), {}, {}
+    sides, measured = build_sides(target, heads, most_tokens), {}
     for tau in taus:
         name = result["target"] if tau is None else f"{args.shape}, acceptance length set to {tau:g}"
-        tables[name], seconds = measure_sides(target, sides, prompts, args, tau)
-        compile_seconds = compile_seconds or seconds
-    return {**result, "num_prompts": len(prompts), "tables": tables, "compile_seconds": compile_seconds}
+        measured[name] = measure_sides(target, sides, prompts, args, tau)
+    return {
+        **result,
+        "num_prompts": len(prompts),
+        "tables": {name: found for name, (found, _) in measured.items()},
+        "compile_seconds": next(iter(measured.values()))[1],
+    }
 
 
 def texts_agree(result: Result) -> bool:
@@ -251,17 +248,12 @@ def table(result: Result) -> str:
     for name, table in result["tables"].items():
         header = [name, "tokens/s", "/ plain eager", "/ plain compiled", "tau", "ms per round", "same text"]
         rows = [
-            [
-                side,
-                number(s["tokens_per_second"], 1),
-                f"{number(s['over_plain_eager'])}x",
-                f"{number(s['over_plain_compiled'])}x",
-                number(s.get("acceptance_length")),
-                number(s.get("round_milliseconds"), 1),
-                "yes" if s["identical"] else f"no ({s['differing']} of {result['num_prompts']} differ)",
-            ]
+            [side, number(s["tokens_per_second"], 1), f"{number(s['over_plain_eager'])}x",
+             f"{number(s['over_plain_compiled'])}x", number(s.get("acceptance_length")),
+             number(s.get("round_milliseconds"), 1),
+             "yes" if s["identical"] else f"no ({s['differing']} of {result['num_prompts']} differ)"]
             for side, s in table.items()
-        ]
+        ]  # fmt: skip
         text += markdown_table(header, rows) + "\n"
     if floor := result.get("floor"):
         text += floor_table(floor) + "\n"

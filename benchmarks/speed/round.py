@@ -34,9 +34,7 @@ from ..setup import (
     add_generation_arguments,
     count_parameters,
     display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
+    load_pair,
     random_pair,
     random_prompts,
 )
@@ -119,8 +117,8 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
 def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
     """Target, heads and prompts, as the arguments say."""
     if not args.shape:
-        target, tokenizer = load_target(args)
-        return target, load_bound_heads(target, args.heads[0]), load_prompts(args.prompts, tokenizer, args.limit)
+        target, loaded, prompts = load_pair(args)
+        return target, next(iter(loaded.values())), prompts
     tree = DraftTreeConfig(kind="chain", depth=args.depth)
     target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
     return target, heads["eagle"], random_prompts(args.limit or 2, "cpu")

@@ -65,17 +65,11 @@ def table(result: Result) -> str:
     text = ""
     for name, sides in result["prompt_sets"].items():
         rows = [
-            (
-                side,
-                number(s["tokens_per_second"], 0),
-                speed_up(s),
-                number(s.get("acceptance_length")),
-                pos_acc(s.get("pos_acc")),
-                percent(s["forwards_saved"]),
-                "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)",
-            )
+            (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
+             pos_acc(s.get("pos_acc")), percent(s["forwards_saved"]),
+             "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
             for side, s in sides.items()
-        ]
+        ]  # fmt: skip
         header = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "forwards saved", "same text")
         text += markdown_table(header, rows) + "\n"
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())

@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from ..results import Result, draft_tree, footnote, markdown_table, number
-from ..setup import add_generation_arguments, display_name, load_bound_heads, load_prompts, load_target, settings
+from ..setup import add_generation_arguments, load_pair, settings
 from .grid import add_grid_arguments, fastest, grid
 
 # Trees to keep, prompts, repeats; the last stage measures what is left.
@@ -27,13 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The first heads."""
-    target, tokenizer = load_target(args)
-    heads = load_bound_heads(target, args.heads[0])
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    target, loaded, prompts = load_pair(args)
+    name, heads = next(iter(loaded.items()))
     trees = grid(args, heads.max_draft_positions)
     ranking = fastest(target, heads, trees, prompts, args.max_new_tokens, STAGES)
     return {
-        "heads": display_name(args.heads[0]),
+        "heads": name,
         **settings(args, prompts),
         "candidates": len(trees),
         "ranking": ranking,
