@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hf_specheads.generation.pace import every_round_drafts
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import acceptance_length, position_acceptance
+from hf_specheads.tuning.turns import every_round_drafts
 
 from .arguments import DraftHeadTrainingArguments
 from .unroll import DEFAULT_LOSSES, PassLosses

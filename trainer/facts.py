@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,44 +12,25 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from hf_specheads.heads.base import DraftHead
+from hf_specheads.provenance import architecture, device_name, git, versions
 
 FACTS = "training_facts.json"
 PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a run depends on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def commit() -> str | None:
     """Commit of the checkout this package runs from, `-dirty` if files differ; `None` for an installed package."""
-    try:
-        if _git("rev-parse", "--show-prefix") != "trainer/":  # another repository that this package is installed in
-            return None
-        return _git("describe", "--always", "--abbrev=40", "--dirty") or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
     here = Path(__file__).resolve().parent
-    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=30)
-    return done.stdout.strip()
+    if git(here, "rev-parse", "--show-prefix") != "trainer/":  # another repository that this package is installed in
+        return None
+    return git(here, "describe", "--always", "--abbrev=40", "--dirty") or None
 
 
 def hardware(args: TrainingArguments) -> dict[str, Any]:
     """Device, number of processes and CPU threads of a run."""
     device = args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({device_name(device) if device.type == 'cuda' else architecture()})",
         "processes": args.world_size,
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
@@ -84,7 +62,7 @@ def training_facts(
     """
     return {
         "command": " ".join(sys.argv),
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "commit": commit(),
         "hardware": hardware(args),
         "recipe": recipe,

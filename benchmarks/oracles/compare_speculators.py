@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
 
-from ..common import RESULTS, ROOT
+from ..results import RESULTS, ROOT
 
 PASSES = 3
 VOCAB, ROWS = 59, 16

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specheads import DraftHead, EagleHead, export_heads, load_heads
 
-from ..common import RESULTS, ROOT
+from ..results import RESULTS, ROOT
 from .compare_speculators import rows_of
 
 RUNNER = Path(__file__).with_name("run_speculators_eagle.py")

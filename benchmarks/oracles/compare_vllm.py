@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from hf_specheads import DraftHead, ExportError, export_heads, load_heads
 
-from ..common import RESULTS, ROOT, load_prompts, load_target
+from ..results import RESULTS, ROOT
+from ..setup import load_prompts, load_target
 
 RUNNER = Path(__file__).with_name("run_vllm.py")
 
@@ -162,11 +162,12 @@ def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts:
 def main() -> None:
     """Runs everything and writes the result."""
     args = arguments()
-    target, _ = load_target(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    target, tokenizer = load_target(args)
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = [p["input_ids"][0].tolist() for name in args.prompts for p in load_prompts(name, tokenizer, args.limit)]
+    prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
     plain = ask_vllm(args, args.target, None, prompts)
     entries = []
     for name in args.heads:

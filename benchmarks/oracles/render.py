@@ -1,16 +1,12 @@
-"""Writes the tables of `docs/export.md` from the result files of the oracles.
-
-python -m benchmarks.oracles.render
-"""
+"""The tables of `docs/export.md` from the result files of the oracles; `python -m benchmarks --render` writes them."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-from ..common import RESULTS, ROOT
+from ..results import RESULTS, ROOT
 
 DOCUMENT = ROOT / "docs" / "export.md"
 FILES = {name: RESULTS / "oracles" / f"{name}.json" for name in
@@ -108,7 +104,3 @@ def rendered(text: str) -> str:
         if count != 1:
             raise ValueError(f"{DOCUMENT.name} has {count} places for the table {name!r}, expected 1.")
     return text
-
-
-if __name__ == "__main__":
-    Path(DOCUMENT).write_text(rendered(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

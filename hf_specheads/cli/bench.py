@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..heads.base import DraftHead
 from ..metrics import acceptance_length
+from ..tuning.turns import take_turns, timed_generation
 from .arguments import add_model_arguments, load_pair
 from .display import number, table
 from .env import collect
@@ -64,22 +64,10 @@ def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_siz
     return [dict(tokenizer(texts[i : i + batch_size], **options)) for i in range(0, len(texts), batch_size)]
 
 
-def timed(
-    target: PreTrainedModel, heads: DraftHead | None, batch: dict[str, Any], options: dict[str, Any]
-) -> tuple[list[list[int]], float]:
-    """New tokens of a batch, and the wall seconds they took."""
-    import torch
-
-    batch = {name: tensor.to(target.device) for name, tensor in batch.items()}
-    torch.manual_seed(0)
-    started = time.perf_counter()
-    output = target.generate(**batch, assistant_model=heads, **options)
-    tokens = output[:, batch["input_ids"].shape[1] :].tolist()  # waits for the device
-    return tokens, time.perf_counter() - started
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; 1 if a greedy text differs from the plain one."""
+    import torch
+
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
     batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile)
@@ -87,31 +75,14 @@ def run(args: argparse.Namespace) -> int:
     options["pad_token_id"] = tokenizer.pad_token_id
     if args.temperature > 0:
         options["temperature"] = args.temperature
-    seconds = {name: [0.0] * args.repeats for name in sides}
-    texts: dict[str, list[list[list[int]]]] = {name: [] for name in sides}
-    accepted: dict[str, list[list[int]]] = {name: [] for name in sides}
-    for side in sides.values():
-        timed(target, side, batches[0], options)
-    for repeat in range(args.repeats):
-        for index, batch in enumerate(batches):
-            names = list(sides)
-            shift = (index + repeat) % len(names)
-            for name in names[shift:] + names[:shift]:
-                tokens, spent = timed(target, sides[name], batch, options)
-                seconds[name][repeat] += spent
-                if repeat == 0:
-                    texts[name].append(tokens)
-                    accepted[name] += sides[name].last_stats.num_accepted if sides[name] else []
-    total = sum(len(row) for tokens in texts[PLAIN] for row in tokens)
-    facts = {
-        name: {
-            "tokens_per_second": total / statistics.median(seconds[name]),
-            "speed_up": statistics.median(a / b for a, b in zip(seconds[PLAIN], seconds[name], strict=True)),
-            "acceptance_length": acceptance_length(accepted[name]) or None,
-            "identical": texts[name] == texts[PLAIN],
-        }
-        for name in sides
-    }
+
+    def generate(name: str, batch: dict[str, Any], turn: int) -> Timed:
+        torch.manual_seed(0)
+        token_ids, seconds = timed_generation(target, batch, assistant_model=sides[name], **options)
+        return Timed(token_ids, seconds, sides[name].last_stats.num_accepted if sides[name] else [])
+
+    runs = take_turns(sides, batches, generate, args.repeats)
+    facts = {name: facts_of(runs[name], runs[PLAIN]) for name in sides}
     report(facts)
     if args.json:
         where = {"target": args.target, "heads": args.heads, "tree_config": heads.tree_config.to_dict(),
@@ -119,6 +90,26 @@ def run(args: argparse.Namespace) -> int:
         written = {"sides": facts, **where, **options, "environment": collect()}
         args.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return int(args.temperature == 0 and not all(side["identical"] for side in facts.values()))
+
+
+class Timed(NamedTuple):
+    """One side on one batch: new tokens, wall seconds, and accepted draft tokens per round, of every sequence."""
+
+    token_ids: list[list[int]]
+    seconds: float
+    num_accepted: list[list[int]]
+
+
+def facts_of(runs: list[list[Timed]], plain: list[list[Timed]]) -> dict[str, Any]:
+    """What one side's runs `[repeat][batch]` say next to the plain ones; medians over repeats."""
+    seconds, plain_seconds = ([sum(run.seconds for run in repeat) for repeat in each] for each in (runs, plain))
+    tokens = sum(len(new_ids) for run in plain[0] for new_ids in run.token_ids)
+    return {
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "speed_up": statistics.median(a / b for a, b in zip(plain_seconds, seconds, strict=True)),
+        "acceptance_length": acceptance_length([row for run in runs[0] for row in run.num_accepted]) or None,
+        "identical": all(ours.token_ids == theirs.token_ids for ours, theirs in zip(runs[0], plain[0], strict=True)),
+    }
 
 
 def report(facts: dict[str, dict[str, Any]]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
+
+from ..provenance import accelerators, versions
 
 PACKAGES = (
     "hf-specheads", "transformers", "torch", "peft", "accelerate", "safetensors", "huggingface-hub", "datasets",
@@ -19,15 +20,11 @@ def collect() -> dict[str, str]:
     """Versions and devices as text."""
     import torch
 
-    facts = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed"
+    found = versions(PACKAGES)
+    facts = {"python": found["python"], "platform": platform.platform()}
+    facts |= {package: found.get(package, "not installed") for package in PACKAGES}
     facts["torch threads"] = str(torch.get_num_threads())
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    facts["accelerators"] = ", ".join(devices) or "none"
+    facts["accelerators"] = accelerators()
     facts["generate() dispatch"] = _dispatch_state()
     return facts
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..tuning.turns import timed_generation
 from .arguments import add_model_arguments, load_pair
 from .display import marked_text, number, pos_acc_text, use_colour
-from .measure import run_sample, timed_generate
+from .measure import run_sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     sample = run_sample(target, heads, inputs, compare=False, **options)
     if args.compare:
         set_seed(args.seed)
-        sample.plain_token_ids, sample.plain_seconds = timed_generate(target, inputs, **options)
+        (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **options)
     if args.mark:
         print(marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, use_colour()))
     elif args.compare:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from transformers import BatchEncoding, PreTrainedModel
 
 from ..heads.base import DraftHead
 from ..metrics import GenerationStats, acceptance_length, position_acceptance
+from ..tuning.turns import timed_generation
 
 
 @dataclass
@@ -122,10 +122,10 @@ def run_sample(
     target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding, compare: bool, **generate_kwargs: Any
 ) -> Sample:
     """Generates one prompt with heads and, if `compare`, plainly."""
-    token_ids, seconds = timed_generate(target, inputs, assistant_model=heads, **generate_kwargs)
+    (token_ids,), seconds = timed_generation(target, inputs, assistant_model=heads, **generate_kwargs)
     sample = Sample(inputs["input_ids"].shape[1], token_ids, seconds, heads.last_stats)
     if compare:
-        sample.plain_token_ids, sample.plain_seconds = timed_generate(target, inputs, **generate_kwargs)
+        (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **generate_kwargs)
     return sample
 
 
@@ -133,12 +133,3 @@ def warm_up(target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding) ->
     """One short generation of each kind, so that first-call costs are not measured."""
     for assistant in ({"assistant_model": heads}, {}):
         target.generate(**inputs, max_new_tokens=8, do_sample=False, **assistant)
-
-
-def timed_generate(target: PreTrainedModel, inputs: BatchEncoding, **generate_kwargs: Any) -> tuple[list[int], float]:
-    """New tokens of one prompt [1, T], and the wall seconds they took."""
-
-    started = time.perf_counter()
-    output = target.generate(**inputs, **generate_kwargs)
-    token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
-    return token_ids, time.perf_counter() - started

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,18 +27,6 @@ ROUND_WEIGHT = 1 / 8  # of the newest round in the running mean of tokens, once 
 REMEMBERED = 9  # rounds, and plain steps, whose median counts
 MOST_DEBT = ROUNDS_BEFORE_A_VERDICT  # in rounds: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
-
-
-@contextmanager
-def every_round_drafts(heads: DraftingContract) -> Iterator[DraftingContract]:
-    """While this lasts these heads, and copies made of them, draft every round whether it pays or not: for measuring
-    them."""
-    before = heads.adaptive
-    heads.adaptive = False
-    try:
-        yield heads
-    finally:
-        heads.adaptive = before
 
 
 def _recent() -> deque[float]:

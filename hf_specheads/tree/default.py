@@ -5,14 +5,11 @@ The choice depends on where the heads lie, never on a measurement in passing: th
 
 from __future__ import annotations
 
-import functools
-import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..provenance import device_name
 from .config import DraftTreeConfig
 
 # On a CPU every verified node past the first few costs time (docs/tuning.md). The fastest trees measured for the
@@ -36,29 +33,10 @@ def default_tree(device: torch.device, published: DraftTreeConfig, deepest: int 
     return tree.replace(depth=deepest)
 
 
-def machine_name(device: torch.device) -> str:
-    """What tells machines apart that need trees of their own: the accelerator, or processor and number of cores."""
-    if device.type != "cpu":
-        backend = getattr(torch, device.type)
-        return str(backend.get_device_name(device)) if hasattr(backend, "get_device_name") else device.type
-    return _processor()
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} logical cores"
-
-
 def machine_key(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What a tuned tree is for: `machine`, `dtype`, and on a CPU the `threads`."""
     threads = torch.get_num_threads() if device.type == "cpu" else None
-    return {"machine": machine_name(device), "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+    return {"machine": device_name(device), "dtype": str(dtype).removeprefix("torch."), "threads": threads}
 
 
 def tuned_tree(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> DraftTreeConfig | None:

@@ -17,6 +17,7 @@ from ..metrics import GenerationStats
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
+from .turns import Prompts, generate_text
 
 Path = tuple[int, ...]
 FEWEST_TRIALS = 50  # below that many, a draft position is given the acceptance pooled over all positions
@@ -99,7 +100,7 @@ def favourite_path(depth: int, num_children: int) -> tuple[Path, ...]:
 def measure_acceptance(
     target: PreTrainedModel,
     heads: DraftingContract,
-    prompts: Sequence[torch.Tensor | Sequence[int]],
+    prompts: Prompts,
     depth: int = 8,
     num_children: int = 8,
     max_new_tokens: int = 64,
@@ -130,13 +131,13 @@ def measure_acceptance(
     trials, seconds = [0] * depth, []
     for prompt in prompts:
         ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
-        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
-        output = target.generate(input_ids=ids, assistant_model=measured, **{**options, **generate_options})
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        text = generate_text(
+            target, ids, assistant_model=measured, **{"max_new_tokens": max_new_tokens, **generate_options}
+        )
         stats = measured.last_stats
         assert stats is not None
         if stats.rounds:
-            _count(stats, sequences[0, ids.shape[1] :].tolist(), accepted, trials)
+            _count(stats, text[0, ids.shape[1] :].tolist(), accepted, trials)
             seconds.append((stats.seconds["total"] - stats.seconds["prefill"]) / stats.rounds)
     if not sum(trials):
         raise ValueError("nothing was drafted: give at least one prompt, and leave room for more than one new token.")

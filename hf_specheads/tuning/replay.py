@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
 from ..target.features import asked_hidden_states, select_hidden_states
-from ..tree.config import DraftTreeConfig
+from .turns import Prompts, generate_text
 
 NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or that comes after the text
 STARTS = 5  # walks through a text begin at that many places, so that no tree is favoured by where rounds happen to end
@@ -61,7 +61,7 @@ class RecordedDrafts:
 def record_drafts(
     target: PreTrainedModel,
     heads: DraftingContract,
-    prompts: Sequence[torch.Tensor | Sequence[int]],
+    prompts: Prompts,
     depth: int = 8,
     top_k: int = 8,
     max_new_tokens: int = 64,
@@ -89,9 +89,7 @@ def record_drafts(
     places, lengths = [], []
     for prompt in prompts:
         ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
-        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
-        text = target.generate(input_ids=ids, **{**options, **generate_options})
-        text = text if isinstance(text, torch.Tensor) else text.sequences
+        text = generate_text(target, ids, **{"max_new_tokens": max_new_tokens, **generate_options})
         found = _record_text(target, wide, text, ids.shape[1], depth, top_k)
         places += found
         lengths += [len(found)] if found else []
@@ -287,8 +285,3 @@ def walk(record: RecordedDrafts, accepted: torch.Tensor, seconds: torch.Tensor |
                 place += steps[first + place]
         first += length
     return tokens / rounds, spent / rounds
-
-
-def fixed_tree(paths: Sequence[tuple[int, ...]], **tree: Any) -> DraftTreeConfig:
-    """The tree config of a tree of fixed shape."""
-    return DraftTreeConfig(kind="static", choices=tuple(paths), **tree)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..contract import DraftingContract
 from ..generation.refusals import tree_problem_of
 from ..tree.config import DraftTreeConfig
 from .measure import interpolate
-
-Prompts = Sequence[torch.Tensor | Sequence[int]]
+from .turns import Prompts, generate_text
 
 # Trees whose rounds are timed: chains by depth; dynamic ones by depth, top_k and nodes.
 TIMED_CHAINS = (1, 2, 3, 4, 6, 8)
@@ -91,7 +88,7 @@ def time_rounds(
         for key, tree in trees.items():
             timed = heads.with_tree(**tree.to_dict())
             timed.profile, timed.adaptive = True, False
-            timed_generation(target, prompts[repeat % len(prompts)], assistant_model=timed, **options)
+            generate_text(target, prompts[repeat % len(prompts)], assistant_model=timed, **options)
             stats = timed.last_stats
             if repeat and stats is not None and stats.rounds:  # the first run of a tree is no measure
                 rest = stats.seconds["total"] - sum(stats.seconds.get(s, 0.0) for s in ("prefill", "draft", "target"))
@@ -120,17 +117,3 @@ def _collected(seconds: dict[tuple, list[tuple[float, float, float]]]) -> TimedR
         found.dynamic_draft.setdefault(top_k, {})[depth] = statistics.median(values)
     found.other = statistics.median(others)
     return found
-
-
-def text_of(target: PreTrainedModel, prompt: Any, **options: Any) -> torch.Tensor:
-    """Prompt and new tokens of one generation, int64 [1, T]; greedy unless the options say otherwise."""
-    ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
-    text = target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **{"do_sample": False, **options})
-    return text if isinstance(text, torch.Tensor) else text.sequences
-
-
-def timed_generation(target: PreTrainedModel, prompt: Any, **options: Any) -> tuple[int, float]:
-    """New tokens and wall seconds of one generation."""
-    started = time.perf_counter()
-    tokens = len(text_of(target, prompt, **options)[0].tolist()) - torch.as_tensor(prompt).numel()  # waits for devices
-    return tokens, time.perf_counter() - started

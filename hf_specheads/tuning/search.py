@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from .measure import MeasuredAcceptance, Path, RoundCosts, interpolate, measure_acceptance, measure_costs
+from .turns import Prompts
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def optimal_tree(
 def search_tree(
     target: PreTrainedModel,
     heads: DraftingContract,
-    prompts: Sequence[torch.Tensor | Sequence[int]],
+    prompts: Prompts,
     max_nodes: int = 64,
     max_depth: int = 8,
     num_children: int = 8,

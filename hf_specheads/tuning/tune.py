@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.pace import every_round_drafts
 from ..tree.config import DraftTreeConfig
 from ..tree.default import machine_key, without_machine
 from .replay import RecordedDrafts, accepted_by_ranks, favourite_paths, record_drafts, replay_dynamic, walk
-from .rounds import Prompts, TimedRounds, time_rounds, timed_generation
+from .rounds import TimedRounds, time_rounds
 from .search import search_tree
+from .turns import Prompts, every_round_drafts, take_turns, timed_generation
 
 TOP_KS = (1, 2, 3, 4, 5, 6, 8)
 STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
@@ -290,31 +290,28 @@ def confirm_trees(
     repeats: int,
     **options: Any,
 ) -> tuple[float, list[TunedTree]]:
-    """Tokens per second of plain generation and of trees, all taking turns on every prompt in a rotating order.
+    """Tokens per second of plain generation and of trees, all taking turns.
 
     Every prompt counts with its fastest repeat: whatever else a machine does can only slow a run down.
     """
     sides: list[DraftTreeConfig | None] = [None, *(one.tree for one in trees)]
-    runs: list[list[list[float]]] = [[[] for _ in prompts] for _ in sides]  # seconds per token, [side][prompt][repeat]
 
-    def run(side: int, index: int, **changes: Any) -> tuple[int, float]:
+    def run(side: int, prompt: Any, turn: int = 0, **changes: Any) -> float:
+        """Seconds per token."""
         tree = sides[side]
         assistant = {} if tree is None else {"assistant_model": heads.with_tree(**tree.to_dict())}
         with every_round_drafts(assistant.get("assistant_model", heads)):
-            return timed_generation(target, prompts[index], **assistant, **{**options, **changes})
+            (new_ids,), seconds = timed_generation(target, prompt, **assistant, **{**options, **changes})
+        return seconds / len(new_ids)
 
-    def rate(side: int, pick: Any = min) -> float:
-        return len(prompts) / sum(pick(seconds) for seconds in runs[side])
+    def warm_up(side: int, prompt: Any) -> None:
+        run(side, prompt, max_new_tokens=8)
 
-    numbers = range(len(sides))
-    for side in numbers:
-        run(side, 0, max_new_tokens=8)
-    for repeat in range(repeats):
-        for index in range(len(prompts)):
-            first = (index + repeat) % len(sides)
-            for side in (*numbers[first:], *numbers[:first]):
-                tokens, seconds = run(side, index)
-                runs[side][index].append(seconds / tokens)
+    seconds = take_turns(range(len(sides)), prompts, run, repeats, warm_up)
+
+    def rate(side: int, pick: Callable[[Sequence[float]], float] = min) -> float:
+        return len(prompts) / sum(pick(repeats_of_prompt) for repeats_of_prompt in zip(*seconds[side], strict=True))
+
     measured = [
         replace(one, measured=rate(side), spread=(rate(side, max), rate(side)))
         for side, one in enumerate(trees, start=1)

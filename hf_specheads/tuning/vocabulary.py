@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
 from ..draft_vocabulary import count_tokens, most_frequent
-from ..generation.pace import every_round_drafts
 from ..metrics import acceptance_length
-from .rounds import Prompts, text_of, timed_generation
+from .turns import Prompts, every_round_drafts, generate_text, take_turns, timed_generation
+
+Timed = tuple[float, list[list[int]]]  # seconds per token, and accepted tokens per round
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,13 @@ def tune_vocabulary(
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     heads.bind(target)
     if corpus is None:
-        corpus = [text_of(target, prompt, **options) for prompt in prompts]
+        corpus = [generate_text(target, prompt, **options) for prompt in prompts]
     counts = count_tokens(corpus, heads.target_vocab_size)
     chosen = {size: None if size is None else most_frequent(counts, size) for size in sizes}
-    lengths, seconds = _time_vocabularies(target, heads, prompts, chosen, repeats, options)
-    found = [
-        VocabularySize(
-            size=size,
-            coverage=1.0 if ids is None else float(counts[ids].sum() / counts.sum().clamp_min(1)),
-            acceptance_length=acceptance_length(lengths[size]),
-            tokens_per_second=len(prompts) / sum(map(min, seconds[size])),
-        )
-        for size, ids in chosen.items()
-    ]
+    runs = _time_vocabularies(target, heads, prompts, chosen, repeats, options)
+    total = counts.sum().clamp_min(1)
+    coverage = {size: 1.0 if ids is None else float(counts[ids].sum() / total) for size, ids in chosen.items()}
+    found = [_measured(size, coverage[size], runs[size]) for size in chosen]
     found.sort(key=lambda one: -one.tokens_per_second)
     heads.prune_draft_vocabulary(chosen[found[0].size])
     return found
@@ -94,19 +89,23 @@ def _time_vocabularies(
     chosen: dict[int | None, torch.Tensor | None],
     repeats: int,
     options: dict[str, Any],
-) -> tuple[dict[int | None, list[list[int]]], dict[int | None, list[list[float]]]]:
-    """Accepted tokens per round, and seconds per token by prompt, of every size; all sizes take turns."""
-    lengths: dict[int | None, list[list[int]]] = {size: [] for size in chosen}
-    seconds: dict[int | None, list[list[float]]] = {size: [[] for _ in prompts] for size in chosen}
-    for ids in chosen.values():
-        heads.prune_draft_vocabulary(ids)
-        timed_generation(target, prompts[0], assistant_model=heads, **{**options, "max_new_tokens": 8})
-    for _ in range(repeats):
-        for index, prompt in enumerate(prompts):
-            for size, ids in chosen.items():
-                heads.prune_draft_vocabulary(ids).bind(target)  # the rows are copied before the clock starts
-                with every_round_drafts(heads):
-                    tokens, spent = timed_generation(target, prompt, assistant_model=heads, **options)
-                seconds[size][index].append(spent / tokens)
-                lengths[size] += heads.last_stats.num_accepted
-    return lengths, seconds
+) -> dict[int | None, list[list[Timed]]]:
+    """What every size took and accepted, `[repeat][prompt]`."""
+
+    def run(size: int | None, prompt: Any, turn: int = 0, **changes: Any) -> Timed:
+        heads.prune_draft_vocabulary(chosen[size]).bind(target)  # the rows are copied before the clock starts
+        with every_round_drafts(heads):
+            (new_ids,), seconds = timed_generation(target, prompt, assistant_model=heads, **{**options, **changes})
+        return seconds / len(new_ids), heads.last_stats.num_accepted
+
+    def warm_up(size: int | None, prompt: Any) -> None:
+        run(size, prompt, max_new_tokens=8)
+
+    return take_turns(chosen, prompts, run, repeats, warm_up)
+
+
+def _measured(size: int | None, coverage: float, runs: list[list[Timed]]) -> VocabularySize:
+    """Every prompt counts with its fastest repeat."""
+    fastest = [min(seconds for seconds, _ in of_prompt) for of_prompt in zip(*runs, strict=True)]
+    accepted = [row for repeat in runs for _, rows in repeat for row in rows]
+    return VocabularySize(size, coverage, acceptance_length(accepted), len(fastest) / sum(fastest))

@@ -1,13 +1,15 @@
-"""A tiny target, three kinds of tiny heads and two prompts on disk, as the benchmarks expect them."""
+"""A tiny target, three kinds of tiny heads and two prompts on disk, and the runner on them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.__main__ import main, table_of
 from hf_specheads import AutoDraftHead
 
 TREE = {"depth": 3, "top_k": 2, "total_tokens": 6}
@@ -27,14 +29,29 @@ def pair(tmp_path: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenize
 
 
 @pytest.fixture
-def arguments(pair: Path, monkeypatch: pytest.MonkeyPatch):
-    """Sets the command line of a benchmark: common arguments for the tiny pair, and more."""
+def measure(tmp_path: Path) -> Callable[..., dict]:
+    """Runs `python -m benchmarks NAME ...` and returns the result written, after its table was found to be its own."""
 
-    def set_arguments(name: str, heads: list[str], *more: str) -> Path:
+    def run(name: str, *words: str, status: int = 0, written: str | None = None) -> dict:
+        folder, written = tmp_path / "results", written or name
+        assert main([name, *words, "--output", str(folder)]) == status
+        assert [path.name for path in sorted(folder.glob("*.json"))] == [f"{written}.json"]
+        result = json.loads((folder / f"{written}.json").read_text())
+        table = (folder / f"{written}.md").read_text()
+        assert table.startswith("| ") and table == table_of(written, result)
+        assert f"`python -m benchmarks {name} " in table and "earlier engine" not in table
+        return result
+
+    return run
+
+
+@pytest.fixture
+def measure_pair(pair: Path, measure: Callable[..., dict]) -> Callable[..., dict]:
+    """The same with the tiny pair: names of heads, then further words."""
+
+    def run(name: str, heads: list[str], *words: str, status: int = 0) -> dict:
         common = ["--target", str(pair / "target"), "--prompts", str(pair / "prompts.jsonl")]
-        common += ["--max_new_tokens", "10", "--output", str(pair / "results")]
-        command = [f"/somewhere/{name}.py", *common, "--heads", *(str(pair / head) for head in heads), *more]
-        monkeypatch.setattr("sys.argv", command)
-        return pair / "results"
+        common += ["--max_new_tokens", "10", "--heads", *(str(pair / head) for head in heads)]
+        return measure(name, *common, *words, status=status)
 
-    return set_arguments
+    return run

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import PROMPTS
-from benchmarks.make_prompts import SIZES, cut, make
+from benchmarks.setup import SIZES, cut, make, prompt_entries
 from hf_specheads.trainer.shipped_pair.corpus import is_held_out
-
-
-def entries(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(("name", "size"), [*SIZES.items(), ("functions", 16)])
 def test_prompt_sets_are_complete_and_distinct(name, size):
-    prompts = entries(name)
+    prompts = prompt_entries(name)
     assert len(prompts) == size
     assert len({entry["prompt"] for entry in prompts}) == size
     assert all(entry["prompt"] == entry["prompt"].rstrip() for entry in prompts)
@@ -27,11 +21,11 @@ def test_prompt_sets_are_complete_and_distinct(name, size):
 @pytest.mark.parametrize("name", list(SIZES))
 def test_prompts_come_from_held_out_files_only(name):
     root = Path("stdlib")
-    assert all(is_held_out(root / entry["name"].split(":")[0], root) for entry in entries(name))
+    assert all(is_held_out(root / entry["name"].split(":")[0], root) for entry in prompt_entries(name))
 
 
 def test_reported_and_tuning_prompts_share_no_file():
-    files = [{entry["name"].split(":")[0] for entry in entries(name)} for name in SIZES]
+    files = [{entry["name"].split(":")[0] for entry in prompt_entries(name)} for name in SIZES]
     assert not files[0] & files[1]
 
 

@@ -52,14 +52,14 @@ def test_demo(pair: Path, capsys: pytest.CaptureFixture) -> None:
 def test_demo_fails_if_a_text_differs(pair: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     import hf_specheads.cli.measure as measure
 
-    timed, calls = measure.timed_generate, []
+    timed, calls = measure.timed_generation, []
 
-    def wrong_once(*args: object, **kwargs: object) -> tuple[list[int], float]:
+    def wrong_once(*args: object, **kwargs: object) -> tuple[list[list[int]], float]:
         calls.append(kwargs)
-        ids, seconds = timed(*args, **kwargs)
-        return ([*ids[:-1], ids[-1] ^ 1] if len(calls) == 1 else ids), seconds
+        (ids,), seconds = timed(*args, **kwargs)
+        return [[*ids[:-1], ids[-1] ^ 1] if len(calls) == 1 else ids], seconds
 
-    monkeypatch.setattr(measure, "timed_generate", wrong_once)
+    monkeypatch.setattr(measure, "timed_generation", wrong_once)
     assert demo(pair) == 1
     printed = capsys.readouterr().out
     assert "FAILED: the text differs from plain generate for ['one']" in printed

@@ -59,7 +59,7 @@ def set_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
-    """What `benchmarks/methods.py` measured of one head, one entry per decoding mode; empty before it ran."""
+    """What `python -m benchmarks methods` measured of one head, one entry per decoding mode; empty before it ran."""
     own = results / name / "methods.json"  # of heads that were measured alone
     path = own if own.exists() else results / "methods.json"
     if not path.exists():

@@ -1,0 +1,140 @@
+"""Runs a measurement, or puts the results of all of them into their tables and documents.
+
+python -m benchmarks NAME ...   measures, writes benchmarks/results/NAME.json and its table NAME.md
+python -m benchmarks --render   writes all tables, and the marked parts of README.md and docs/*.md, from the JSON
+python -m benchmarks --check    exits with 1 and names what --render would change
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from . import results
+from .acceptance import acceptance, methods, n_alpha, training_curve
+from .oracles import render as oracles
+from .results import RESULTS, Result
+from .speed import batch, cache, compiled, context, quantised, speedup, vocabulary
+from .speed import round as round_
+from .training import step
+from .trees import choose, kinds, tune
+
+# A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
+# folders it measures (default: the package), `variant(args)`, a suffix to its results' name, `short_table(result)`, shown
+# by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are those
+# of plain generation).
+MODULES = (
+    speedup, batch, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods, acceptance,
+    n_alpha, training_curve, step,
+)  # fmt: skip
+MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+
+
+def measurement_of(name: str) -> ModuleType:
+    """The measurement whose result is called so: `round`, `round_shape`, `assistant/speedup`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    stem = name.rpartition("/")[2]
+    module = MEASUREMENTS.get(stem) or MEASUREMENTS.get(stem.rpartition("_")[0])
+    if module is None:
+        raise ValueError(f"{name!r} is the result of no measurement, expected one of {list(MEASUREMENTS)}.")
+    return module
+
+
+def table_of(name: str, result: Result) -> str:
+    """A result as Markdown, marked if what it measured has changed since."""
+    module = measurement_of(name)
+    return module.table(result) + results.mark(result, sources_of(module))
+
+
+def short_table_of(name: str, result: Result) -> str:
+    """The same in few lines, where the measurement has such a table."""
+    module = measurement_of(name)
+    if not hasattr(module, "short_table"):
+        return table_of(name, result)
+    return module.short_table(result) + results.mark(result, sources_of(module))
+
+
+def sources_of(module: ModuleType) -> tuple[str, ...]:
+    """Folders whose code a measurement measures."""
+    return getattr(module, "SOURCES", ("hf_specheads",))
+
+
+def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measures, writes and prints; 1 if texts differ that should not."""
+    module = MEASUREMENTS[name]
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    came_about = results.provenance_of(words, sources_of(module))
+    result = results.rounded({"provenance": came_about, **module.measure(args)})
+    variant = module.variant(args) if hasattr(module, "variant") else ""
+    table = table_of(name, result)
+    results.write(args.output, f"{name}_{variant}" if variant else name, result, table)
+    print(table)
+    return 0 if getattr(module, "texts_agree", results.identical)(result) else 1
+
+
+def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
+    """Every table of a folder of results, and every document, as they should be."""
+    found = results.read(folder)
+    tables = {name: table_of(name, result) for name, result in found.items()}
+    texts = {folder / f"{name}.md": table for name, table in tables.items()}
+    shown = tables | {f"{name}-short": short_table_of(name, result) for name, result in found.items()}
+    for document in documents:
+        text = results.render(document.read_text(encoding="utf-8"), found, shown)
+        texts[document] = oracles.rendered(text) if document == oracles.DOCUMENT else text
+    return texts
+
+
+def bring_up_to_date(args: argparse.Namespace) -> int:
+    """Writes what differs from the results; with `--check` names it instead, and returns 1 if there is any."""
+    texts = rendered(args.results, args.documents)
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"stale: {path}" if args.check else f"written: {path}")
+        if not args.check:
+            path.write_text(texts[path], encoding="utf-8")
+    if args.check:
+        print("run `python -m benchmarks --render`" if stale else f"{len(texts)} files say what the results say")
+    return int(args.check and bool(stale))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """One subcommand per measurement."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=raw)
+    parser.add_argument("--render", action="store_true", help="write all tables and documents from the results")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something is stale")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to render from")
+    parser.add_argument("--documents", type=Path, nargs="+", default=results.documents(), help="to render into")
+    names = parser.add_subparsers(dest="name", metavar="NAME")
+    for name, module in MEASUREMENTS.items():
+        doc = module.__doc__ or ""
+        one = names.add_parser(name, help=doc.partition("\n")[0], description=doc, formatter_class=raw)
+        one.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+        one.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON and the table")
+        module.add_arguments(one)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line."""
+    words = sys.argv[1:] if words is None else words
+    parser = make_parser()
+    args = parser.parse_args(words)
+    if args.name:
+        return run(args.name, args, words)
+    if not (args.render or args.check):
+        parser.error("give the NAME of a measurement, --render or --check")
+    return bring_up_to_date(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

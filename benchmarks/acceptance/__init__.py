@@ -1,0 +1,1 @@
+"""What drafts are worth: acceptance lengths, whatever the machine."""

@@ -1,0 +1,239 @@
+"""Results: JSON with their provenance, the tables made of them, and documents that show both."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_specheads import provenance
+
+Result = dict[str, Any]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "hf-specheads")
+# Of the folders that a measurement is about, what no number depends on.
+NOT_MEASURED = {
+    "hf_specheads": {"cli", "publishing", "checkpoints", "trainer", "__main__.py", "version.py", "provenance.py",
+                     "custom_generate.py"},
+    "trainer": {"shipped_pair", "__main__.py", "publishing.py", "facts.py"},
+}  # fmt: skip
+TABLE = re.compile(r"(<!-- results:(?P<name>[\w/-]+) -->\n)(?P<text>.*?)(<!-- /results:(?P=name) -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- value:(?P<path>[^:\n]+)(:(?P<format>\S+))? -->)(?P<text>[^\n]*?)(<!-- /value -->)")
+
+
+# ---------------------------------------------------------------------- results with their provenance
+def provenance_of(words: Sequence[str], sources: Iterable[str]) -> Result:
+    """How a result comes about: command, commit, versions, processor, threads, date, and a hash of what is measured.
+
+    Args:
+        words: Arguments of the command line.
+        sources: Folders of the repository that the result depends on.
+    """
+    # Results that were just written do not count.
+    changed = provenance.git(
+        ROOT, "status", "--porcelain", "--untracked-files=no", "--", ":(exclude)benchmarks/results"
+    )
+    return {
+        "command": " ".join(["python", "-m", "benchmarks", *map(_without_folders, words)]),
+        "commit": provenance.git(ROOT, "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(changed),
+        "sources": hash_of(sources),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "processor": provenance.processor(),
+        "versions": provenance.versions(PACKAGES),
+        "threads": torch.get_num_threads(),
+        "accelerators": provenance.accelerators(),
+    }
+
+
+def _without_folders(word: str) -> str:
+    """A path relative to the repository; of a path outside it only the name."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def hash_of(sources: Iterable[str]) -> str:
+    """Of the Python files of folders of the repository, but those that no number depends on."""
+    digest = hashlib.sha256()
+    for folder in sources:
+        files = {path.relative_to(ROOT / folder): path for path in (ROOT / folder).rglob("*.py")}
+        for name in sorted(files, key=Path.as_posix):
+            if name.parts[0] not in NOT_MEASURED[folder]:
+                digest.update(f"{folder}/{name.as_posix()}\n{files[name].read_text(encoding='utf-8')}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def mark(result: Result, sources: Sequence[str]) -> str:
+    """One line for the table of a result whose sources have changed since; empty while they have not."""
+    if not sources or result["provenance"].get("sources") == hash_of(sources):
+        return ""
+    return f"Measured with an earlier engine: {' or '.join(f'`{one}`' for one in sources)} has changed since.\n"
+
+
+def write(folder: Path, name: str, result: Result, table: str) -> None:
+    """Writes `<name>.json` and its table `<name>.md`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(table, encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Result]:
+    """All results of a folder and of those in it, by their path without `.json`."""
+    files = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.json"))}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    return {name: result for name, result in found.items() if "provenance" in result}
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value
+
+
+def identical(value: Any) -> bool:
+    """Whether all texts in a result were those of plain generation: every `identical` in it, however deep."""
+    if not isinstance(value, dict):
+        return True
+    return all(bool(item) if key == "identical" else identical(item) for key, item in value.items())
+
+
+# ---------------------------------------------------------------------- what tables are made of
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    """A rounded number; a dash for one that was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage."""
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def millions(parameters: int) -> str:
+    """A number of parameters."""
+    return f"{parameters / 1e6:.2f} M"
+
+
+def teraflop(flop: float | None, after: str | None) -> str:
+    """Training compute, and after whose."""
+    text = number(flop / 1e12 if flop else None, 1)
+    return f"{text} after {after}" if after else text
+
+
+def speed_up(side: Result) -> str:
+    """A median and its range."""
+    return f"{number(side['speed_up'])}x ({'-'.join(number(ratio) for ratio in side['speed_up_range'])})"
+
+
+def same_text(side: Result) -> str:
+    """Whether a side's texts were the plain ones."""
+    return "yes" if side["identical"] else "no"
+
+
+def pos_acc(values: Sequence[float] | None) -> str:
+    """pos-acc in hundredths, draft position 1 first."""
+    return " ".join(f".{round(100 * value):02d}" if value < 0.995 else "1." for value in values or ()) or "-"
+
+
+def draft_tree(tree: Result) -> str:
+    """A draft tree in words."""
+    if tree["kind"] == "chain":
+        return f"chain of {tree['depth']}"
+    kind = "" if tree["kind"] == "dynamic" else f"{tree['kind']}, "
+    return f"{kind}depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes"
+
+
+def footnote(result: Result, *more: str) -> str:
+    """Where a table comes from."""
+    facts = result["provenance"]
+    commit = (facts["commit"] or "unknown")[:10] + ("+" if facts["uncommitted_changes"] else "")
+    versions = facts["versions"]
+    parts = [
+        *more,
+        f"{facts['processor']}, {facts['threads']} threads",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        f"commit {commit}, {facts['date']}",
+    ]
+    return "\n" + "; ".join(parts) + f".\n`{facts['command']}`\n"
+
+
+# ---------------------------------------------------------------------- documents
+def documents() -> list[Path]:
+    """Documents that may show results."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def render(text: str, results: Mapping[str, Result], tables: Mapping[str, str]) -> str:
+    """A document with every table and every number of a result as the result has them.
+
+        <!-- results:speedup -->
+        (table of benchmarks/results/speedup.json)
+        <!-- /results:speedup -->
+        ... is <!-- value:speedup.prompt_sets.held_out.poss3.speed_up:.2f -->1.23<!-- /value --> times as fast ...
+
+    A value is named by the result and the keys that lead to it, with a format as of Python's `format` after a colon.
+
+    Args:
+        text: Markdown with such marks.
+        results: Results by name.
+        tables: Their tables by name.
+
+    Raises:
+        ValueError: for a mark without its partner, or of something that is in no result.
+    """
+    for kind, pattern in (("results", TABLE), ("value", VALUE)):
+        marks = re.findall(rf"<!-- /?{kind}\b[^\n]*? -->", text)
+        if len(marks) != 2 * len(pattern.findall(text)):
+            raise ValueError(f"every <!-- {kind}:X --> needs a following <!-- /{kind} --> of its own; found {marks}.")
+    if unknown := sorted({found["name"] for found in TABLE.finditer(text)} - set(tables)):
+        raise ValueError(f"unknown results {unknown}, expected some of {sorted(tables)}; mend the mark, or measure.")
+    text = TABLE.sub(lambda found: f"{found[1]}{tables[found['name']]}{found[4]}", text)
+    return VALUE.sub(lambda found: f"{found[1]}{_value(found, results)}{found[6]}", text)
+
+
+def _value(found: re.Match[str], results: Mapping[str, Result]) -> str:
+    try:
+        return format(value_at(results, found["path"]), found["format"] or "")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{found[1]} names nothing that can be shown: {error}") from error
+
+
+def value_at(values: Any, path: str) -> str | float | bool:
+    """What lies at keys joined by dots, of which each may hold dots itself; list items by their number.
+
+    Raises:
+        KeyError, IndexError, ValueError: if nothing lies there.
+    """
+    if not path:
+        if isinstance(values, dict | list):
+            raise KeyError(f"a number or a text, but the path ends at {type(values).__name__} of {len(values)}")
+        return values
+    if isinstance(values, list):
+        key, _, rest = path.partition(".")
+        return value_at(values[int(key)], rest)
+    fitting = [key for key in values if f"{path}.".startswith(f"{key}.")] if isinstance(values, Mapping) else []
+    if not fitting:
+        raise KeyError(f"{path!r}, expected one of {list(values)}" if isinstance(values, Mapping) else path)
+    key = max(fitting, key=len)
+    return value_at(values[key], path[len(key) + 1 :])

@@ -1,0 +1,272 @@
+"""What is measured: targets, heads and prompts, and the arguments that name them.
+
+    python -m benchmarks.setup --tokenizer model_cards/target
+
+cuts the prompts from held-out files of the shipped pair's corpus (never from files it was trained on). A prompt is the
+beginning of a top-level function or class, cut at the end of a line. Files, definitions and lengths are drawn by
+hashes, so the same Python version gives the same prompts. `held_out.jsonl` is for reporting; `tuning.jsonl`, cut from
+other files, is for choosing options such as the default draft tree. `long.jsonl` holds whole beginnings of held-out
+files, longer than what heads were trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import platform
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
+from hf_specheads.heads.auto import METHODS
+from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
+
+PROMPTS = Path(__file__).parent / "prompts"
+MIN_TOKENS, MAX_TOKENS = 40, 200
+SIZES = {"held_out": 24, "tuning": 12}
+LONG_TOKENS, LONG_FILES = 1536, 12
+PER_FILE = 2
+LINES_AFTER = 8  # of the definition must remain, so that there is something to continue
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    },
+    "llama-100m": {
+        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+SHAPED_HEADS: dict[str, dict[str, Any]] = {
+    "poss": {"num_specialists": 3, "positions_per_specialist": 2},
+    "eagle": {},
+    "eagle3": {},
+}
+
+Inputs = dict[str, torch.Tensor]
+
+
+# ---------------------------------------------------------------------- arguments, and what they name
+def add_generation_arguments(
+    parser: argparse.ArgumentParser, heads: Sequence[str], prompts: Sequence[str], repeats: int | None = 3
+) -> None:
+    """What every measurement takes that generates.
+
+    Args:
+        parser: Of the measurement.
+        heads: Names of the default heads, folders in `model_cards/`.
+        prompts: Default prompt sets.
+        repeats: Default times that everything is timed; `None` where nothing is.
+    """
+    parser.add_argument("--target", default="model_cards/target", help="target: folder or Hub id")
+    folders = [f"model_cards/{name}" for name in heads]
+    parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
+    parser.add_argument("--prompts", nargs="+", default=prompts, help="sets in benchmarks/prompts, or .jsonl files")
+    parser.add_argument("--limit", type=int, help="use only the first N prompts of every set")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", help="type of all weights")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help="times that everything is timed")
+
+
+def settings(args: argparse.Namespace, prompts: Sequence[Inputs]) -> dict[str, Any]:
+    """What a result says of the arguments it was measured with."""
+    found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts)}
+    found |= {"max_new_tokens": args.max_new_tokens, "dtype": args.dtype}
+    return {**found, "repeats": args.repeats} if hasattr(args, "repeats") else found
+
+
+def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Target and tokenizer, as the arguments say."""
+    disable_progress_bar()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
+    return target, AutoTokenizer.from_pretrained(args.target)
+
+
+def load_bound_heads(target: PreTrainedModel, folder: str, adaptive: bool = False, **tree_overrides: Any) -> DraftHead:
+    """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
+
+    They draft every round, for a fair comparison of heads, unless `adaptive`.
+    """
+    heads = load_heads(folder, dtype=target.dtype, **tree_overrides)
+    heads.adaptive = adaptive
+    if heads.config.target_adapter is not None:
+        heads.load_target_adapter(target)
+    return heads.bind(target)
+
+
+def load_all_heads(target: PreTrainedModel, folders: Iterable[str]) -> dict[str, DraftHead]:
+    """Heads by what tables call them."""
+    return {display_name(folder): load_bound_heads(target, folder) for folder in folders}
+
+
+def load_pair(
+    args: argparse.Namespace,
+) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
+    """Target, heads by what tables call them, and prompts, as the arguments say."""
+    target, tokenizer = load_target(args)
+    return target, load_all_heads(target, args.heads), load_prompts(args.prompts, tokenizer, args.limit)
+
+
+def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:
+    """Tokenised prompts, the first `limit` of every set."""
+    texts = prompt_texts(names, limit)
+    return [dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) for text in texts]
+
+
+def prompt_texts(names: Iterable[str], limit: int | None = None) -> list[str]:
+    """The same prompts as text."""
+    return [entry["prompt"] for name in names for entry in prompt_entries(name)[:limit]]
+
+
+def prompt_entries(name: str) -> list[dict[str, str]]:
+    """`prompt`, and for our own sets `name`, of a set in `benchmarks/prompts` or of a .jsonl file."""
+    path = Path(name) if name.endswith(".jsonl") else PROMPTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def display_name(folder: str) -> str:
+    """What a table calls a model: the last part of its folder or Hub id."""
+    return Path(folder).name or folder
+
+
+def count_parameters(model: PreTrainedModel) -> int:
+    """Parameters, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------- random pairs of given sizes
+def random_pair(
+    shape: str, tree: DraftTreeConfig, dtype: torch.dtype, device: str, methods: tuple[str, ...] = tuple(SHAPED_HEADS)
+) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
+    """A target of a shape and heads for it, of random weights; the heads draft every round."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        target = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], eos_token_id=None, pad_token_id=0))
+    target = target.to(dtype).eval()
+    heads = {}
+    for method in methods:
+        options = SHAPED_HEADS[method]
+        if method == "eagle3":
+            tokens = min(SHAPES[shape]["vocab_size"], 32000)
+            options = {"draft_token_ids": torch.arange(tokens), "draft_vocab_size": tokens}
+        made = AutoDraftHead.from_target(target, method, tree_config=tree, **options)
+        made = made.to(device=device, dtype=target.dtype).eval()
+        made.adaptive = False
+        heads[method] = made.bind(target)
+    return target, heads
+
+
+def pair_on_paper(shape: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
+    """The same without memory."""
+    with torch.device("meta"):
+        target = LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(dtype)
+        heads = {}
+        for method, options in SHAPED_HEADS.items():
+            head_class = METHODS[method]
+            fields = head_class.config_class.fields_for_target(target, method) | options
+            if method == "eagle3":
+                fields["draft_vocab_size"] = min(SHAPES[shape]["vocab_size"], 32000)
+            heads[method] = head_class(head_class.config_class(**fields)).to(target.dtype)
+    return target, heads
+
+
+def random_prompts(count: int, device: str) -> list[Inputs]:
+    """Prompts of 64 random tokens."""
+    ids = [torch.randint(5, 1000, (1, 64), device=device) for _ in range(count)]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+# ---------------------------------------------------------------------- making prompts
+def draw(*key: str) -> int:
+    """A number decided by a key alone."""
+    return int.from_bytes(hashlib.sha256("/".join(key).encode()).digest()[:8], "big")
+
+
+def cut(lines: list[str], tokenizer: PreTrainedTokenizerBase, wanted: int) -> str | None:
+    """The first lines of a definition with about `wanted` tokens, at least MIN_TOKENS; `None` if it is too short."""
+    for end in range(1, len(lines) - LINES_AFTER + 1):
+        text = "\n".join(lines[:end]).rstrip()
+        length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if length > MAX_TOKENS:
+            return None
+        if length >= wanted:
+            return text
+    return None
+
+
+def prompts_of(path: Path, root: Path, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """Up to PER_FILE prompts of one file."""
+    name = path.relative_to(root).as_posix()
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    nodes.sort(key=lambda node: draw(name, node.name))
+    prompts: list[dict[str, str]] = []
+    for node in nodes:
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+        wanted = MIN_TOKENS + draw(name, node.name, "length") % 100
+        text = cut(lines[first : node.end_lineno], tokenizer, wanted)
+        if text is not None and len(prompts) < PER_FILE:
+            prompts.append({"name": f"{name}:{node.name}", "prompt": text})
+    return prompts
+
+
+def make(tokenizer: PreTrainedTokenizerBase, root: Path) -> dict[str, list[dict[str, str]]]:
+    """Prompts of both sets, from disjoint files; every file gives one before any gives a second."""
+    ranked: dict[str, list[tuple[int, int, dict[str, str]]]] = {name: [] for name in SIZES}
+    for path in corpus_files(root):
+        if is_held_out(path, root):
+            chosen = "tuning" if draw(path.relative_to(root).as_posix(), "set") % 3 == 0 else "held_out"
+            for rank, prompt in enumerate(prompts_of(path, root, tokenizer)):
+                ranked[chosen].append((rank, draw(prompt["name"]), prompt))
+    sets = {}
+    for name, size in SIZES.items():
+        best = [prompt for *_, prompt in sorted(ranked[name], key=lambda entry: entry[:2])[:size]]
+        sets[name] = sorted(best, key=lambda prompt: prompt["name"])
+    return sets
+
+
+def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, str]]:
+    """The first LONG_TOKENS tokens, at least, of held-out files that go on after them."""
+    prompts = []
+    for path in corpus_files(root):
+        lines = path.read_text(encoding="utf-8").splitlines() if is_held_out(path, root) else []
+        for end in range(LINES_AFTER, len(lines) - 4 * LINES_AFTER, LINES_AFTER):
+            text = "\n".join(lines[:end]).rstrip()
+            if len(tokenizer(text, add_special_tokens=False)["input_ids"]) >= LONG_TOKENS:
+                prompts.append({"name": path.relative_to(root).as_posix(), "prompt": text})
+                break
+    prompts.sort(key=lambda prompt: draw(prompt["name"], "long"))
+    return sorted(prompts[:LONG_FILES], key=lambda prompt: prompt["name"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.setup", description="Cuts the prompts.")
+    parser.add_argument("--tokenizer", type=Path, default=Path("model_cards/target"))
+    args = parser.parse_args()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    for name, prompts in {**make(tokenizer, root), "long": make_long(tokenizer, root)}.items():
+        text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+        (PROMPTS / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{name}: {len(prompts)} prompts from Python {platform.python_version()}'s standard library")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Ways to generate the same text, taking turns, and what they took and accepted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specheads import DraftHead
+from hf_specheads.metrics import GenerationStats, acceptance_length, position_acceptance
+from hf_specheads.tuning.turns import take_turns, timed_generation
+
+from .setup import Inputs
+
+PLAIN = "plain generate"
+TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
+
+
+@dataclass
+class Side:
+    """One way to generate the same text: `options` are what `generate` gets on top of the common ones."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> DraftHead | None:
+        """Its draft heads, if it has any."""
+        assistant = self.options.get("assistant_model")
+        return assistant if isinstance(assistant, DraftHead) else None
+
+
+@dataclass
+class Run:
+    """One generation of one prompt or batch; `stats` only with heads."""
+
+    token_ids: list[list[int]]
+    seconds: float
+    target_forwards: int
+    stats: GenerationStats | None = None
+
+
+def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> list[Side]:
+    """Plain generation, and heads by name; `options` are for all of them."""
+    sides = [Side(name, {**options, "assistant_model": one}) for name, one in heads.items()]
+    return [Side(PLAIN, options), *sides]
+
+
+def generate_once(
+    target: PreTrainedModel,
+    side: Side,
+    inputs: Inputs,
+    max_new_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Run:
+    """One timed generation, counting the target's forwards; greedy, or with sampling options and a seed."""
+    mode = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    hook = target.register_forward_pre_hook(count)
+    try:
+        torch.manual_seed(seed)
+        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **mode, **side.options)
+    finally:
+        hook.remove()
+    return Run(ids, seconds, forwards, side.heads.last_stats if side.heads else None)
+
+
+def run_interleaved(
+    target: PreTrainedModel,
+    sides: list[Side],
+    prompts: list[Inputs],
+    max_new_tokens: int,
+    repeats: int,
+    sampling: dict[str, Any] | None = None,
+) -> dict[str, list[list[Run]]]:
+    """Every side on every prompt, `repeats` times, in turns; greedy, or sampled with a seed per prompt and repeat.
+
+    Returns:
+        Runs by name of the side, `[repeat][prompt]`.
+    """
+    named = {side.name: side for side in sides}
+
+    def run(name: str, inputs: Inputs, turn: int) -> Run:
+        return generate_once(target, named[name], inputs, max_new_tokens, sampling, turn)
+
+    def warm_up(name: str, inputs: Inputs) -> None:
+        generate_once(target, named[name], inputs, min(max_new_tokens, 16), sampling)
+
+    return take_turns(named, prompts, run, repeats, warm_up)
+
+
+def compare(
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Numbers about every side, by name; the first side is what the others are compared with."""
+    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
+    return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
+
+
+def num_tokens(runs: list[Run]) -> int:
+    """New tokens of several prompts."""
+    return sum(len(row) for run in runs for row in run.token_ids)
+
+
+def rate(runs: list[Run]) -> float:
+    """Tokens per second over several prompts, prefill included."""
+    return num_tokens(runs) / sum(run.seconds for run in runs)
+
+
+def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
+    """Plain numbers about one side.
+
+    The speed-up is the median over repeats of the ratio of tokens per second within a repeat; `speed_up_range` are
+    the lowest and the highest. `forwards_saved` is next to a forward per token of a batch's longest text.
+
+    Args:
+        runs: Of the side, `[repeat][prompt]`.
+        plain: Of plain `generate`, from the same call of [`run_interleaved`].
+    """
+    ratios = [rate(mine) / rate(theirs) for mine, theirs in zip(runs, plain, strict=True)]
+    first = runs[0]
+    forwards = sum(run.target_forwards for run in first)
+    same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(first, plain[0], strict=True)]
+    return {
+        "tokens_per_second": statistics.median(rate(repeat) for repeat in runs),
+        "speed_up": statistics.median(ratios),
+        "speed_up_range": [min(ratios), max(ratios)],
+        "new_tokens": num_tokens(first),
+        "target_forwards": forwards,
+        "forwards_saved": 1 - forwards / sum(max(map(len, run.token_ids)) for run in first),
+        "identical": all(same),
+        "differing_prompts": [index for index, equal in enumerate(same) if not equal],
+        **acceptance([first]),
+    }
+
+
+def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
+    """Acceptance length and pos-acc, pooled over the rounds of all runs `[repeat][prompt]`; empty without heads."""
+    stats = [run.stats for repeat in runs for run in repeat if run.stats is not None]
+    if not stats:
+        return {}
+    accepted = [row for one in stats for row in one.num_accepted]
+    offered = [row for one in stats for row in one.offered]
+    return {
+        "acceptance_length": acceptance_length(accepted),
+        "pos_acc": position_acceptance(accepted, offered),
+        "draft_forwards": sum(one.draft_forwards for one in stats),
+    }

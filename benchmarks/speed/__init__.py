@@ -1,0 +1,1 @@
+"""Tokens per second, and where the time of a round goes."""

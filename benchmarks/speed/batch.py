@@ -1,0 +1,70 @@
+"""Tokens per second with heads against plain `generate` at the same batch size; checks that texts agree, row by row.
+
+    python -m benchmarks batch --heads model_cards/poss3 model_cards/eagle --batch_sizes 1 2 4 8
+
+A batch is filled with different prompts, padded on the left. The more rows, the less of a forward is spent on weights,
+and the smaller the best tree: every batch size is measured with the saved tree and with shorter chains (`--chains`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_specheads import DraftHead
+from hf_specheads.cli.bench import batches_of
+
+from ..results import Result, footnote, markdown_table, number, same_text, speed_up
+from ..setup import add_generation_arguments, load_all_heads, load_target, prompt_texts, settings
+from ..sides import PLAIN, TO_THE_END, compare, plain_and
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, prompts, sizes of batches, and trees."""
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out"])
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also chains of these depths")
+
+
+def with_chains(heads: dict[str, DraftHead], depths: list[int]) -> dict[str, DraftHead]:
+    """Of all heads the saved tree and shorter chains."""
+    found = {}
+    for name, one in heads.items():
+        found[name] = one
+        found |= {f"{name}, chain of {depth}": one.with_tree(kind="chain", depth=depth) for depth in depths}
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sides at all batch sizes."""
+    target, tokenizer = load_target(args)
+    heads = with_chains(load_all_heads(target, args.heads), args.chains)
+    texts = prompt_texts(args.prompts, args.limit)
+    sizes = {}
+    for batch_size in args.batch_sizes:
+        whole = len(texts) - len(texts) % batch_size  # every batch is full
+        batches = batches_of(tokenizer, texts[:whole], batch_size)
+        sides = plain_and(heads, **TO_THE_END)
+        sizes[str(batch_size)] = compare(target, sides, batches, args.max_new_tokens, args.repeats)
+    return {
+        **settings(args, texts),
+        "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
+        "batch_sizes": sizes,
+    }
+
+
+def table(result: Result) -> str:
+    """Rows are sides, columns batch sizes."""
+    sizes = result["batch_sizes"]
+    names = list(next(iter(sizes.values())))
+    header = ["speed-up over plain at the same batch", *(f"batch {size}" for size in sizes), "tau", "same text"]
+    plain = [number(one[PLAIN]["tokens_per_second"], 0) for one in sizes.values()]
+    rows = [[f"{PLAIN}, tokens/s", *plain, "", ""]]
+    for name in names[1:]:
+        cells = [one[name] for one in sizes.values()]
+        agreed = same_text({"identical": all(cell["identical"] for cell in cells)})
+        rows.append([name, *map(speed_up, cells), number(cells[0]["acceptance_length"]), agreed])
+    return markdown_table(header, rows) + footnote(
+        result, f"Greedy, {result['dtype']}, {result['max_new_tokens']} new tokens per row, {result['num_prompts']} "
+        f"prompts, median of {result['repeats']} repeats in turns; tau at the first batch size",
+    )  # fmt: skip

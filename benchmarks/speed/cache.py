@@ -1,0 +1,167 @@
+"""Rounds on pre-allocated slots against rounds on transformers' `DynamicCache`, by length of the context.
+
+    python -m benchmarks cache
+
+Both sides run the same forward of a random Llama over the same tree and keep the same path of it. On `DynamicCache`,
+every forward copies the whole cache to append to it, and a path is kept by moving its rows and narrowing the tensors;
+on slots, rows are written in place and one indexed copy moves the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_specheads.cache.target import TreeCache
+from hf_specheads.generation.attention import grouped_attention_under_masks
+from hf_specheads.tree.draft_tree import DraftTree
+from hf_specheads.tuning.turns import take_turns
+
+from ..results import Result, footnote, markdown_table, number
+from ..setup import count_parameters
+
+ROUNDS = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Contexts, trees, and the size of the target."""
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--dtype", default="float32")
+
+
+def random_target(args: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama of random weights, grouped keys."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size, num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64, num_key_value_heads=max(args.hidden_size // 256, 1),
+        vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+
+
+def comb(nodes: int) -> tuple[DraftTree, list[int]]:
+    """A tree whose accepted path is every other node, at most eight of them: rows have to move."""
+    path = list(range(0, nodes, 2))[:8]
+    parents = [-1] + [max((p for p in path if p < node), default=0) for node in range(1, nodes)]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = torch.arange(nodes)[None] + 5
+    tree = DraftTree(tokens, torch.tensor([parents]), torch.tensor([depths]), tokens.float(), max(depths))
+    return tree, path
+
+
+class Slots:
+    """Ours."""
+
+    def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
+        self.target = target
+        self.cache = TreeCache(stock, target, 1, None, torch.tensor([[length]]), target.dtype)
+
+    def round(self, tree: DraftTree, path: list[int]) -> None:
+        self.target(tree.token_ids, use_cache=True, **self.cache.forward_inputs(tree))
+        self.cache.keep_paths(
+            torch.tensor([path]), [len(path)], torch.tensor([len(path)]), path == list(range(len(path)))
+        )
+
+
+class Dynamic:
+    """transformers' cache; masks are those of slots, which have the same contents."""
+
+    def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
+        self.target, self.cache, self.length = target, stock, length
+
+    def round(self, tree: DraftTree, path: list[int]) -> None:
+        nodes, length = tree.num_nodes, self.length
+        allowed = torch.cat([torch.ones(1, nodes, length, dtype=torch.bool), tree.ancestor_mask], dim=-1)
+        mask = torch.where(allowed, 0.0, torch.finfo(self.target.dtype).min).to(self.target.dtype)[:, None]
+        self.target(
+            tree.token_ids, use_cache=True, past_key_values=self.cache, attention_mask=mask,
+            position_ids=length + tree.depths,
+        )  # fmt: skip
+        index = torch.tensor([length + node for node in path])
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                states[:, :, length : length + len(path)] = states[:, :, index]
+                setattr(layer, name, states[:, :, : length + len(path)])
+        self.length += len(path)
+
+
+@torch.no_grad()
+def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[str, Any]:
+    """Milliseconds per round of both, in turns."""
+    torch.manual_seed(0)
+    prompt = torch.randint(5, 4000, (1, length))
+    tree, path = comb(nodes)
+    sides: dict[str, Slots | Dynamic] = {}
+    for name, side in (("slots", Slots), ("dynamic", Dynamic)):
+        stock = DynamicCache(config=target.config)
+        for start in range(0, length, 2048):
+            target(prompt[:, start : start + 2048], past_key_values=stock, use_cache=True, logits_to_keep=1)
+        sides[name] = side(target, stock, length)
+
+    def run(name: str, tree: DraftTree, turn: int = 0) -> float:
+        started = time.perf_counter()
+        sides[name].round(tree, path)
+        return time.perf_counter() - started
+
+    def warm_up(name: str, tree: DraftTree) -> None:
+        run(name, tree)
+        run(name, tree)
+
+    with grouped_attention_under_masks(target):
+        turns = take_turns(sides, [tree], run, ROUNDS, warm_up)
+    seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
+    ratios = [b / a for a, b in zip(seconds["slots"], seconds["dynamic"], strict=True)]
+    return {
+        "slots_milliseconds": 1000 * statistics.median(seconds["slots"]),
+        "dynamic_milliseconds": 1000 * statistics.median(seconds["dynamic"]),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All lengths and numbers of nodes."""
+    target = random_target(args)
+    return {
+        "parameters": count_parameters(target),
+        "layers": args.layers,
+        "key_value_width": target.config.num_key_value_heads * 64,
+        "dtype": args.dtype,
+        "rounds": ROUNDS,
+        "lengths": {
+            str(length): {str(nodes): measure_rounds(target, length, nodes) for nodes in args.nodes}
+            for length in args.lengths
+        },
+    }
+
+
+def table(result: Result) -> str:
+    """Rows are lengths, columns numbers of nodes."""
+    lengths = result["lengths"]
+    nodes = list(next(iter(lengths.values())))
+    header = ["context", *(f"{n} node{'s' * (n != '1')}: ms on slots, on DynamicCache, ratio" for n in nodes)]
+    rows = [
+        [f"{length} tokens"]
+        + [
+            f"{number(c['slots_milliseconds'], 1)}, {number(c['dynamic_milliseconds'], 1)}, {number(c['ratio'])}x"
+            for c in cells.values()
+        ]
+        for length, cells in lengths.items()
+    ]
+    size = f"{result['parameters'] / 1e6:.0f} M parameters"
+    return markdown_table(header, rows) + footnote(
+        result, f"Random Llama of {size} and {result['layers']} layers, keys {result['key_value_width']} wide; "
+        f"{result['dtype']}; whole rounds (forward and kept path), median of {result['rounds']} in turns",
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Compiled rounds against eager ones, and both against plain `generate`, eager and compiled with a static cache.
+
+    python -m benchmarks compiled --heads model_cards/poss3 model_cards/eagle
+    python -m benchmarks compiled --shape llama-3-8b --dtype bfloat16 --device cuda --tau 3 4 5
+    python -m benchmarks compiled --shape llama-3-8b --dtype bfloat16 --on_paper 4.8e12
+
+The first command runs the shipped pair. `--shape` makes a target and heads of given sizes with random weights instead:
+only the time means something there, so acceptance is set by a stub to the values of `--tau` (drafts are computed as
+always, then a path of the tree is replaced by what the target goes on to say). The floor is what reading every weight
+once per use would cost at the device's memory bandwidth, measured by a copy; `--on_paper` computes it for a bandwidth
+in bytes per second, without making or running anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+
+from hf_specheads import DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
+from hf_specheads.generation.compiled import bucket
+from hf_specheads.tree.draft_tree import DraftTree
+from hf_specheads.tuning.turns import take_turns
+
+from ..results import Result, footnote, identical, markdown_table, number
+from ..setup import (
+    SHAPES,
+    Inputs,
+    add_generation_arguments,
+    display_name,
+    load_pair,
+    pair_on_paper,
+    random_pair,
+    random_prompts,
+)
+from ..sides import TO_THE_END, Run, Side, generate_once, summarise
+
+PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair or its sizes, prompts, and where to run."""
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out"])
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
+    parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
+    parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
+
+
+def variant(args: argparse.Namespace) -> str:
+    """The floor alone, and random weights, are results of their own."""
+    return "floor" if args.on_paper else "shape" if args.shape else ""
+
+
+# ---------------------------------------------------------------------- sides
+def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> list[Side]:
+    """Plain and heads, eager and compiled."""
+    sides = [Side(PLAIN, TO_THE_END), Side(PLAIN_COMPILED, TO_THE_END | compiled_plain(target, most_tokens))]
+    for name, one in heads.items():
+        compiled = one.with_tree()
+        compiled.compiled = True
+        sides.append(Side(name, {**TO_THE_END, "assistant_model": one}))
+        sides.append(Side(f"{name}, compiled", {**TO_THE_END, "assistant_model": compiled}))
+    return sides
+
+
+def compiled_plain(target: PreTrainedModel, most_tokens: int) -> dict[str, Any]:
+    """Options of `generate` for transformers' own compiled decoding, which it reserves for accelerators by default.
+
+    One cache of the capacity our own rounds get serves all calls: a new one of another size would be compiled anew.
+    """
+    config = CompileConfig(mode="reduce-overhead" if target.device.type == "cuda" else None, fullgraph=False)
+    config._compile_all_devices = True
+    return {"past_key_values": StaticCache(target.config, max_cache_len=bucket(most_tokens)), "compile_config": config}
+
+
+# ---------------------------------------------------------------------- acceptance by a stub
+@contextmanager
+def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
+    """While this lasts, drafted chains hold what the target goes on to say for as many positions as give `tau`.
+
+    Args:
+        tau: Acceptance length wanted, at most the depth + 1.
+        truth: int64 [1, T], prompt and plain text.
+    """
+    draft = DraftHeadCandidateGenerator.draft
+    state = {"owed": 0.0}
+
+    def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
+        tree = draft(self, rows, lengths, *others).packed()
+        state["owed"] += tau - 1
+        right = min(int(state["owed"]), tree.max_depth)
+        state["owed"] -= right
+        known = truth[:, lengths[0] : lengths[0] + right].to(tree.token_ids.device)
+        tree.token_ids[:, 1 : 1 + known.shape[1]] = known
+        if 1 + right < tree.num_nodes and lengths[0] + right < truth.shape[1]:
+            wrong = (truth[:, lengths[0] + right] + 1) % self.head.config.vocab_size
+            tree.token_ids[:, 1 + right] = wrong.to(tree.token_ids.device)
+        return tree
+
+    DraftHeadCandidateGenerator.draft = drafted
+    try:
+        yield
+    finally:
+        DraftHeadCandidateGenerator.draft = draft
+
+
+# ---------------------------------------------------------------------- measuring
+def run_side(
+    target: PreTrainedModel, side: Side, inputs: Inputs, new_tokens: int, text: torch.Tensor | None, tau: float | None
+) -> Run:
+    """One prompt; with a `tau`, heads accept as much of the plain `text` [1, T]."""
+    if (cache := side.options.get("past_key_values")) is not None:
+        cache.reset()
+    if tau is None or text is None or side.heads is None:
+        return generate_once(target, side, inputs, new_tokens)
+    with acceptance_of(tau, text):
+        return generate_once(target, side, inputs, new_tokens)
+
+
+def measure_sides(
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, tau: float | None
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took."""
+    named, texts = {side.name: side for side in sides}, []
+    for inputs in prompts:
+        new_ids = torch.tensor(generate_once(target, sides[0], inputs, args.max_new_tokens).token_ids)
+        texts.append(torch.cat([inputs["input_ids"].cpu(), new_ids], dim=1))
+    first_call: dict[str, float] = {}
+
+    def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
+        return run_side(target, named[name], prompt[0], args.max_new_tokens, prompt[1], tau)
+
+    def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
+        first_call[name] = run(name, prompt).seconds
+        run(name, prompt)
+
+    runs = take_turns(named, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
+    result = {name: over_plain(runs[name], runs) for name in named}
+    return result, {name: spent for name, spent in first_call.items() if "compiled" in name}
+
+
+def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
+    """Numbers about one side next to both plain ones."""
+    found = summarise(runs, all_runs[PLAIN])
+    rounds = sum(run.stats.rounds for run in runs[0] if run.stats is not None)
+    seconds = statistics.median(sum(run.seconds for run in repeat) for repeat in runs)
+    return {
+        **found,
+        "over_plain_eager": found["speed_up"],
+        "over_plain_compiled": summarise(runs, all_runs[PLAIN_COMPILED])["speed_up"],
+        "round_milliseconds": 1000 * seconds / rounds if rounds else None,
+        "differing": len(found["differing_prompts"]),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The pair, or heads of a shape at every acceptance length, or only the floor."""
+    dtype = getattr(torch, args.dtype)
+    result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
+    if args.on_paper:
+        return {**result, "target": args.shape, "floor": floor(*pair_on_paper(args.shape, dtype), args)}
+    taus: list[float | None] = [None]
+    if args.shape:
+        tree = DraftTreeConfig(kind="chain", depth=args.depth)
+        target, heads = random_pair(args.shape, tree, dtype, args.device)
+        result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
+        prompts, taus = random_prompts(args.limit or 2, args.device), [*args.tau]
+    else:
+        target, heads, prompts = load_pair(args)
+        result["target"] = display_name(args.target)
+    most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
+    sides, measured = build_sides(target, heads, most_tokens), {}
+    for tau in taus:
+        name = result["target"] if tau is None else f"{args.shape}, acceptance length set to {tau:g}"
+        measured[name] = measure_sides(target, sides, prompts, args, tau)
+    return {
+        **result,
+        "num_prompts": len(prompts),
+        "tables": {name: found for name, (found, _) in measured.items()},
+        "compile_seconds": next(iter(measured.values()))[1],
+    }
+
+
+def texts_agree(result: Result) -> bool:
+    """In float32; where logits tie in fewer bits, compiled kernels may round the other way."""
+    return result["dtype"] != "float32" or identical(result)
+
+
+# ---------------------------------------------------------------------- the floor on paper
+def bandwidth(device: str) -> float:
+    """Bytes per second of a large copy, reads and writes counted."""
+    source = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    sink, wait = torch.empty_like(source), getattr(torch, torch.device(device).type).synchronize
+    best = 0.0
+    for _ in range(5):
+        wait()
+        started = time.perf_counter()
+        sink.copy_(source)
+        wait()
+        best = max(best, 2 * source.numel() / (time.perf_counter() - started))
+    return best
+
+
+def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a round, and tokens per second, if every weight that is used were read once per use.
+
+    The token embedding is looked up, not read; a draft step reads one specialist and the projection to draft logits.
+    """
+    per_second = args.on_paper or bandwidth(args.device)
+    result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
+    embedding = target.get_input_embeddings().weight
+    body = sum(_bytes(p) for p in target.parameters()) - (
+        0 if target.config.tie_word_embeddings else _bytes(embedding)
+    )  # fmt: skip
+    for name, made in heads.items():
+        own = sum(_bytes(p) for key, p in made.named_parameters() if ".1." not in key and ".2." not in key)
+        own -= _bytes(made.embed_tokens.weight) if getattr(made, "embed_tokens", None) is not None else 0
+        shared = 0 if made.own_projections() else _bytes(target.get_output_embeddings().weight)
+        target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * (own + shared) / per_second
+        round_ms = target_ms + draft_ms
+        result["heads"][name] = {
+            "target_ms": target_ms,
+            "draft_ms": draft_ms,
+            "round_ms": round_ms,
+            "tokens_per_second": {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau},
+        }
+    return result
+
+
+def _bytes(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+# ---------------------------------------------------------------------- tables
+def table(result: Result) -> str:
+    """Rows are sides."""
+    if "tables" not in result:
+        return floor_table(result["floor"]) + footnote(result, f"{result['dtype']}, computed, nothing was run")
+    text = ""
+    for name, table in result["tables"].items():
+        header = [name, "tokens/s", "/ plain eager", "/ plain compiled", "tau", "ms per round", "same text"]
+        rows = [
+            [side, number(s["tokens_per_second"], 1), f"{number(s['over_plain_eager'])}x",
+             f"{number(s['over_plain_compiled'])}x", number(s.get("acceptance_length")),
+             number(s.get("round_milliseconds"), 1),
+             "yes" if s["identical"] else f"no ({s['differing']} of {result['num_prompts']} differ)"]
+            for side, s in table.items()
+        ]  # fmt: skip
+        text += markdown_table(header, rows) + "\n"
+    if floor := result.get("floor"):
+        text += floor_table(floor) + "\n"
+    return text.rstrip("\n") + "\n" + footnote(
+        result, f"Greedy, {result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} "
+        f"prompts, median of {result['repeats']} repeats in turns; first compiled calls took "
+        f"{'; '.join(f'{name} {number(s, 0)} s' for name, s in result['compile_seconds'].items())}",
+    )  # fmt: skip
+
+
+def floor_table(floor: Result) -> str:
+    """What memory bandwidth allows, computed from bytes read."""
+    rows = [
+        [head, number(f["target_ms"], 2), number(f["draft_ms"], 2), number(f["round_ms"], 2)]
+        + [number(value, 0) for value in f["tokens_per_second"].values()]
+        for head, f in floor["heads"].items()
+    ]
+    taus = next(iter(floor["heads"].values()))["tokens_per_second"]
+    title = f"floor of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
+    header = [title, "target, ms", "draft, ms", "round, ms"]
+    return markdown_table([*header, *(f"tokens/s at tau {tau}" for tau in taus)], rows)

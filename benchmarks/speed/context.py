@@ -1,0 +1,123 @@
+"""Acceptance length and speed-up as functions of the context's length, and what the switch to plain steps is worth.
+
+    python -m benchmarks context --heads model_cards/poss3 model_cards/eagle
+
+Every prompt is the end of one long text, cut to several lengths, so that all lengths continue at the same place. Each
+pair of heads runs three times: drafting every round, with the choice between drafting and plain steps
+(`heads.adaptive`), and, as the worst case for that choice, with freshly made heads that know nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specheads import AutoDraftHead
+
+from ..results import Result, footnote, identical, markdown_table, number, percent
+from ..setup import (
+    Inputs,
+    add_generation_arguments,
+    display_name,
+    load_bound_heads,
+    load_prompts,
+    load_target,
+    settings,
+)
+from ..sides import PLAIN, Side, plain_and, run_interleaved, summarise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, prompts, lengths, and a temperature."""
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
+    parser.add_argument("--temperature", type=float, default=1.0, help="of a sampled run at the shortest length")
+
+
+def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
+    """Plain, heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
+    heads = {}
+    for folder in args.heads:
+        name = display_name(folder)
+        heads[name] = load_bound_heads(target, folder)
+        heads[f"{name}, adaptive"] = load_bound_heads(target, folder, adaptive=True)
+    torch.manual_seed(0)
+    tree = next(iter(heads.values())).tree_config
+    useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
+    useless.adaptive = True
+    return plain_and({**heads, "untrained, adaptive": useless})
+
+
+def cut(prompts: list[Inputs], length: int) -> list[Inputs]:
+    """The last `length` tokens of every prompt that is as long."""
+    return [
+        {name: tensor[:, -length:] for name, tensor in inputs.items()}
+        for inputs in prompts
+        if inputs["input_ids"].shape[1] >= length
+    ]
+
+
+def measure_length(
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, **sampling: Any
+) -> dict[str, Any]:
+    """All sides on prompts of one length."""
+    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats, sampling or None)
+    result = {}
+    for side in sides:
+        result[side.name] = summarise(runs[side.name], runs[PLAIN])
+        stats = [run.stats for repeat in runs[side.name] for run in repeat if run.stats is not None]
+        if stats:
+            steps = sum(one.plain_steps for one in stats) / sum(one.target_forwards for one in stats)
+            result[side.name]["plain_share"] = steps
+    return result
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All lengths, and the shortest one sampled."""
+    target, tokenizer = load_target(args)
+    sides = build_sides(args, target)
+    prompts, shortest = load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
+    lengths = {str(length): measure_length(target, sides, cut(prompts, length), args) for length in args.lengths}
+    drawn = measure_length(target, sides, cut(prompts, shortest), args, temperature=args.temperature, top_k=0)
+    adaptive = [
+        side["speed_up"]
+        for one in (*lengths.values(), drawn)
+        for name, side in one.items()
+        if name.endswith("adaptive")
+    ]
+    return {
+        **settings(args, cut(prompts, max(args.lengths))),
+        "trained_length": statistics.median(side.heads.config.train_max_length or 0 for side in sides[1:-1]),
+        "lengths": lengths,
+        "sampled": {"temperature": args.temperature, "length": shortest, "sides": drawn},
+        "slowest_adaptive": min(adaptive),
+    }
+
+
+def texts_agree(result: Result) -> bool:
+    """The greedy ones."""
+    return identical(result["lengths"])
+
+
+def table(result: Result) -> str:
+    """Rows are sides, columns lengths of the context."""
+    lengths = result["lengths"]
+    names = list(next(iter(lengths.values())))[1:]
+    sampled = result["sampled"]
+    header = ["speed-up (tau)", *(f"{length} tokens" for length in lengths)]
+    header += [f"temperature {sampled['temperature']:g}, {sampled['length']} tokens", "plain steps there"]
+    rows = []
+    for name in names:
+        drawn = sampled["sides"][name]
+        cells = [*(one[name] for one in lengths.values()), drawn]
+        shown = [f"{number(c['speed_up'])}x ({number(c.get('acceptance_length'))})" for c in cells]
+        rows.append([name, *shown, percent(drawn.get("plain_share"))])
+    return markdown_table(header, rows) + footnote(
+        result, f"{result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} prompts, "
+        f"heads trained on contexts of {result['trained_length']:g} tokens; tau counts the rounds that drafted; "
+        f"slowest adaptive side {number(result['slowest_adaptive'])}x",
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Heads of the full-precision target beside its quantised copies: acceptance, tokens per second, and the same text.
+
+    python -m benchmarks quantised --heads model_cards/poss3 model_cards/eagle
+
+Weight-only int8 and int4 of torchao (`pip install 'hf-specheads[quant]'`); every copy is compared with its own plain
+generation. Texts that differ are looked into: the gap between the two tokens' logits where they part, 0 for a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..results import Result, footnote, identical, markdown_table, number, same_text
+from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
+from ..sides import PLAIN, plain_and, run_interleaved, summarise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, prompts and formats."""
+    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out"])
+    parser.set_defaults(limit=6, max_new_tokens=64)
+    parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], choices=["none", "int8", "int4"])
+
+
+def quantise(target: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Weights of all linear layers but the `lm_head`, in place.
+
+    torchao's packed int4 has no CPU kernels; there its int4 is stored in bytes and multiplied after conversion.
+    """
+    if name == "none":
+        return target
+    from torchao.quantization import (
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
+
+    int4 = IntxWeightOnlyConfig(torch.int4, PerGroup(32)) if target.device.type == "cpu" else Int4WeightOnlyConfig()
+    config = Int8WeightOnlyConfig() if name == "int8" else int4
+    quantize_(target, config, lambda module, path: isinstance(module, nn.Linear) and path != "lm_head")
+    return target
+
+
+@torch.no_grad()
+def gap_where_texts_part(target: PreTrainedModel, inputs: Inputs, mine: list[int], theirs: list[int]) -> float:
+    """Logit of the plain token minus that of ours, at the first place where they differ."""
+    place = next(index for index, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
+    text = torch.cat([inputs["input_ids"], torch.tensor([theirs[:place]], dtype=torch.long)], dim=1)
+    logits = target(text).logits[0, -1].float()
+    return float(logits[theirs[place]] - logits[mine[place]])
+
+
+def measure_format(args: argparse.Namespace, name: str) -> tuple[dict[str, Any], list[Inputs]]:
+    """All heads on a target of one format, and the prompts."""
+    target, tokenizer = load_target(args)
+    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    sides = plain_and(load_all_heads(quantise(target, name), args.heads))
+    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
+    found = {side.name: summarise(runs[side.name], runs[PLAIN]) for side in sides}
+    for side in sides[1:]:
+        row = found[side.name]
+        texts = [(mine.token_ids[0], theirs.token_ids[0])
+                 for mine, theirs in zip(runs[side.name][0], runs[PLAIN][0], strict=True)]  # fmt: skip
+        differing = row["differing_prompts"]
+        row["gaps"] = [gap_where_texts_part(target, prompts[index], *texts[index]) for index in differing]
+    return found, prompts
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every format with every head."""
+    found = {name: measure_format(args, name) for name in args.formats}
+    _, prompts = next(iter(found.values()))
+    return {**settings(args, prompts), "formats": {name: sides for name, (sides, _) in found.items()}}
+
+
+def texts_agree(result: Result) -> bool:
+    """In float32; in fewer bits logits tie."""
+    return result["dtype"] != "float32" or identical(result)
+
+
+def table(result: Result) -> str:
+    """Formats of the target's weights, plain and with heads."""
+    rows = [
+        [name, side, number(row.get("acceptance_length")), number(row["tokens_per_second"], 1),
+         number(row["speed_up"], suffix="x"), same_text(row),
+         ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-"]
+        for name, sides in result["formats"].items() for side, row in sides.items()
+    ]  # fmt: skip
+    header = ["weights", "", "tau", "tokens/s", "over plain", "same text", "gaps"]
+    return markdown_table(header, rows) + footnote(result, f"{result['num_prompts']} prompts, {result['dtype']}")

@@ -1,0 +1,176 @@
+"""Where the wall time of a round goes, and how much of it is outside the bare model forwards.
+
+    python -m benchmarks round --heads model_cards/poss3
+    python -m benchmarks round --shape llama-100m
+
+Bare forwards are timed in place, inside real rounds: the target's forward over the tree (mask, positions and cache as
+it gets them), and the heads' `fuse`, `forward` and `draft_logits`. Everything else of a round (building masks and
+positions, choosing children and nodes, accepting, compacting, emitting, the loop) is "outside". As a check that the
+loop does not slow the target down, its bare forward is also replayed on a fresh cache of the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specheads import DraftTreeConfig
+from hf_specheads.cache.target import TreeCache
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.metrics import GenerationStats
+
+from ..results import Result, draft_tree, footnote, markdown_table, number, percent
+from ..setup import (
+    SHAPES,
+    Inputs,
+    add_generation_arguments,
+    count_parameters,
+    display_name,
+    load_pair,
+    random_pair,
+    random_prompts,
+)
+from ..sides import Side, generate_once
+
+STAGES = ("draft", "target", "accept", "commit")
+REPLAYS = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair or its sizes, and prompts."""
+    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out"])
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
+    parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
+
+
+def variant(args: argparse.Namespace) -> str:
+    """Random weights are a result of their own."""
+    return "shape" if args.shape else ""
+
+
+@contextlib.contextmanager
+def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
+    """Wall seconds of every call of a method while the context lasts; calls within calls of it count once."""
+    original: Callable = getattr(owner, name)
+    seconds: list[float] = []
+
+    @functools.wraps(original)  # generate looks at the signature of `forward`
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - started)
+
+    setattr(owner, name, timed)
+    try:
+        yield seconds
+    finally:
+        delattr(owner, name)  # an instance attribute that hid the class's method
+
+
+def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:
+    """Seconds of one generation's rounds, by stage, and in bare forwards."""
+    with contextlib.ExitStack() as stack:
+        forwards = stack.enter_context(timed_calls(target, "forward"))
+        drafts = [stack.enter_context(timed_calls(heads, name)) for name in ("fuse", "forward", "draft_logits")]
+        run = generate_once(target, Side("heads", {"assistant_model": heads}), inputs, new_tokens)
+    stats = run.stats
+    assert isinstance(stats, GenerationStats)
+    stages = {stage: stats.seconds.get(stage, 0.0) for stage in STAGES}
+    whole = stats.seconds["total"] - stats.seconds["prefill"]
+    return {
+        **stages,
+        "loop": whole - sum(stages.values()),
+        "round": whole,
+        "bare_target": sum(forwards[1:]),  # the first is the prefill
+        "bare_draft": sum(sum(calls) for calls in drafts),
+        "rounds": stats.rounds,
+    }
+
+
+@torch.no_grad()
+def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> list[float]:
+    """Seconds of bare target forwards over the last tree's nodes, after `length` tokens on a fresh cache."""
+    assert heads.last_stats is not None
+    tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
+    cache = DynamicCache(config=target.config)
+    target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
+    slots = TreeCache(cache, target, 1, None, torch.tensor([[length]]), target.dtype)
+    inputs = {"input_ids": tree.token_ids, **slots.forward_inputs(tree), "use_cache": True}
+    seconds = []
+    for _ in range(REPLAYS):
+        started = time.perf_counter()
+        target(**inputs)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
+    """Target, heads and prompts, as the arguments say."""
+    if not args.shape:
+        target, loaded, prompts = load_pair(args)
+        return target, next(iter(loaded.values())), prompts
+    tree = DraftTreeConfig(kind="chain", depth=args.depth)
+    target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
+    return target, heads["eagle"], random_prompts(args.limit or 2, "cpu")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Means per round over all prompts; the median over repeats."""
+    target, heads, prompts = pair_of(args)
+    heads.profile = heads.trace = True
+    generate_once(target, Side("warm-up", {"assistant_model": heads}), prompts[0], args.max_new_tokens)
+    repeats, replays = [], []
+    for _ in range(args.repeats):
+        samples = []
+        for inputs in prompts:
+            samples.append(profile_prompt(target, heads, inputs, args.max_new_tokens))
+            if samples[-1]["rounds"]:
+                replays += replay_target(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens // 2)
+        repeats.append({name: sum(sample[name] for sample in samples) for name in samples[0]})
+    rounds = repeats[0]["rounds"]
+    ms = {name: statistics.median(1000 * r[name] / r["rounds"] for r in repeats) for name in repeats[0]}
+    bare = dict.fromkeys((*STAGES, "loop"), 0.0) | {"draft": ms["bare_draft"], "target": ms["bare_target"]}
+    inside = sum(bare.values())
+    stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
+    stages["whole round"] = _split(ms["round"], inside)
+    return {
+        "heads": "random EAGLE heads" if args.shape else display_name(args.heads[0]),
+        "target": args.shape or display_name(args.target),
+        "target_parameters": count_parameters(target),
+        "tree": heads.tree_config.to_dict(),
+        "nodes": heads.tree_config.num_nodes,
+        "rounds": int(rounds),
+        "round_milliseconds": ms["round"],
+        "outside_share": 1 - inside / ms["round"],
+        "replayed_target_milliseconds": 1000 * statistics.median(replays),
+        "stages": stages,
+    }
+
+
+def _split(milliseconds: float, bare: float) -> dict[str, float]:
+    return {"milliseconds": milliseconds, "bare_forwards": bare, "outside": milliseconds - bare}
+
+
+def table(result: Result) -> str:
+    """Milliseconds of a round by stage."""
+    rows = [
+        (stage, number(s["milliseconds"], 2), number(s["bare_forwards"], 2), number(s["outside"], 2),
+         percent(s["outside"] / result["round_milliseconds"]))
+        for stage, s in result["stages"].items()
+    ]  # fmt: skip
+    table = markdown_table(("stage of a round", "ms", "bare forwards, ms", "outside, ms", "outside / round"), rows)
+    return table + footnote(
+        result, f"{result['heads']}, {draft_tree(result['tree'])}, {result['rounds']} rounds",
+        f"bare target forward of {result['nodes']} nodes replayed on a fresh cache: "
+        f"{number(result['replayed_target_milliseconds'])} ms",
+    )  # fmt: skip

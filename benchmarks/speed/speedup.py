@@ -1,0 +1,104 @@
+"""Tokens per second of plain `generate` and with heads, on the same prompts, interleaved; checks that texts agree.
+
+    python -m benchmarks speedup --heads model_cards/poss3 model_cards/eagle --baselines
+
+`--baselines` adds transformers' own prompt lookup, `--assistant` a small assistant model. Exits with 1 if a text of
+ours differs from the plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..results import Result, draft_tree, footnote, identical, markdown_table, number, percent, pos_acc, speed_up
+from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
+from ..sides import Side, compare, plain_and
+
+SHOWN = ("eagle", "poss3")  # heads in the README's table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, prompts, and what else is compared."""
+    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out", "functions"], repeats=5)
+    parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
+    parser.add_argument("--prompt_lookup_num_tokens", type=int, default=5)
+    parser.add_argument("--assistant", help="also measure this small assistant model")
+
+
+def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
+    """Plain first, then heads, then what transformers offers."""
+    sides = plain_and(load_all_heads(target, args.heads))
+    if args.baselines:
+        tokens = args.prompt_lookup_num_tokens
+        sides.append(Side(f"prompt lookup, {tokens} tokens", {"prompt_lookup_num_tokens": tokens}))
+    if args.assistant:
+        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=getattr(torch, args.dtype)).eval()
+        name = f"assistant model, {count_parameters(assistant) / 1e6:.1f} M"
+        sides.append(Side(name, {"assistant_model": assistant}))
+    return sides
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sides on all prompt sets."""
+    target, tokenizer = load_target(args)
+    sides = build_sides(args, target)
+    prompts = {name: load_prompts([name], tokenizer, args.limit) for name in args.prompts}
+    return {
+        **settings(args, [inputs for one in prompts.values() for inputs in one]),
+        "target_parameters": count_parameters(target),
+        "trees": {side.name: side.heads.tree_config.to_dict() for side in sides if side.heads},
+        "prompt_sets": {
+            name: compare(target, sides, one, args.max_new_tokens, args.repeats) for name, one in prompts.items()
+        },
+    }
+
+
+def texts_agree(result: Result) -> bool:
+    """Of our heads; what transformers' own methods do is theirs."""
+    return all(identical(sides[name]) for sides in result["prompt_sets"].values() for name in result["trees"])
+
+
+def table(result: Result) -> str:
+    """One table per prompt set."""
+    text = ""
+    for name, sides in result["prompt_sets"].items():
+        rows = [
+            (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
+             pos_acc(s.get("pos_acc")), percent(s["forwards_saved"]),
+             "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
+            for side, s in sides.items()
+        ]  # fmt: skip
+        header = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "forwards saved", "same text")
+        text += markdown_table(header, rows) + "\n"
+    trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
+    return text.rstrip("\n") + "\n" + footnote(
+        result, f"Greedy, {result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, "
+        f"median of {result['repeats']} interleaved repeats", f"draft trees: {trees}",
+    )  # fmt: skip
+
+
+def short_table(result: Result) -> str:
+    """A row per side, a column of speeds per prompt set: what the README shows."""
+    sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
+    names = [
+        next(iter(next(iter(sets.values())))),
+        *shown,
+        *(name for name in next(iter(sets.values())) if name.startswith("prompt lookup")),
+    ]
+    columns = [f"{name}: {what}" for name in sets for what in ("tokens/s", "speed-up", "tau")]
+    rows = []
+    for name in names:
+        sides = [sides[name] for sides in sets.values()]
+        cells = [(number(side["tokens_per_second"], 0), number(side["speed_up"], 2, "x"),
+                  number(side.get("acceptance_length"))) for side in sides]  # fmt: skip
+        same = "yes" if identical(dict(enumerate(sides))) else "no"
+        rows.append((name, *(cell for side in cells for cell in side), same))
+    trees = sorted({draft_tree(result["trees"][name]) for name in shown})
+    return markdown_table(("greedy", *columns, "same text"), rows) + footnote(
+        result, f"{result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, median of "
+        f"{result['repeats']} interleaved repeats", f"draft trees: {', '.join(trees)}",
+    )  # fmt: skip

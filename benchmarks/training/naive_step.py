@@ -1,0 +1,142 @@
+"""A training step as it is usually written: one dense mask over all streams, and whole [B, T, V] logits in fp32.
+
+The yardstick of `step`, and the reference its gradients are compared with. It uses the heads' own modules and
+none of the package's unroll, attention or losses: every pass fuses and projects the rows of all streams again and
+attends to F * T columns under an additive mask, as the training code of HASS, PosS and EAGLE-3 does in substance.
+Documents are whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from hf_specheads.heads.base import DraftHead
+
+Drafted = tuple[torch.Tensor, torch.Tensor | None, int]  # logits [B, T, V], features [B, T, H] or None, offset
+
+
+def dense_step(
+    heads: DraftHead,
+    *,
+    features: torch.Tensor,
+    next_token_ids: torch.Tensor,
+    target_features: torch.Tensor,
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor],
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    num_passes: int,
+    weights: dict[str, float],
+) -> float:
+    """Gradients of one batch, added to `.grad`; the losses `feature`, `token` and `top_k` (K = 10).
+
+    Args:
+        heads: EAGLE, HASS, POSS (full or LoRA), EAGLE-3 or POSS-on-EAGLE-3 heads.
+        features, next_token_ids, target_features: [B, T, ...] as in [`trainer.Unroll`]; all rows are supervised.
+        embed_tokens, lm_head: The target's.
+        num_passes: D.
+        weights: Weights of the losses, by name.
+
+    Returns:
+        The weighted loss.
+    """
+    with torch.no_grad():
+        target, weight = _target(lm_head(target_features).float(), heads.draft_vocabulary)
+        embeddings = embed_tokens(next_token_ids)
+    detached = heads.passes_are_detached
+    passes = (_detached_passes if detached else _test_time_passes)(heads, features, embeddings, lm_head, num_passes)
+    total, gathered = 0.0, []
+    for drafted in passes:
+        loss = _loss(drafted, target, weight, target_features, weights)
+        total += float(loss.detach())
+        if detached:
+            loss.backward()
+        else:
+            gathered.append(loss)
+    if gathered:
+        torch.stack(gathered).sum().backward()
+    return total
+
+
+def _detached_passes(
+    heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
+) -> Iterator[Drafted]:
+    """EAGLE, HASS, POSS: pass m reads stream 0 at lags of m and more, stream s at lag m - s."""
+    batch, rows = features.shape[:2]
+    index = torch.arange(rows)
+    lag = index[:, None] - index
+    streams = [features]
+    for last in range(num_passes):
+        blocks = [lag >= last] + [lag == last - stream for stream in range(1, last + 1)]
+        fused = torch.cat([heads.fuse(embeddings, stream) for stream in streams], dim=1)
+        positions = index.repeat(last + 1).expand(batch, -1)
+        drafted = _dense_forward(heads, fused, positions, torch.cat(blocks, dim=1), last)
+        yield lm_head(drafted), drafted, 0
+        streams.append(torch.cat([features[:, :1], drafted.detach()[:, :-1]], dim=1))
+
+
+def _test_time_passes(
+    heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
+) -> Iterator[Drafted]:
+    """EAGLE-3's training-time test: every pass reads stream 0 up to its own row and its own row of later streams."""
+    batch, rows = features.shape[:2]
+    index = torch.arange(rows)
+    lag = index[:, None] - index
+    if heads.embed_tokens is not None:
+        raise ValueError("heads with an embedding of their own are not covered by the dense unroll.")
+    fused, positions = [heads.fuse(embeddings, features)], [index]
+    for offset in range(num_passes):
+        visible = torch.cat([lag >= 0] + [lag == 0] * offset, dim=1)
+        rope = torch.cat(positions).expand(batch, -1)
+        states = _dense_forward(heads, torch.cat(fused, dim=1), rope, visible, offset)
+        yield heads.draft_logits(states), None, offset
+        ahead = torch.arange(offset + 1, rows + offset + 1).clamp_max(rows - 1)
+        fused.append(heads.fuse_drafted(embeddings[:, ahead], states))
+        positions.append(index + offset + 1)
+
+
+def _dense_forward(
+    heads: DraftHead, fused: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, position: int
+) -> torch.Tensor:
+    mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
+    return heads(
+        fused,
+        positions,
+        mask,
+        specialist=heads.specialist_of(position),
+        num_queries=visible.shape[0],
+        attention_function=eager_attention_forward,
+    )
+
+
+def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The target's distribution [B, T, V] or over the draft vocabulary, and 0 where its favourite is outside."""
+    if vocabulary is None:
+        return F.softmax(logits, dim=-1), 1.0
+    return F.softmax(logits[..., vocabulary], dim=-1), torch.isin(logits.argmax(dim=-1), vocabulary).float()[..., None]
+
+
+def _loss(
+    drafted: Drafted,
+    target: torch.Tensor,
+    weight: torch.Tensor | float,
+    target_features: torch.Tensor,
+    weights: dict[str, float],
+) -> torch.Tensor:
+    """Weighted losses of one pass, over the rows whose target is in the batch; divided by all rows."""
+    logits, features, offset = drafted
+    rows = target.shape[0] * target.shape[1]
+    target = (target * weight if isinstance(weight, torch.Tensor) else target)[:, offset:]
+    log_draft = F.log_softmax(logits[:, : target.shape[1]].float(), dim=-1)
+    total = logits.new_zeros(())
+    if token := weights.get("token"):
+        total = total - token * (target * log_draft).sum() / rows
+    if top_k := weights.get("top_k"):
+        largest, ids = target.topk(min(10, target.shape[-1]), dim=-1)
+        total = total - top_k * (largest * log_draft.gather(-1, ids)).sum() / rows
+    if features is not None and (feature := weights.get("feature")):
+        losses = F.smooth_l1_loss(features.float(), target_features.float(), reduction="none").mean(dim=-1)
+        total = total + feature * losses.sum() / rows
+    return total

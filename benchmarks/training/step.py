@@ -1,0 +1,273 @@
+"""Step time and peak memory of training against a step written with dense masks and whole logits.
+
+    python -m benchmarks step            # POSS at four lengths and three depths, EAGLE-3 at two lengths
+    python -m benchmarks step --full     # both at four lengths and all depths from 1 to 8
+
+Both sides compute the same gradients of the same heads (`naive_step.py` is the other side), forward and backward of
+one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own grows during
+one step; there, memory is given back when freed, so that it is not what the allocator keeps. "Products" are the matrix
+products that any step needs, timed alone: the limit of what can be gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads.trainer import Unroll
+from hf_specheads.tuning.turns import take_turns
+
+from ..results import Result, footnote, markdown_table, number, percent
+from ..setup import count_parameters
+from .naive_step import dense_step
+
+SOURCES = ("hf_specheads", "trainer")
+FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_per_specialist": 3}, "eagle3": {}}
+WEIGHTS = {"feature": 1.0, "token": 0.1}
+CHUNK = 256
+MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
+LENGTHS, DEPTH = (512, 1024, 2048, 4096), 6
+GRID = [("poss", rows, passes) for rows in LENGTHS for passes in (1, 3, DEPTH)]
+GRID += [("eagle3", rows, DEPTH) for rows in LENGTHS[1:3]]
+
+Cell = dict[str, Any]  # family, rows (T), passes (D), and the sizes of the target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which steps."""
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="instead of the default grid")
+    parser.add_argument("--lengths", nargs="+", type=int, help="rows T of a batch, instead of the default grid")
+    parser.add_argument("--passes", nargs="+", type=int, help="draft positions D, instead of the default grid")
+    parser.add_argument("--full", action="store_true", help="all lengths and all draft positions from 1 to 8")
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--vocab_size", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def chosen_cells(args: argparse.Namespace) -> list[Cell]:
+    """The default grid, or the product of what the arguments say, the rest of it as in the default grid."""
+    grid = GRID
+    if args.full or args.families or args.lengths or args.passes:
+        depths = args.passes or (range(1, 9) if args.full else [DEPTH])
+        grid = list(itertools.product(args.families or ["poss", "eagle3"], args.lengths or LENGTHS, depths))
+    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
+    return [{"family": family, "rows": rows, "passes": passes, **sizes} for family, rows, passes in grid]
+
+
+# ---------------------------------------------------------------------- one step of each side
+def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
+    """A random target, of which a step only needs embedding and `lm_head`, and heads for it."""
+    torch.manual_seed(0)
+    width = cell["hidden_size"]
+    config = LlamaConfig(vocab_size=cell["vocab_size"], hidden_size=width, intermediate_size=8 * width // 3,
+                         num_hidden_layers=8, num_attention_heads=max(width // 64, 1))  # fmt: skip
+    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    return target, AutoDraftHead.from_target(target, cell["family"], **FAMILIES[cell["family"]]).bind(target).train()
+
+
+def make_steps(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> dict[str, Callable[[], Any]]:
+    """Forward and backward by side: `dense`, `ours`, and `per_pass`, ours with a backward for every pass."""
+    rows, passes = cell["rows"], cell["passes"]
+    generator = torch.Generator().manual_seed(1)
+    width = target.config.hidden_size
+    levels = 1 if heads.passes_are_detached else len(heads.feature_layers)
+    batch = {
+        "features": torch.randn(1, rows, levels * width, generator=generator),
+        "next_token_ids": torch.randint(0, cell["vocab_size"], (1, rows), generator=generator),
+        "target_features": torch.randn(1, rows, width, generator=generator),
+        "embed_tokens": target.get_input_embeddings(),
+        "lm_head": target.lm_head,
+        "num_passes": passes,
+    }
+    steps = {
+        "dense": partial(dense_step, heads, **batch, weights=WEIGHTS),
+        "ours": partial(our_step, heads, batch, passes),
+    }
+    if heads.passes_are_detached:
+        steps["per_pass"] = partial(our_step, heads, batch, 1)
+    return steps
+
+
+def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
+    """As [`trainer.DraftHeadTrainer`] does it, with `together` passes per backward."""
+    rows = batch["next_token_ids"].shape[1]
+    unroll = Unroll(
+        heads,
+        **batch,
+        loss_mask=torch.ones(1, rows),
+        attention_mask=None,
+        losses=tuple(WEIGHTS),
+        num_items=float(rows),
+        separate_backward=together < batch["num_passes"],
+    )
+    for _ in range(0, batch["num_passes"], together):
+        unroll.run_passes(together, lambda losses, _: losses.weighted(**WEIGHTS), chunk_rows=CHUNK)
+    unroll.finish_backward()
+
+
+def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> float:
+    """Seconds of the products of a step alone: every layer's forward and both its gradients, `lm_head` likewise (one
+    gradient where it is the target's), once per pass, and the target's own logits once."""
+    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
+    layers = [module.weight.detach() for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
+    layers.append(heads.fc.weight.detach())
+    own = getattr(heads, "lm_head", None)
+    output = target.lm_head.weight if own is None else own.weight.detach()
+    rows = {size: torch.randn(cell["rows"], size) for weight in (*layers, output) for size in weight.shape}
+
+    def run() -> None:
+        for _ in range(cell["passes"]):
+            for weight in layers:
+                outputs, inputs = (rows[size] for size in weight.shape)
+                _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs
+            for chunk in chunks:
+                outputs, inputs = (rows[size][:chunk] for size in output.shape)
+                _ = inputs @ output.T, outputs @ output, None if own is None else outputs.T @ inputs
+        for chunk in chunks:
+            _ = rows[output.shape[1]][:chunk] @ output.T
+
+    run()
+    return statistics.median(timed(run) for _ in range(3))
+
+
+# ---------------------------------------------------------------------- measurement
+def timed(step: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
+    """Growth of the resident set in one step, at most; `None` if it needs more memory than the machine has to give.
+
+    Runs in a process of its own. A step of a few rows before it loads what kernels keep.
+    """
+    torch.set_num_threads(threads)
+    limit = int(MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * resource.getpagesize())
+    target, heads = make_pair(cell)
+    make_steps({**cell, "rows": 16, "passes": 1}, target, heads)[side]()
+    heads.zero_grad()
+    step = make_steps(cell, target, heads)[side]
+    gc.collect()
+    before = resident_bytes()
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        step()
+    except (RuntimeError, MemoryError):  # torch's allocator has no error of its own
+        return None
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return max(grown, resource.getpagesize())  # the kernel counts a little late
+
+
+def gradients(heads: DraftHead) -> list[torch.Tensor]:
+    """Of the last step, taken away."""
+    found = [parameter.grad for parameter in heads.parameters() if parameter.grad is not None]
+    heads.zero_grad()
+    return found
+
+
+def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None]) -> dict[str, Any]:
+    """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
+    target, heads = make_pair(cell)
+    for warm_up in make_steps({**cell, "rows": 16, "passes": 1}, target, heads).values():
+        warm_up()
+    heads.zero_grad()
+    steps = make_steps(cell, target, heads)
+    peaks = {side: run_apart(cell, side, torch.get_num_threads()) for side in steps}
+    fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def run(side: str, step: None, turn: int) -> float:
+        gc.collect()
+        spent = timed(fitting[side])
+        found[side] = gradients(heads)
+        return spent
+
+    turns = take_turns(fitting, [None], run, repeats, warm_up=lambda side, step: None)
+    seconds = {side: [spent for (spent,) in each] for side, each in turns.items()}
+    sides = {
+        side: {"seconds": _median_and_range(seconds[side]) if side in fitting else None, "peak_bytes": peaks[side]}
+        for side in steps
+    }
+    result: dict[str, Any] = {"products_seconds": products_seconds(cell, target, heads)}
+    if "dense" in fitting:
+        # Of a parameter's gradients, over the largest element: the worst parameter.
+        pairs = zip(found["dense"], found["ours"], strict=True)
+        result["gradient_difference"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+        for side in [side for side in fitting if side != "dense"]:
+            ratios = [dense / ours for dense, ours in zip(seconds["dense"], seconds[side], strict=True)]
+            sides[side]["speed_up"] = _median_and_range(ratios)
+            sides[side]["memory_share"] = peaks[side] / peaks["dense"]
+    return {**cell, "head_parameters": count_parameters(heads), **result, "sides": sides}
+
+
+def _median_and_range(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All cells."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    cells = []
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for cell in chosen_cells(args):
+            cells.append(measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result()))
+            print(cells[-1], file=sys.stderr, flush=True)
+    return {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
+
+
+def table(result: Result) -> str:
+    """One row per family, length and depth: seconds and peak memory of a step, ours and the dense one's."""
+    rows = []
+    for cell in result["cells"]:
+        dense, ours = cell["sides"]["dense"], cell["sides"]["ours"]
+        apart = cell["sides"].get("per_pass", {})
+        rows.append((
+            cell["family"], str(cell["rows"]), str(cell["passes"]), _seconds(dense), _seconds(ours),
+            _range(ours.get("speed_up")), number(_megabytes(dense), 0), number(_megabytes(ours), 0),
+            percent(ours.get("memory_share")), _range(apart.get("speed_up")), percent(apart.get("memory_share")),
+            percent(cell["products_seconds"] / ours["seconds"]["median"]),
+        ))  # fmt: skip
+    header = ("heads", "rows T", "passes D", "dense, s", "ours, s", "dense / ours (range)", "dense, MB", "ours, MB",
+              "ours / dense", "per pass: dense / ours", "per pass: memory", "products / ours")  # fmt: skip
+    first = result["cells"][0]
+    return markdown_table(header, rows) + footnote(
+        result, f"Forward and backward, batch {result['batch']}, hidden size {first['hidden_size']}, vocabulary "
+        f"{first['vocab_size']}, median of {result['repeats']} alternating repeats",
+        "a dash: the dense step needs more memory than the machine has",
+    )  # fmt: skip
+
+
+def _seconds(side: Result) -> str:
+    return number(side["seconds"] and side["seconds"]["median"])
+
+
+def _range(ratio: Result | None) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-"
+
+
+def _megabytes(side: Result) -> float | None:
+    return None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6

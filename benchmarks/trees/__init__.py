@@ -1,0 +1,1 @@
+"""Draft trees against each other."""

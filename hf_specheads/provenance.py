@@ -1,0 +1,65 @@
+"""Where numbers come from: versions, commit, processor, accelerators; for results, trainings and bug reports."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of Python and, in their order, of those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """What git answers in a folder; `None` without git, or if the folder lies in no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def architecture() -> str:
+    """What Python knows of the processor without asking the system's files, e.g. `x86_64`."""
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def processor() -> str:
+    """Model and number of logical cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else architecture()}, {os.cpu_count()} logical cores"
+
+
+def device_name(device: torch.device) -> str:
+    """What tells machines apart on which the same code is fast in different ways: the accelerator, or the processor
+    and its number of cores."""
+    if device.type == "cpu":
+        return processor()
+    backend = getattr(torch, device.type)
+    return str(backend.get_device_name(device)) if hasattr(backend, "get_device_name") else device.type
+
+
+def accelerators() -> str:
+    """Names of the CUDA devices, or `none`."""
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none"

@@ -1,0 +1,217 @@
+"""Tables from results, and documents kept in step with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks import results
+from benchmarks.results import (
+    RESULTS,
+    ROOT,
+    documents,
+    draft_tree,
+    hash_of,
+    identical,
+    markdown_table,
+    pos_acc,
+    provenance_of,
+    render,
+    value_at,
+)
+
+PROVENANCE = {
+    "command": "python -m benchmarks choose", "commit": "0123456789abcdef", "uncommitted_changes": True,
+    "date": "2026-01-02", "processor": "a processor", "threads": 2,
+    "versions": {"torch": "2", "transformers": "5", "python": "3", "hf-specheads": "0"},
+}  # fmt: skip
+CHAIN = {"kind": "chain", "depth": 3, "top_k": 1, "total_tokens": 4}
+RESULT = {
+    "provenance": PROVENANCE, "heads": "poss3", "candidates": 9, "prompts": ["tuning"],
+    "ranking": [{"tree": CHAIN, "tokens_per_second": 123.4, "speed_up": 1.55, "acceptance_length": 2.34}],
+}  # fmt: skip
+BLOCK = "<!-- results:choose -->\n{}<!-- /results:choose -->\n"
+NUMBER = "<!-- value:choose.ranking.0.speed_up:.1f -->{}<!-- /value -->"
+
+
+# ---------------------------------------------------------------------- pieces
+def test_markdown_table():
+    assert markdown_table(("a", "b"), [("x", "1")]) == "| a | b |\n|---|---:|\n| x | 1 |\n"
+
+
+def test_pos_acc():
+    assert pos_acc([1.0, 0.998, 0.05, 0.714]) == "1. 1. .05 .71"
+    assert pos_acc([]) == pos_acc(None) == "-"
+
+
+def test_draft_tree():
+    assert draft_tree(CHAIN) == "chain of 3"
+    assert draft_tree({**CHAIN, "kind": "dynamic", "top_k": 2}) == "depth 3, top-k 2, 4 nodes"
+
+
+def test_one_text_that_differs_is_found_however_deep():
+    sides = {"plain": {"identical": True}, "eagle": {"identical": True, "rows": {"x": {"identical": False}}}}
+    assert not identical({"sides": sides})
+    assert identical({"sides": {"plain": sides["plain"]}, "texts": ["identical"]})
+
+
+# ---------------------------------------------------------------------- provenance
+def test_a_table_says_where_it_comes_from():
+    text = runner.table_of("choose", RESULT)
+    assert "| chain of 3 | 123 | 1.55x | 2.34 |" in text
+    assert "commit 0123456789+, 2026-01-02" in text
+    assert "`python -m benchmarks choose`" in text
+
+
+def test_results_name_no_folder_outside_the_repository():
+    words = ["round", "--heads", str(ROOT / "model_cards" / "poss3"), "/away/heads/poss3", "eagle"]
+    facts = provenance_of(words, ["hf_specheads"])
+    assert facts["command"] == "python -m benchmarks round --heads model_cards/poss3 poss3 eagle"
+    assert {"commit", "uncommitted_changes", "date", "processor", "threads", "versions", "accelerators"} <= set(facts)
+    assert facts["sources"] == hash_of(["hf_specheads"])
+
+
+def test_a_table_of_changed_code_is_marked():
+    """A result without a hash was measured before there were any."""
+    assert runner.table_of("choose", RESULT).endswith("earlier engine: `hf_specheads` has changed since.\n")
+    present = {**RESULT, "provenance": {**PROVENANCE, "sources": hash_of(["hf_specheads"])}}
+    assert runner.table_of("choose", present).endswith("`python -m benchmarks choose`\n")
+    before = {**RESULT, "provenance": {**PROVENANCE, "sources": "0" * 16}}
+    assert runner.table_of("choose", before) == runner.table_of("choose", RESULT)
+
+
+def test_the_hash_is_of_what_numbers_depend_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    engine, command = (
+        tmp_path / "hf_specheads" / "generation" / "loop.py",
+        tmp_path / "hf_specheads" / "cli" / "env.py",
+    )
+    for path in (engine, command):
+        path.parent.mkdir(parents=True)
+        path.write_text("1\n")
+    before = hash_of(["hf_specheads"])
+    command.write_text("2\n")
+    assert hash_of(["hf_specheads"]) == before
+    engine.write_text("2\n")
+    changed = hash_of(["hf_specheads"])
+    assert changed != before
+    engine.rename(engine.with_name("rounds.py"))
+    assert hash_of(["hf_specheads"]) not in (before, changed)
+
+
+def test_a_result_belongs_to_the_measurement_it_is_named_after():
+    for name, module in (("round", "round"), ("round_shape", "round"), ("assistant/speedup", "speedup")):
+        assert runner.measurement_of(name) is runner.MEASUREMENTS[module]
+    assert runner.measurement_of("n_alpha") is runner.MEASUREMENTS["n_alpha"]
+    with pytest.raises(ValueError, match="'speed_up' is the result of no measurement"):
+        runner.measurement_of("speed_up")
+
+
+# ---------------------------------------------------------------------- documents
+def test_render_replaces_marked_parts_only():
+    old, table = "old\n", "| table |\n"
+    text = f"before\n{BLOCK.format(old)}{NUMBER.format('9.9')} times, <!-- a comment --> after\n"
+    rendered = render(text, {"choose": RESULT}, {"choose": table})
+    assert rendered == f"before\n{BLOCK.format(table)}{NUMBER.format('1.6')} times, <!-- a comment --> after\n"
+    assert render(rendered, {"choose": RESULT}, {"choose": table}) == rendered
+
+
+def test_keys_of_values_may_hold_spaces_and_dots():
+    values = {"round": {"top 0.5": {"tau": 2.5}, "top 0": 1}, "list": [1, {"x": "text"}], "medusa2/methods": {"n": 3}}
+    assert value_at(values, "round.top 0.5.tau") == 2.5
+    assert value_at(values, "round.top 0") == 1
+    assert value_at(values, "list.1.x") == "text"
+    assert render("<!-- value:medusa2/methods.n --><!-- /value -->", values, {}) == (
+        "<!-- value:medusa2/methods.n -->3<!-- /value -->"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- results:choose -->\n", "needs a following"),
+        ("<!-- results:nonsense -->\n<!-- /results:nonsense -->\n", r"unknown results \['nonsense'\], expected some"),
+        ("<!-- value:choose.candidates -->9\n", "needs a following <!-- /value -->"),
+        (
+            "<!-- value:choose.nothing -->9<!-- /value -->",
+            "nothing that can be shown: .*'nothing', expected one",
+        ),
+        ("<!-- value:choose.ranking -->9<!-- /value -->", "the path ends at list of 1"),
+        ("<!-- value:choose.ranking.7.speed_up -->9<!-- /value -->", "list index out of range"),
+        ("<!-- value:choose.heads:.2f -->9<!-- /value -->", "Unknown format code 'f'"),
+    ],
+)
+def test_render_refuses_broken_marks(text, message):
+    with pytest.raises(ValueError, match=message):
+        render(text, {"choose": RESULT}, {"choose": "| table |\n"})
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> list[str]:
+    """Arguments of the runner for a folder of one result and a document that shows it, both rendered."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "choose.json").write_text(json.dumps(RESULT))
+    (folder / "notes.json").write_text("{}")  # no result: it has no provenance
+    (tmp_path / "README.md").write_text(f"{BLOCK.format('')}It is {NUMBER.format('')} times as fast.\n")
+    words = ["--results", str(folder), "--documents", str(tmp_path / "README.md")]
+    assert runner.main([*words, "--check"]) == 1
+    assert runner.main([*words, "--render"]) == 0
+    return words
+
+
+def test_what_was_rendered_passes_the_check(repository, tmp_path, capsys):
+    assert runner.main([*repository, "--check"]) == 0
+    assert "| chain of 3 | 123 | 1.55x | 2.34 |" in (tmp_path / "README.md").read_text()
+    assert "-->1.6<!-- /value --> times as fast" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "stale"),
+    [
+        ("README.md", "1.55x", "1.75x", {"README.md"}),
+        ("README.md", "-->1.6<", "-->1.8<", {"README.md"}),
+        ("results/choose.md", "1.55x", "1.75x", {"choose.md"}),
+        ("results/choose.json", "1.55", "1.75", {"README.md", "choose.md"}),
+    ],
+)
+def test_the_check_fails_on_a_changed_number(repository, tmp_path, capsys, file, old, new, stale):
+    path = tmp_path / file
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    capsys.readouterr()
+    assert runner.main([*repository, "--check"]) == 1
+    named = re.findall(r"stale: .*/(\S+)", capsys.readouterr().out)
+    assert set(named) == stale
+    assert runner.main([*repository, "--render"]) == 0
+    assert runner.main([*repository, "--check"]) == 0
+
+
+def test_nothing_to_do_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        runner.main([])
+    assert "NAME of a measurement, --render or --check" in capsys.readouterr().err
+
+
+def test_committed_tables_and_documents_are_what_the_committed_results_say():
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, text in runner.rendered(RESULTS, documents()).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+    assert not stale, "run `python -m benchmarks --render`"
+
+
+@pytest.mark.parametrize("name", list(results.read(RESULTS)))
+def test_a_committed_result_says_by_which_command_it_came_about(name):
+    words = results.read(RESULTS)[name]["provenance"]["command"].split()
+    assert words[:3] == ["python", "-m", "benchmarks"]
+    module = runner.measurement_of(name)
+    assert runner.MEASUREMENTS[words[3]] is module
+    args = runner.make_parser().parse_args(words[3:])
+    variant = module.variant(args) if hasattr(module, "variant") else ""
+    assert name.rpartition("/")[2] == "_".join(filter(None, (words[3], variant)))

@@ -1,0 +1,195 @@
+"""Measurements of speed run end to end on tiny random models. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from support.targets import plain, prompt
+from transformers import DynamicCache
+
+from benchmarks import setup, sides
+from benchmarks.speed import cache, compiled, quantised
+from benchmarks.speed import round as round_
+from hf_specheads import load_heads
+
+ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
+
+
+def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair, pair):
+    more = ("--repeats", "2", "--baselines", "--assistant", str(pair / "target"))
+    (found,) = measure_pair("speedup", ["eagle", "poss"], *more)["prompt_sets"].values()
+    assert list(found)[:3] == ["plain generate", "eagle", "poss"]
+    assert len(found) == 5
+    for name in ("eagle", "poss"):
+        assert found[name]["identical"]
+        assert found[name]["acceptance_length"] >= 1
+        assert found[name]["speed_up_range"][0] <= found[name]["speed_up"] <= found[name]["speed_up_range"][1]
+    assert found["plain generate"]["forwards_saved"] == 0
+    assert "acceptance_length" not in found["plain generate"]
+
+
+def test_speedup_fails_when_a_text_differs(measure_pair, monkeypatch):
+    generate = sides.timed_generation
+
+    def wrong(target, inputs, **options):
+        (ids,), seconds = generate(target, inputs, **options)
+        return [[*ids[:-1], 5 if ids[-1] != 5 else 6] if "assistant_model" in options else ids], seconds
+
+    monkeypatch.setattr(sides, "timed_generation", wrong)
+    (found,) = measure_pair("speedup", ["eagle"], "--repeats", "1", status=1)["prompt_sets"].values()
+    assert found["eagle"]["differing_prompts"] == [0, 1]
+
+
+def test_batches(measure_pair):
+    more = ("--batch_sizes", "1", "2", "--chains", "2", "--repeats", "1")
+    sizes = measure_pair("batch", ["poss"], *more)["batch_sizes"]
+    assert list(sizes) == ["1", "2"]
+    for found in sizes.values():
+        assert list(found) == ["plain generate", "poss", "poss, chain of 2"]
+        assert all(side["identical"] and side["new_tokens"] == 20 for side in found.values())
+        assert found["plain generate"]["forwards_saved"] == 0
+
+
+def test_contexts(measure_pair):
+    result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
+    assert list(result["lengths"]) == ["2", "3"] and result["num_prompts"] == 2
+    for found in (*result["lengths"].values(), result["sampled"]["sides"]):
+        assert list(found) == ["plain generate", "poss", "poss, adaptive", "untrained, adaptive"]
+        assert found["poss"]["plain_share"] == 0.0
+        assert found["untrained, adaptive"]["plain_share"] > 0.0
+
+
+@pytest.fixture
+def eager_backend(monkeypatch):
+    """Graphs run as they are: what is compiled, and when, stays the same."""
+    torch._dynamo.reset()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **options: compiled(*a, **{**options, "backend": "eager"}))
+
+
+def test_compiled_rounds(measure_pair, eager_backend):
+    result = measure_pair("compiled", ["poss"], "--repeats", "1")
+    (found,) = result["tables"].values()
+    assert list(found) == [compiled.PLAIN, compiled.PLAIN_COMPILED, "poss", "poss, compiled"]
+    assert all(side["identical"] and side["differing"] == 0 for side in found.values())
+    assert found[compiled.PLAIN]["over_plain_eager"] == found[compiled.PLAIN_COMPILED]["over_plain_compiled"] == 1
+    assert set(result["compile_seconds"]) == {compiled.PLAIN_COMPILED, "poss, compiled"}
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.5, 4.0])
+def test_acceptance_is_what_the_stub_says(pair, target, tau):
+    heads = load_heads(pair / "poss", kind="chain", depth=4)
+    target.generation_config.eos_token_id = None
+    ids = prompt()
+    expected = plain(target, ids, 81)
+    with compiled.acceptance_of(tau, expected):
+        assert torch.equal(plain(target, ids, 81, assistant_model=heads), expected)
+    assert heads.last_stats.acceptance_length == pytest.approx(tau, abs=0.15)
+
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 1200, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
+    monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(compiled, "random_pair", functools.partial(setup.random_pair, methods=("eagle",)))
+    monkeypatch.setattr(compiled, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    words = ("--shape", "tiny", "--tau", "2", "3", "--depth", "3", "--limit", "1", "--repeats", "1")
+    result = measure("compiled", *words, "--max_new_tokens", "12", written="compiled_shape")
+    assert set(result["floor"]["heads"]) == {"eagle"}
+    for tau, found in zip((2, 3), result["tables"].values(), strict=True):
+        assert found["eagle"]["acceptance_length"] == pytest.approx(tau, abs=0.5)
+        assert all(side["identical"] for side in found.values())
+
+
+def test_a_round_of_a_shape(measure, monkeypatch):
+    monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
+    words = ("--shape", "tiny", "--limit", "1", "--repeats", "1", "--max_new_tokens", "8")
+    result = measure("round", *words, written="round_shape")
+    assert result["target"] == "tiny" and result["nodes"] == 5 and set(result["stages"]) == ROUND_STAGES
+
+
+def test_the_floor_counts_every_byte_once(measure):
+    """Llama-3-8B in bf16: 8.03 B parameters, of which the token embedding is looked up."""
+    words = ("--shape", "llama-3-8b", "--dtype", "bfloat16", "--on_paper", "1e12", "--depth", "6")
+    heads = measure("compiled", *words, written="compiled_floor")["floor"]["heads"]
+    assert set(heads) == {"poss", "eagle", "eagle3"}
+    for floor in heads.values():
+        assert floor["target_ms"] == pytest.approx(2 * (8.0303 - 0.5253), rel=1e-3)
+        assert floor["tokens_per_second"]["4"] == pytest.approx(4000 / floor["round_ms"], rel=1e-3)
+    # One layer (218 M), fc (34 M) and the target's lm_head (525 M) a step, in 16 bits.
+    assert heads["eagle"]["draft_ms"] == pytest.approx(6 * 2 * (0.2181 + 0.0336 + 0.5253), rel=1e-2)
+    assert heads["poss"]["draft_ms"] == pytest.approx(heads["eagle"]["draft_ms"], rel=1e-2)
+
+
+def test_caches_of_both_kinds(measure, monkeypatch):
+    monkeypatch.setattr(cache, "ROUNDS", 4)
+    words = ("--lengths", "20", "--nodes", "1", "5", "--layers", "2", "--hidden_size", "64")
+    assert list(measure("cache", *words)["lengths"]["20"]) == ["1", "5"]
+
+
+@torch.no_grad()
+def test_both_caches_hold_the_same_rows(target):
+    tree, path = cache.comb(7)
+    kept = []
+    for side in (cache.Slots, cache.Dynamic):
+        stock = DynamicCache(config=target.config)
+        target(prompt(9), past_key_values=stock)
+        one = side(target, stock, 9)
+        for _ in range(3):
+            one.round(tree, path)
+        if side is cache.Slots:
+            one.cache.give_back(keep=True)
+        kept.append(stock.layers[1].keys)
+    torch.testing.assert_close(kept[0], kept[1], atol=1e-5, rtol=1e-5)
+
+
+def test_round_splits_the_whole_round_into_stages(measure_pair):
+    result = measure_pair("round", ["poss"], "--repeats", "1")
+    assert set(result["stages"]) == ROUND_STAGES
+    parts = sum(stage["milliseconds"] for name, stage in result["stages"].items() if name != "whole round")
+    assert parts == pytest.approx(result["round_milliseconds"], rel=1e-3)
+    assert 0 < result["outside_share"] < 1
+    assert result["rounds"] > 0
+
+
+def test_timed_calls_leave_the_object_as_it_was(target):
+    before = target.forward
+    with round_.timed_calls(target, "forward") as seconds:
+        target(input_ids=torch.tensor([[5]]))
+    assert len(seconds) == 1
+    assert target.forward == before
+    assert "forward" not in vars(target)
+
+
+def test_vocabulary_measures_every_size(measure_pair, tmp_path: Path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("w5 w6 w6 w7 w9 w9 w9 w11 " + " ".join(f"w{i}" for i in range(40, 80)))
+    more = ("--sizes", "5", "30", "--repeats", "1", "--random_vocabulary", "0", "--corpus", str(corpus))
+    (sizes,) = measure_pair("vocabulary", ["poss"], *more)["heads"].values()
+    assert list(sizes) == ["5", "30", "99"]
+    assert sizes["5"]["coverage"] < sizes["30"]["coverage"] <= sizes["99"]["coverage"] == 1
+    assert all(row["draft_milliseconds"] > 0 and row["identical"] for row in sizes.values())
+
+
+def test_quantised_compares_every_format_with_its_own_plain_text(measure_pair):
+    formats = ["none", *(["int8"] if importlib.util.find_spec("torchao") else [])]
+    found = measure_pair("quantised", ["eagle"], "--repeats", "1", "--formats", *formats)["formats"]
+    assert list(found) == formats
+    assert all(row["identical"] and row.get("gaps", []) == [] for rows in found.values() for row in rows.values())
+
+
+def test_the_gap_where_texts_part(target):
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    with torch.no_grad():
+        logits = target(torch.tensor([[5, 6, 7, 9]])).logits[0, -1]
+    gap = quantised.gap_where_texts_part(target, inputs, [9, 4, 4], [9, 8, 4])
+    assert gap == pytest.approx(float(logits[8] - logits[4]))

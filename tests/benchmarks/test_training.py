@@ -1,0 +1,115 @@
+"""The naive step gives our gradients, and the measurement runs end to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.__main__ import make_parser
+from benchmarks.training import step
+from benchmarks.training.naive_step import dense_step
+from hf_specheads import AutoDraftHead
+from hf_specheads.trainer import Unroll
+
+BATCH, ROWS, PASSES, VOCAB, WIDTH = 2, 23, 4, 99, 32
+TWO = {"num_specialists": 2, "positions_per_specialist": 2}
+FAMILIES = {
+    "eagle": {},
+    "hass": {},
+    "poss": TWO,
+    "poss-lora": {**TWO, "specialist_rank": 4},
+    "eagle3": {"draft_vocab_size": 50, "draft_token_ids": range(0, VOCAB, 2)},
+    "poss-eagle3": TWO,
+}
+WEIGHTS = {"feature": 1.0, "token": 0.5, "top_k": 0.3}
+
+
+@pytest.fixture(scope="module")
+def wide_target():
+    """Eight layers, enough for EAGLE-3's levels; output weights large enough that the distribution is not flat."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    target.lm_head.weight.mul_(20)
+    return target
+
+
+def gradients(heads, run):
+    heads.zero_grad()
+    run()
+    return {name: p.grad.clone() for name, p in heads.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_dense_step(wide_target, family):
+    heads = AutoDraftHead.from_target(wide_target, family, **FAMILIES[family]).bind(wide_target).train()
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)  # attention matters, adapters do something
+        for name, parameter in heads.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(std=0.02)
+    torch.manual_seed(1)
+    batch = {
+        "features": torch.randn(BATCH, ROWS, WIDTH * (1 if heads.passes_are_detached else 3)),
+        "next_token_ids": torch.randint(0, VOCAB, (BATCH, ROWS)),
+        "target_features": torch.randn(BATCH, ROWS, WIDTH),
+        "embed_tokens": wide_target.get_input_embeddings(),
+        "lm_head": wide_target.lm_head,
+        "num_passes": PASSES,
+    }
+
+    def ours(together):
+        unroll = Unroll(
+            heads, **batch, loss_mask=torch.ones(BATCH, ROWS), attention_mask=None, losses=tuple(WEIGHTS),
+            num_items=float(BATCH * ROWS), separate_backward=together < PASSES,
+        )  # fmt: skip
+        for _ in range(0, PASSES, together):
+            unroll.run_passes(together, lambda losses, _: losses.weighted(**WEIGHTS), chunk_rows=7)
+        unroll.finish_backward()
+
+    wanted = gradients(heads, lambda: dense_step(heads, **batch, weights=WEIGHTS))
+    assert wanted
+    assert all(gradient.any() for gradient in wanted.values())
+    for together in (PASSES, 1) if heads.passes_are_detached else (PASSES,):
+        found = gradients(heads, lambda together=together: ours(together))
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * scale, msg=f"{name}, {together}")
+
+
+def test_end_to_end(measure):
+    sizes = ("--lengths", "40", "--passes", "3", "--hidden_size", "32", "--vocab_size", "64", "--repeats", "2")
+    result = measure("step", "--families", "poss", "eagle3", *sizes)
+    assert [(cell["family"], cell["passes"]) for cell in result["cells"]] == [("poss", 3), ("eagle3", 3)]
+    for cell in result["cells"]:
+        assert set(cell["sides"]) == {"dense", "ours"} | ({"per_pass"} if cell["family"] == "poss" else set())
+        assert 0 < cell["gradient_difference"] < 1e-4
+        assert cell["sides"]["ours"]["speed_up"]["low"] > 0
+        assert cell["sides"]["dense"]["seconds"]["median"] > 0
+    assert "| poss | 40 | 3 |" in step.table(result)
+
+
+def test_a_step_that_does_not_fit():
+    """It is left out of the timing and of the ratios, and the table has dashes."""
+    cell = {"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64}
+    measured = step.measure_cell(cell, 1, lambda cell, side, threads: None if side == "dense" else 1000)
+    assert measured["sides"]["dense"] == {"seconds": None, "peak_bytes": None}
+    assert "speed_up" not in measured["sides"]["ours"]
+    assert "gradient_difference" not in measured
+
+
+def test_default_and_full_grid():
+    cells = step.chosen_cells(make_parser().parse_args(["step"]))
+    assert {(cell["family"], cell["rows"], cell["passes"]) for cell in cells} >= {
+        ("poss", 4096, 1),
+        ("eagle3", 2048, 6),
+    }
+    cells = step.chosen_cells(make_parser().parse_args(["step", "--full", "--families", "poss"]))
+    assert [cell["passes"] for cell in cells] == list(range(1, 9)) * 4
