@@ -18,7 +18,6 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specheads.cache.target import TreeCache
-from hf_specheads.generation.attention import grouped_attention_under_masks
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tuning.turns import take_turns
 
@@ -119,8 +118,7 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
         run(name, tree)
         run(name, tree)
 
-    with grouped_attention_under_masks(target):
-        turns = take_turns(sides, [tree], run, ROUNDS, warm_up)
+    turns = take_turns(sides, [tree], run, ROUNDS, warm_up)
     seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
     ratios = [b / a for a, b in zip(seconds["slots"], seconds["dynamic"], strict=True)]
     return {

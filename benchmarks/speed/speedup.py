@@ -84,11 +84,8 @@ def table(result: Result) -> str:
 def short_table(result: Result) -> str:
     """A row per side, a column of speeds per prompt set: what the README shows."""
     sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
-    names = [
-        next(iter(next(iter(sets.values())))),
-        *shown,
-        *(name for name in next(iter(sets.values())) if name.startswith("prompt lookup")),
-    ]
+    plain, *others = next(iter(sets.values()))
+    names = [plain, *shown, *(name for name in others if name.startswith("prompt lookup"))]
     columns = [f"{name}: {what}" for name in sets for what in ("tokens/s", "speed-up", "tau")]
     rows = []
     for name in names:
