@@ -26,8 +26,8 @@ from .trees import choose, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
 # folders it measures (default: the package), `variant(args)`, a suffix to its results' name, `short_table(result)`,
-# shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are those
-# of plain generation).
+# shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are
+# those of plain generation).
 MODULES = (
     speedup, batch, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods, acceptance,
     n_alpha, training_curve, step,
