@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import LLAMA_CONFIG, VOCAB, eagle_tensors, write_checkpoint
-from support.heads import random_heads
+from support.heads import scrambled_heads
+from support.targets import deep_target
 
 from hf_specheads import DraftTreeConfig, PossHead, load_heads
 from hf_specheads.errors import (
@@ -228,7 +229,8 @@ def test_own_config_and_weights_must_agree(saved: Path) -> None:
 
 def test_no_model_of_absurd_size_is_built(tmp_path: Path) -> None:
     """EAGLE-3 heads have a module for each level where levels are normed."""
-    random_heads("eagle3", fc_norm=True, feature_layers=(1, 4)).save_pretrained(tmp_path)
+    heads = scrambled_heads(deep_target(), "eagle3", fc_norm=True, feature_layers=(1, 4))
+    heads.save_pretrained(tmp_path)
     change_config(tmp_path, feature_layers=list(range(10**4)))
     with pytest.raises(HeadConfigError, match=r"num_levels=10000, and there are \d+ tensors"):
         load_heads(tmp_path)

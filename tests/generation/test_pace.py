@@ -42,7 +42,7 @@ def test_drafts_that_do_not_pay_cost_no_more_than_the_trials(cost, tau):
     first_verdict = 5 * max(cost - tau, 0)
     assert seconds <= tokens * (1 + TRIAL_SHARE) + first_verdict + cost
     if tau > 1.05 * cost:
-        assert drafted >= 1490, "drafting pays: nearly every round does"
+        assert drafted >= 1480, "drafting pays: nearly every round does"
     if tau < 0.95 * cost:
         assert drafted <= 5 + 1500 * TRIAL_SHARE / (cost - tau) + 1
 
@@ -116,7 +116,7 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     for _ in range(3):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
         stats = heads.last_stats
-        assert sum(n + 1 for n in stats.num_accepted[0]) + stats.plain_steps == NEW - 1
+        assert sum(n + 1 for row in stats.num_accepted for n in row) + stats.plain_steps == NEW - 1
         plain_steps, rounds = plain_steps + stats.plain_steps, rounds + stats.rounds
     assert plain_steps > 1 and rounds > 1
 
