@@ -98,29 +98,35 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
-def load_bound_heads(target: PreTrainedModel, folder: str, adaptive: bool = False, **tree_overrides: Any) -> DraftHead:
+def load_bound_heads(
+    target: PreTrainedModel, folder: str, *, every_round: bool = False, **tree_overrides: Any
+) -> DraftHead:
     """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
 
-    They draft every round, for a fair comparison of heads, unless `adaptive`.
+    They are as their user has them, who gets plain steps where drafting does not pay; to look at drafts rather than at
+    time, they draft `every_round`.
     """
     heads = load_heads(folder, dtype=target.dtype, **tree_overrides)
-    heads.adaptive = adaptive
+    heads.adaptive = not every_round
     if heads.config.target_adapter is not None:
         heads.load_target_adapter(target)
     return heads.bind(target)
 
 
-def load_all_heads(target: PreTrainedModel, folders: Iterable[str]) -> dict[str, DraftHead]:
+def load_all_heads(
+    target: PreTrainedModel, folders: Iterable[str], *, every_round: bool = False
+) -> dict[str, DraftHead]:
     """Heads by what tables call them."""
-    return {display_name(folder): load_bound_heads(target, folder) for folder in folders}
+    return {display_name(folder): load_bound_heads(target, folder, every_round=every_round) for folder in folders}
 
 
 def load_pair(
-    args: argparse.Namespace,
+    args: argparse.Namespace, *, every_round: bool = False
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
     """Target, heads by what tables call them, and prompts, as the arguments say."""
     target, tokenizer = load_target(args)
-    return target, load_all_heads(target, args.heads), load_prompts(args.prompts, tokenizer, args.limit)
+    heads = load_all_heads(target, args.heads, every_round=every_round)
+    return target, heads, load_prompts(args.prompts, tokenizer, args.limit)
 
 
 def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:

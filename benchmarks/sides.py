@@ -145,13 +145,15 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
 
 
 def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
-    """Acceptance length and pos-acc, pooled over the rounds of all runs `[repeat][prompt]`; empty without heads."""
+    """Acceptance length and pos-acc, pooled over the rounds of all runs; tokens per forward count plain steps and prefills in; of all runs `[repeat][prompt]`; empty without heads."""
     stats = [run.stats for repeat in runs for run in repeat if run.stats is not None]
     if not stats:
         return {}
     accepted = [row for one in stats for row in one.num_accepted]
     offered = [row for one in stats for row in one.offered]
     return {
+        "plain_steps": sum(one.plain_steps for one in stats),
+        "tokens_per_forward": sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats),
         "acceptance_length": acceptance_length(accepted),
         "pos_acc": position_acceptance(accepted, offered),
         "draft_forwards": sum(one.draft_forwards for one in stats),

@@ -94,7 +94,7 @@ def measure_trees(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, tree family and depth."""
-    target, loaded, prompts = load_pair(args)
+    target, loaded, prompts = load_pair(args, every_round=True)
     plain = [generate_once(target, Side(PLAIN), inputs, args.max_new_tokens).token_ids for inputs in prompts]
     saved = next(iter(loaded.values())).tree_config
     families = {"papers": PAPERS, "default": {name: getattr(saved, name) for name in PAPERS}}

@@ -78,7 +78,7 @@ def agreement(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head on the same texts."""
-    target, loaded, prompts = load_pair(args)
+    target, loaded, prompts = load_pair(args, every_round=True)
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     texts = [(target.generate(**inputs, **greedy), inputs["input_ids"].shape[1]) for inputs in prompts]
     texts = [(text, length) for text, length in texts if text.shape[1] > length + args.max_n + 1]

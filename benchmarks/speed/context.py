@@ -43,12 +43,11 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     heads = {}
     for folder in args.heads:
         name = display_name(folder)
-        heads[name] = load_bound_heads(target, folder)
-        heads[f"{name}, adaptive"] = load_bound_heads(target, folder, adaptive=True)
+        heads[name] = load_bound_heads(target, folder, every_round=True)
+        heads[f"{name}, adaptive"] = load_bound_heads(target, folder)
     torch.manual_seed(0)
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
-    useless.adaptive = True
     return plain_and({**heads, "untrained, adaptive": useless})
 
 

@@ -117,7 +117,7 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
 def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
     """Target, heads and prompts, as the arguments say."""
     if not args.shape:
-        target, loaded, prompts = load_pair(args)
+        target, loaded, prompts = load_pair(args, every_round=True)
         return target, next(iter(loaded.values())), prompts
     tree = DraftTreeConfig(kind="chain", depth=args.depth)
     target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))

@@ -68,11 +68,20 @@ def table(result: Result) -> str:
     for name, sides in result["prompt_sets"].items():
         rows = [
             (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
-             pos_acc(s.get("pos_acc")), percent(s["forwards_saved"]),
+             pos_acc(s.get("pos_acc")), number(s.get("tokens_per_forward")), percent(s["forwards_saved"]),
              "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
             for side, s in sides.items()
         ]  # fmt: skip
-        header = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "forwards saved", "same text")
+        header = (
+            name,
+            "tokens/s",
+            "speed-up (range)",
+            "tau",
+            "pos-acc",
+            "tokens per forward",
+            "forwards saved",
+            "same text",
+        )
         text += markdown_table(header, rows) + "\n"
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
     return text.rstrip("\n") + "\n" + footnote(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The first heads."""
-    target, loaded, prompts = load_pair(args)
+    target, loaded, prompts = load_pair(args, every_round=True)
     name, heads = next(iter(loaded.items()))
     trees = grid(args, heads.max_draft_positions)
     ranking = fastest(target, heads, trees, prompts, args.max_new_tokens, STAGES)

@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target, tokenizer = load_target(args)
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     tuning = load_prompts(args.tuning, tokenizer, args.tuning_limit)
-    heads = load_all_heads(target, args.heads)
+    heads = load_all_heads(target, args.heads, every_round=True)
     return {
         **settings(args, prompts),
         "heads": {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()},

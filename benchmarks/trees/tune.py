@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if not tuning:
         tuning, prompts = prompts[::2], prompts[1::2] or prompts
     tuning, prompts = spread(tuning, args.tuning_limit), spread(prompts, args.limit)
-    heads = load_all_heads(target, args.heads)
+    heads = load_all_heads(target, args.heads, every_round=True)
     return {
         **settings(args, prompts),
         "heads": {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()},
