@@ -145,7 +145,10 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
 
 
 def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
-    """Acceptance length and pos-acc, pooled over the rounds of all runs; tokens per forward count plain steps and prefills in; of all runs `[repeat][prompt]`; empty without heads."""
+    """What drafts brought, pooled over all runs `[repeat][prompt]`; empty without heads.
+
+    Acceptance length and pos-acc are of rounds, tokens per forward of all forwards: plain steps and prefills too.
+    """
     stats = [run.stats for repeat in runs for run in repeat if run.stats is not None]
     if not stats:
         return {}

@@ -48,6 +48,7 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     torch.manual_seed(0)
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
+    useless.adaptive = True
     return plain_and({**heads, "untrained, adaptive": useless})
 
 
