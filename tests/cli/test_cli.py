@@ -44,8 +44,8 @@ def demo(pair: Path, *more: str) -> int:
 def test_demo(pair: Path, capsys: pytest.CaptureFixture) -> None:
     assert demo(pair) == 0
     printed = capsys.readouterr().out
-    for words in ("--- one\nw5 w6 w7 w8 w9", "speed-up", "tau", "pos_acc", "tokens/forward", "plain steps", "assistant_model=heads",
-                  "All 2 texts are identical to plain generate."):  # fmt: skip
+    for words in ("--- one\nw5 w6 w7 w8 w9", "speed-up", "tau", "pos_acc", "tokens/forward", "plain steps",
+                  "assistant_model=heads", "All 2 texts are identical to plain generate."):  # fmt: skip
         assert words in printed
     (total,) = [line.split() for line in printed.splitlines() if line.startswith("all ")]
     assert total[1] == "24" and total[-1] == "yes"
@@ -214,7 +214,9 @@ def test_options_have_one_spelling_a_help_and_their_default(command: str, capsys
         assert "_" not in "".join(action.option_strings) and action.help
         if action.default not in (None, False, argparse.SUPPRESS):
             assert f"default: {action.default}" in shown or "default" in action.help, action.option_strings
-    assert {"--json", "--quiet", "--debug"} <= {name for action in options_of(command) for name in action.option_strings}
+    assert {"--json", "--quiet", "--debug"} <= {
+        name for action in options_of(command) for name in action.option_strings
+    }
 
 
 def test_underscores_are_understood_and_values_left_alone() -> None:
@@ -224,7 +226,9 @@ def test_underscores_are_understood_and_values_left_alone() -> None:
     assert args.prompt == "--x_y"
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "eval", "bench", "inspect", "tune", "export", "convert", "env"])
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "eval", "bench", "inspect", "tune", "export", "convert", "env"]
+)
 def test_json_is_all_that_stdout_gets(command: str, pair: Path, tmp_path: Path, capsys) -> None:
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "6"]
     heads = str(pair / "poss3")
