@@ -4,49 +4,90 @@
     out = target.generate(**inputs, assistant_model=heads)
 
 Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `generate` take them as `assistant_model`.
+It loads neither torch nor transformers: public names are imported when they are first asked for, and so is the hook in
+`generate`, which no call can need before there are heads ([`registration`], [`dispatch`]).
 """
 
-from . import dispatch, heads
-from .checkpoints.load import load_heads
-from .checkpoints.write import Exported, export_heads
-from .configuration import DraftHeadConfig
-from .errors import ExportError, HeadLoadError, UnsupportedGenerationError, WrongTargetError
-from .generation.candidates import DraftHeadCandidateGenerator
-from .generation.loop import speculative_generate
-from .heads import *  # noqa: F403 (the families, each named in its module)
-from .heads import auto
-from .heads.auto import AutoDraftHead
-from .heads.base import DraftHead
-from .metrics import GenerationStats
-from .tree.config import DraftTreeConfig
-from .tuning.search import OptimalTree, search_tree
-from .tuning.tune import TuningResult, tune
-from .tuning.vocabulary import tune_vocabulary
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .registration import expect_heads
 from .version import __version__
 
-auto.register()
-dispatch.install()
+if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and editors
+    from .checkpoints.load import load_heads as load_heads
+    from .checkpoints.write import Exported as Exported
+    from .checkpoints.write import export_heads as export_heads
+    from .configuration import DraftHeadConfig as DraftHeadConfig
+    from .errors import ExportError as ExportError
+    from .errors import HeadLoadError as HeadLoadError
+    from .errors import UnsupportedGenerationError as UnsupportedGenerationError
+    from .errors import WrongTargetError as WrongTargetError
+    from .generation.candidates import DraftHeadCandidateGenerator as DraftHeadCandidateGenerator
+    from .generation.loop import speculative_generate as speculative_generate
+    from .heads.auto import AutoDraftHead as AutoDraftHead
+    from .heads.base import DraftHead as DraftHead
+    from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
+    from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
+    from .heads.eagle import EagleHead as EagleHead
+    from .heads.eagle import EagleHeadConfig as EagleHeadConfig
+    from .heads.eagle3 import Eagle3Head as Eagle3Head
+    from .heads.eagle3 import Eagle3HeadConfig as Eagle3HeadConfig
+    from .heads.hydra import HydraHead as HydraHead
+    from .heads.hydra import HydraHeadConfig as HydraHeadConfig
+    from .heads.medusa import MedusaHead as MedusaHead
+    from .heads.medusa import MedusaHeadConfig as MedusaHeadConfig
+    from .heads.poss import PossHead as PossHead
+    from .heads.poss import PossHeadConfig as PossHeadConfig
+    from .heads.poss_eagle3 import PossEagle3Head as PossEagle3Head
+    from .heads.poss_eagle3 import PossEagle3HeadConfig as PossEagle3HeadConfig
+    from .heads.poss_lora import PossLoraHead as PossLoraHead
+    from .heads.poss_lora import PossLoraHeadConfig as PossLoraHeadConfig
+    from .metrics import GenerationStats as GenerationStats
+    from .tree.config import DraftTreeConfig as DraftTreeConfig
+    from .tuning.search import OptimalTree as OptimalTree
+    from .tuning.search import search_tree as search_tree
+    from .tuning.tune import TuningResult as TuningResult
+    from .tuning.tune import tune as tune
+    from .tuning.vocabulary import tune_vocabulary as tune_vocabulary
 
-__all__ = [
-    "AutoDraftHead",
-    "DraftHead",
-    "DraftHeadCandidateGenerator",
-    "DraftHeadConfig",
-    "DraftTreeConfig",
-    "ExportError",
-    "Exported",
-    "GenerationStats",
-    "HeadLoadError",
-    "OptimalTree",
-    "TuningResult",
-    "UnsupportedGenerationError",
-    "WrongTargetError",
-    "__version__",
-    "export_heads",
-    "load_heads",
-    "search_tree",
-    "speculative_generate",
-    "tune",
-    "tune_vocabulary",
-]
-__all__ += heads.__all__
+_MODULES = {
+    "checkpoints.load": ("load_heads",),
+    "checkpoints.write": ("Exported", "export_heads"),
+    "configuration": ("DraftHeadConfig",),
+    "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
+    "generation.candidates": ("DraftHeadCandidateGenerator",),
+    "generation.loop": ("speculative_generate",),
+    "heads.auto": ("AutoDraftHead",),
+    "heads.base": ("DraftHead",),
+    "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
+    "heads.eagle": ("EagleHead", "EagleHeadConfig"),
+    "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
+    "heads.hydra": ("HydraHead", "HydraHeadConfig"),
+    "heads.medusa": ("MedusaHead", "MedusaHeadConfig"),
+    "heads.poss": ("PossHead", "PossHeadConfig"),
+    "heads.poss_eagle3": ("PossEagle3Head", "PossEagle3HeadConfig"),
+    "heads.poss_lora": ("PossLoraHead", "PossLoraHeadConfig"),
+    "metrics": ("GenerationStats",),
+    "tree.config": ("DraftTreeConfig",),
+    "tuning.search": ("OptimalTree", "search_tree"),
+    "tuning.tune": ("TuningResult", "tune"),
+    "tuning.vocabulary": ("tune_vocabulary",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value  # asked once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+expect_heads()

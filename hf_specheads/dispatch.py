@@ -1,9 +1,10 @@
 """The hook: `generate(assistant_model=heads)` on unmodified transformers.
 
 transformers has no registry for candidate generators; it looks up one decoding method on `GenerationMixin`. Importing
-this package wraps three of its methods, once:
+`heads`, which everybody does who has any, wraps three of its methods, once:
 
-* `_assisted_decoding`: an assistant that is a `DraftHead` is handled by us, every other call goes on untouched;
+* `_assisted_decoding`: an assistant that keeps the [`DraftingContract`] is handled by us, every other call goes on
+  untouched;
 * `_validate_generation_mode`: a call that draft heads cannot serve is refused before any cache or forward;
 * `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop.
 
@@ -21,11 +22,11 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationMixin
 
+from .contract import DraftingContract
 from .generation.attention import install_grouped_attention, uninstall_grouped_attention
 from .generation.candidates import DraftHeadCandidateGenerator
 from .generation.loop import begin_call, run_rounds
 from .generation.refusals import refuse_prepared_call
-from .heads.base import DraftHead
 
 MINIMUM_TRANSFORMERS = "5.23.0"
 OPTIONS = "draft_options"  # under this name the settings of a call travel from its first hook to its second
@@ -93,7 +94,7 @@ def _wrap(name: str, ours: Callable) -> None:
 
 def _assisted_decoding(original: Callable, target: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     head, options = kwargs.get("assistant_model"), kwargs.pop(OPTIONS, None)
-    if not isinstance(head, DraftHead):
+    if not isinstance(head, DraftingContract):
         return original(target, input_ids, *args, **kwargs)
     if options.loop == "transformers":
         prepared = {k: v for k, v in kwargs.items() if k not in ("generation_config", "assistant_model")}
@@ -108,7 +109,7 @@ def _validate_generation_mode(
     original: Callable, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict
 ) -> None:
     head = generation_mode_kwargs.get("assistant_model")
-    if isinstance(head, DraftHead):
+    if isinstance(head, DraftingContract):
         # generate() hands this dict on to the decoding method.
         generation_mode_kwargs[OPTIONS] = begin_call(target, head, generation_mode, generation_config)
         # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
@@ -119,7 +120,7 @@ def _validate_generation_mode(
 
 def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwargs: Any) -> Any:
     head = kwargs.get("assistant_model")
-    if not isinstance(head, DraftHead):
+    if not isinstance(head, DraftingContract):
         return original(target, *args, **kwargs)
     mask, config = kwargs["model_kwargs"].get("attention_mask"), kwargs["generation_config"]
     processors = kwargs["logits_processor"] if config.do_sample else None

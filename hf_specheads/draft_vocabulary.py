@@ -13,8 +13,14 @@ otherwise, so the text stays the target's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+from .texts import Text, token_ids_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
@@ -63,19 +69,26 @@ def mapping_of(token_ids: torch.Tensor | Sequence[int], vocab_size: int) -> tupl
     return ids - torch.arange(len(ids)), t2d
 
 
-def count_tokens(texts: Iterable[torch.Tensor | Sequence[int]], vocab_size: int) -> torch.Tensor:
+def count_tokens(
+    texts: Iterable[Text], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> torch.Tensor:
     """How often every token occurs, int64 [V].
 
     Args:
-        texts: Token ids, of any shape.
+        texts: Token ids, of any shape; with a tokenizer also strings and chats.
         vocab_size: V of the target.
+        tokenizer: The target's.
 
     Raises:
-        ValueError: for token ids the target does not have.
+        ValueError: for token ids the target does not have, or strings without a tokenizer.
     """
+    if isinstance(texts, str):
+        raise ValueError(f"expected a list of texts, got the string {texts[:40]!r}; put it into a list.")
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for text in texts:
-        ids = torch.as_tensor(text, dtype=torch.long).flatten().cpu()
+        if not isinstance(text, str) and len(text) == 0:
+            continue
+        ids = token_ids_of(text, tokenizer).cpu()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise ValueError(

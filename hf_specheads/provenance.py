@@ -9,8 +9,10 @@ import platform
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -56,10 +58,14 @@ def device_name(device: torch.device) -> str:
     and its number of cores."""
     if device.type == "cpu":
         return processor()
+    import torch
+
     backend = getattr(torch, device.type)
     return str(backend.get_device_name(device)) if hasattr(backend, "get_device_name") else device.type
 
 
 def accelerators() -> str:
     """Names of the CUDA devices, or `none`."""
+    import torch  # here, so that commands that need no device answer without it
+
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none"

@@ -1,25 +1,44 @@
 """Training of draft heads: the multi-position unroll, its losses, and a `transformers.Trainer` around them.
 
-Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --config recipe.yaml key=value ...`.
+Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --config recipe.yaml key=value ...`. Public
+names are imported when they are first asked for: a wrong recipe is told before transformers' trainer is loaded.
 """
 
-from .arguments import DraftHeadTrainingArguments
-from .data import PackedCollator, PaddedCollator, prepare_dataset
-from .joint import JointTrainer, JointTrainingArguments
-from .trainer import DraftHeadTrainer
-from .unroll import PassLosses, Unroll, unroll_losses
-from .vocabulary import frequent_tokens
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "DraftHeadTrainer",
-    "DraftHeadTrainingArguments",
-    "JointTrainer",
-    "JointTrainingArguments",
-    "PackedCollator",
-    "PaddedCollator",
-    "PassLosses",
-    "Unroll",
-    "frequent_tokens",
-    "prepare_dataset",
-    "unroll_losses",
-]
+if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and editors
+    from .arguments import DraftHeadTrainingArguments as DraftHeadTrainingArguments
+    from .data import PackedCollator as PackedCollator
+    from .data import PaddedCollator as PaddedCollator
+    from .data import prepare_dataset as prepare_dataset
+    from .joint import JointTrainer as JointTrainer
+    from .joint import JointTrainingArguments as JointTrainingArguments
+    from .trainer import DraftHeadTrainer as DraftHeadTrainer
+    from .unroll import PassLosses as PassLosses
+    from .unroll import Unroll as Unroll
+    from .unroll import unroll_losses as unroll_losses
+    from .vocabulary import frequent_tokens as frequent_tokens
+
+_MODULES = {
+    "arguments": ("DraftHeadTrainingArguments",),
+    "data": ("PackedCollator", "PaddedCollator", "prepare_dataset"),
+    "joint": ("JointTrainer", "JointTrainingArguments"),
+    "trainer": ("DraftHeadTrainer",),
+    "unroll": ("PassLosses", "Unroll", "unroll_losses"),
+    "vocabulary": ("frequent_tokens",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value  # asked once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase
 
+from .sources import COLUMNS
+
 IGNORED_LABEL = -100
-COLUMNS = ("messages", "text", "input_ids")
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -72,6 +73,8 @@ def _chats(batch: Mapping[str, list], tokenizer: PreTrainedTokenizerBase, max_le
 def _texts(batch: Mapping[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list]:
     examples = []
     for text in batch["text"]:
+        if not isinstance(text, str):
+            raise ExampleError(f"every `text` of the data must be a string, got {text!r}.")
         ids = tokenize_text(text, tokenizer)
         pieces = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
         examples += [(piece, [1] * len(piece)) for piece in pieces]
@@ -110,6 +113,14 @@ def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
 
+def chat_problem(messages: Any) -> str | None:
+    """What is wrong with the messages of a chat, `None` if nothing is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"{messages!r}"
+    wrong = (message for message in messages if not isinstance(message, Mapping) or "role" not in message)
+    return next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
+
+
 def tokenize_chat(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: list | None = None
 ) -> tuple[list[int], list[int]]:
@@ -122,6 +133,8 @@ def tokenize_chat(
         ExampleError: if the template has no markers and renders a chat's beginning differently once more follows (as
             templates do that drop earlier reasoning), or the tokenizer has no chat template at all.
     """
+    if problem := chat_problem(messages):
+        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else None
     if template is None:
         raise ExampleError(

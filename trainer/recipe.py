@@ -6,54 +6,37 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from .arguments import DraftHeadTrainingArguments
-from .joint import JointTrainingArguments
-from .trainer import DraftHeadTrainer
+from .sources import DataSource, RecipeError
 
-TRAINING_ARGUMENTS = {f.name for f in dataclasses.fields(JointTrainingArguments) if f.init}
-# Arguments that only joint training knows; a recipe that gives one trains an adapter of the target too.
-JOINT_ARGUMENTS = TRAINING_ARGUMENTS - {f.name for f in dataclasses.fields(DraftHeadTrainingArguments)}
+SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 3e-5 as a string
-DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+TYPES = {"target": str, "method": str, "heads": dict, "from_heads": str, "from_positions_per_specialist": int,
+         "target_revision": str, "target_dtype": str, "heads_dtype": str, "eval_examples": int, "resume": bool,
+         "training": dict}  # fmt: skip
 
 
-class RecipeError(ValueError):
-    """A recipe, or a `key=value`, that does not say what to train."""
+@cache
+def training_arguments() -> dict[str, Any]:
+    """Types of all training arguments by name, those of joint training included."""
+    from .joint import JointTrainingArguments
+
+    hints = get_type_hints(JointTrainingArguments)
+    return {f.name: hints[f.name] for f in dataclasses.fields(JointTrainingArguments) if f.init}
 
 
-@dataclass
-class DataSource:
-    """Where examples come from.
+@cache
+def joint_arguments() -> frozenset[str]:
+    """Arguments that only joint training knows; a recipe that gives one trains an adapter of the target too."""
+    from .arguments import DraftHeadTrainingArguments
 
-    Attributes:
-        path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
-            `Dataset.save_to_disk`, or a dataset's name on the Hub.
-        name: Configuration of a Hub dataset.
-        split: Split to read, slices such as `train[:1%]` included.
-        revision: Revision of a Hub dataset.
-    """
-
-    path: str
-    name: str | None = None
-    split: str = "train"
-    revision: str | None = None
-
-    def load(self) -> Any:
-        """The `datasets.Dataset`."""
-        from datasets import load_dataset, load_from_disk
-
-        local = Path(self.path)
-        if local.is_dir() and (local / "state.json").exists():
-            return load_from_disk(self.path)
-        if local.suffix in DATA_LOADERS:
-            options = {"sample_by": "document"} if local.suffix == ".txt" else {}
-            return load_dataset(DATA_LOADERS[local.suffix], data_files=self.path, split=self.split, **options)
-        return load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+    return frozenset(training_arguments()) - {f.name for f in dataclasses.fields(DraftHeadTrainingArguments)}
 
 
 @dataclass
@@ -95,7 +78,7 @@ class Recipe:
     @property
     def trains_target(self) -> bool:
         """Whether an adapter of the target is trained together with the heads."""
-        return not JOINT_ARGUMENTS.isdisjoint(self.training)
+        return not joint_arguments().isdisjoint(self.training)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
@@ -111,12 +94,14 @@ class Recipe:
         for name in ("target", "train_data"):
             if not values.get(name):
                 raise RecipeError(f"the recipe does not say `{name}`; write it into the file or pass {name}=...")
+        values = {name: _of_type(name, value, TYPES.get(name)) for name, value in values.items() if value is not None}
         sources = {name: _source(values.get(name)) for name in ("train_data", "eval_data")}
         training = dict(values.get("training") or {})
-        if unknown := sorted(set(training) - TRAINING_ARGUMENTS):
+        if unknown := sorted(set(training) - set(training_arguments())):
             raise RecipeError(
                 f"unknown training argument(s) {unknown}; see DraftHeadTrainingArguments and JointTrainingArguments."
             )
+        training = {name: _of_type(name, value, training_arguments()[name]) for name, value in training.items()}
         return cls(**{**values, **sources, "training": training, "heads": dict(values.get("heads") or {})})
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,12 +109,34 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+def _of_type(name: str, value: Any, hint: Any) -> Any:
+    """A value in the type its key asks for: what YAML writes otherwise (`no`, `1e1`) is turned into it.
+
+    Raises:
+        RecipeError: for a value of another type.
+    """
+    if value is False and name.endswith("_strategy"):
+        return "no"  # which YAML 1.1 reads as false
+    kinds = set(get_args(hint) or (hint,)) - {NoneType}
+    if not kinds or kinds - SCALARS.keys() or value is None:
+        return value  # not a plain value: whoever takes it checks it
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return value
+    expected = " or ".join(sorted(SCALARS[kind] for kind in kinds))
+    quoted = (
+        "; YAML reads yes, no, on and off as true and false, put quotes around them" if value in (True, False) else ""
+    )
+    raise RecipeError(f"`{name}` must be {expected}, got {value!r}{quoted}.")
+
+
 def _source(value: Any) -> DataSource | None:
     if value is None or isinstance(value, DataSource):
         return value
     try:
         return DataSource(**({"path": value} if isinstance(value, str) else value))
-    except TypeError as error:
+    except TypeError as error:  # no mapping, or one with other keys
         raise RecipeError(f"data must be a path or a mapping with `path`, `name`, `split`; got {value!r}.") from error
 
 
@@ -151,46 +158,12 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         if not separator or not key:
             raise RecipeError(f"changes to a recipe are written key=value, got {override!r}.")
         names = key.split(".")
-        if names[0] not in recipe_keys and names[0] in TRAINING_ARGUMENTS:
+        if names[0] not in recipe_keys and names[0] in training_arguments():
             names.insert(0, "training")
         elif names[0] not in recipe_keys:
             raise RecipeError(f"{key!r} is neither a recipe key {sorted(recipe_keys)} nor a training argument.")
-        _set(values, names, _numbers(yaml.safe_load(text)), override)
+        _set(values, names, _value(text, override), override)
     return Recipe.from_dict(values)
-
-
-def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
-    """What was decided, one line per fact."""
-    args, config = trainer.args, trainer.model.config
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    train, evaluation = _length(trainer.train_dataset), _length(trainer.eval_dataset)
-    weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
-    sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
-    specialists = getattr(config, "num_specialists", 1)
-    rows = [
-        ("target", f"{recipe.target} ({sizes})"),
-        ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
-                  f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
-        ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
-        ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
-        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
-                  + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
-        ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
-        ("data", f"{train} examples to train on, {evaluation} to evaluate on, "
-                 f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
-        ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
-        ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
-        ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
-    ]  # fmt: skip
-    if isinstance(args, JointTrainingArguments):
-        adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
-        rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
-    return "\n".join(f"{name:>8}: {value}" for name, value in rows)
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset) if dataset is not None else 0
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -209,11 +182,18 @@ def _find(path: str | Path) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must hold a mapping of recipe keys, got {type(values).__name__}.")
     return _numbers(values)
+
+
+def _value(text: str, override: str) -> Any:
+    try:
+        return _numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"the value of {override!r} is not valid YAML; put quotes around it.") from error
 
 
 def _numbers(value: Any) -> Any:

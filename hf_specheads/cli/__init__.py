@@ -1,4 +1,7 @@
-"""Command line: `specheads ...` or `python -m hf_specheads ...`."""
+"""Command line: `specheads ...` or `python -m hf_specheads ...`.
+
+The modules of the commands load torch, transformers and heads when a command runs, not before.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Sequence
 
 from ..version import __version__
 from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, train, tune
+from .arguments import Parser, add_debug_argument, add_output_arguments
+from .display import hide_progress
 
 COMMANDS = {
     "demo": demo,
@@ -26,21 +31,15 @@ COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands; each module adds its own arguments and a function `run(args) -> exit code`."""
-    parser = argparse.ArgumentParser(
-        prog="specheads", description="Draft heads that speed up generation without changing its output."
-    )
+    parser = Parser(prog="specheads", description="Draft heads that speed up generation without changing its output.")
     parser.add_argument("--version", action="version", version=f"hf-specheads {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    add_debug_argument(parser)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, module in COMMANDS.items():
         description = (module.__doc__ or "").strip()
-        command = commands.add_parser(
-            name,
-            help=description.splitlines()[0],
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        command = commands.add_parser(name, help=description.splitlines()[0], description=description)
         module.add_arguments(command)
+        add_output_arguments(command)
         command.set_defaults(run=module.run)
     return parser
 
@@ -56,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.hand_over(argv[1:])
     args = build_parser().parse_args(argv)
     try:
+        if args.quiet or not sys.stderr.isatty():
+            hide_progress()
         return args.run(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if args.traceback:
+        if args.debug:
             raise
         print(f"specheads: error: {error}", file=sys.stderr)
         return 2

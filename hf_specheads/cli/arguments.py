@@ -4,30 +4,75 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from .display import note
 
-from ..heads.base import DraftHead
+if TYPE_CHECKING:  # imported where they are used: `--help` must not wait for them
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..heads.base import DraftHead
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Descriptions as written, and the default of every option that has one to speak of."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or isinstance(action.default, bool) or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are written with dashes; with underscores they are understood too."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"formatter_class": Formatter, **kwargs})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(dashed, words[:end]), *words[end:]], namespace)
+
+
+def dashed(word: str) -> str:
+    """`--max_new_tokens=8` as `--max-new-tokens=8`; whatever is no option as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command prints, and where: the same for all."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the facts as JSON, and nothing else, to stdout")
+    output.add_argument("--quiet", action="store_true", help="no progress (which only a terminal is shown)")
+    add_debug_argument(output, default=argparse.SUPPRESS)  # what was said before the command counts
+
+
+def add_debug_argument(parser: Any, default: Any = False) -> None:
+    """`--debug`, the same for all."""
+    parser.add_argument("--debug", action="store_true", default=default, help="show where an error came from")
+
+
 def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     """How heads are loaded: layout hints and draft tree."""
-    parser.add_argument("--heads_revision", metavar="REV", help="branch, tag or commit of the heads on the Hub")
+    parser.add_argument("--heads-revision", metavar="REV", help="branch, tag or commit of the heads on the Hub")
     parser.add_argument(
-        "--positions_per_specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
+        "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
     )
-    parser.add_argument("--local_files_only", action="store_true", help="never ask the network")
-    tree = parser.add_argument_group("draft tree (default: as saved with the heads)")
-    tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"))
+    parser.add_argument("--local-files-only", action="store_true", help="never ask the network")
+    tree = parser.add_argument_group("draft tree (default: as tuned or saved with the heads)")
+    tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"), help="of tree")
     tree.add_argument("--choices", type=json.loads, help="paths of a static tree, e.g. '[[0], [1], [0, 0]]'")
     tree.add_argument("--children", choices=("top_k", "sampled"), help="how children are chosen when sampling")
-    tree.add_argument("--depth", type=int, help="draft positions")
-    tree.add_argument("--top_k", type=int, dest="tree_top_k", help="children considered per node")
-    tree.add_argument("--total_tokens", type=int, help="nodes verified per round, the root included")
+    tree.add_argument("--depth", type=int, metavar="N", help="draft positions")
+    tree.add_argument("--top-k", type=int, metavar="N", dest="tree_top_k", help="children considered per node")
+    tree.add_argument("--total-tokens", type=int, metavar="N", help="nodes verified per round, the root included")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +103,17 @@ def torch_dtype(name: str) -> torch.dtype | str:
     return name if name == "auto" else getattr(torch, name)
 
 
+def load_target(args: argparse.Namespace, source: str) -> PreTrainedModel:
+    """A target in the type it is stored in, on the CPU, for commands that only read of it."""
+    note(args, f"Loading the target {source} ...")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=args.local_files_only).eval()
+
+
 def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> DraftHead:
     """Heads as the arguments ask for them."""
+    note(args, f"Loading the heads {source} ...")
     from .. import load_heads
 
     return load_heads(
@@ -74,6 +128,7 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
 
 def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads, the heads bound (and thereby checked) to the target."""
+    note(args, f"Loading the target {args.target} ...")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..target.borrowed import BorrowedModules

@@ -7,35 +7,31 @@ median over repeats. With `--temperature` texts are drawn, with the same seed fo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from ..heads.base import DraftHead
-from ..metrics import acceptance_length
-from ..tuning.turns import take_turns, timed_generation
 from .arguments import add_model_arguments, load_pair
-from .display import number, table
+from .display import emit, note, number, plain_steps_text, table
 from .env import collect
-from .evaluate import read_prompts
+from .evaluate import add_prompt_arguments, read_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..heads.base import DraftHead
+    from ..metrics import GenerationStats
 
 PLAIN, EVERY_ROUND, ADAPTIVE, COMPILED = "plain", "heads, every round", "heads", "heads, compiled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompts, what is compared, and where the numbers go."""
+    """Models, prompts, and what is compared."""
     add_model_arguments(parser)
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl or .txt files")
-    parser.add_argument("--limit", type=int, help="use only the first N prompts")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--batch_size", type=int, default=1, help="prompts generated together")
+    add_prompt_arguments(parser)
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts generated together")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--compile", action="store_true", help="also with compiled rounds")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times everything is run")
 
 
 def sides_of(heads: DraftHead, compiled: bool) -> dict[str, DraftHead | None]:
@@ -66,10 +62,12 @@ def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_siz
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; 1 if a greedy text differs from the plain one."""
-    import torch
-
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
+    import torch
+
+    from ..tuning.turns import take_turns, timed_generation
+
     batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -79,44 +77,56 @@ def run(args: argparse.Namespace) -> int:
     def generate(name: str, batch: dict[str, Any], turn: int) -> Timed:
         torch.manual_seed(0)
         token_ids, seconds = timed_generation(target, batch, assistant_model=sides[name], **options)
-        return Timed(token_ids, seconds, sides[name].last_stats.num_accepted if sides[name] else [])
+        return Timed(token_ids, seconds, sides[name].last_stats if sides[name] else None)
 
-    runs = take_turns(sides, batches, generate, args.repeats)
+    note(args, f"Generating {args.max_new_tokens} tokens from each of {len(prompts)} prompts, {args.repeats} times on "
+               f"each of {len(sides)} sides ...")  # fmt: skip
+    runs = take_turns(sides, batches, generate, args.repeats, what="sides in turns")
     facts = {name: facts_of(runs[name], runs[PLAIN]) for name in sides}
-    report(facts)
-    if args.json:
-        where = {"target": args.target, "heads": args.heads, "tree_config": heads.tree_config.to_dict(),
-                 "batch_size": args.batch_size, "dtype": str(target.dtype).removeprefix("torch.")}  # fmt: skip
-        written = {"sides": facts, **where, **options, "environment": collect()}
-        args.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    where = {"target": args.target, "heads": args.heads, "tree_config": heads.tree_config.to_dict(),
+             "batch_size": args.batch_size, "dtype": str(target.dtype).removeprefix("torch.")}  # fmt: skip
+    emit(args, {"sides": facts, **where, **options, "environment": collect()}, report(facts))
     return int(args.temperature == 0 and not all(side["identical"] for side in facts.values()))
 
 
 class Timed(NamedTuple):
-    """One side on one batch: new tokens, wall seconds, and accepted draft tokens per round, of every sequence."""
+    """One side on one batch: new tokens, wall seconds, and statistics; `None` of plain generation."""
 
     token_ids: list[list[int]]
     seconds: float
-    num_accepted: list[list[int]]
+    stats: GenerationStats | None
 
 
 def facts_of(runs: list[list[Timed]], plain: list[list[Timed]]) -> dict[str, Any]:
-    """What one side's runs `[repeat][batch]` say next to the plain ones; medians over repeats."""
+    """What one side's runs `[repeat][batch]` say next to the plain ones; medians over repeats, texts of the first."""
+    from ..metrics import acceptance_length
+
     seconds, plain_seconds = ([sum(run.seconds for run in repeat) for repeat in each] for each in (runs, plain))
     tokens = sum(len(new_ids) for run in plain[0] for new_ids in run.token_ids)
+    stats = [run.stats for run in runs[0] if run.stats is not None]
+    forwards = sum(one.target_forwards for one in stats)
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
         "speed_up": statistics.median(a / b for a, b in zip(plain_seconds, seconds, strict=True)),
-        "acceptance_length": acceptance_length([row for run in runs[0] for row in run.num_accepted]) or None,
+        "acceptance_length": acceptance_length([row for one in stats for row in one.num_accepted]) or None,
+        "tokens_per_forward": sum(one.new_tokens for one in stats) / forwards if forwards else None,
+        "plain_steps": sum(one.plain_steps for one in stats),
+        "plain_because": list(dict.fromkeys(one.plain_because for one in stats if one.plain_because)),
         "identical": all(ours.token_ids == theirs.token_ids for ours, theirs in zip(runs[0], plain[0], strict=True)),
     }
 
 
-def report(facts: dict[str, dict[str, Any]]) -> None:
-    """One line a side."""
+def report(facts: dict[str, dict[str, Any]]) -> str:
+    """One line a side, and one for every side that took plain steps."""
     rows = [
         (name, number(side["tokens_per_second"], 1), number(side["speed_up"], suffix="x"),
-         number(side["acceptance_length"]), "yes" if side["identical"] else "NO")
+         number(side["acceptance_length"]), number(side["tokens_per_forward"]), "yes" if side["identical"] else "NO")
         for name, side in facts.items()
     ]  # fmt: skip
-    print(table(("side", "tokens/s", "speed-up", "tau", "same text"), rows))
+    lines = [table(("side", "tokens/s", "speed-up", "tau", "tokens/forward", "same text"), rows)]
+    lines += [
+        f"plain steps of {name}  {plain_steps_text(side['plain_steps'], side['plain_because'])}"
+        for name, side in facts.items()
+        if side["plain_steps"]
+    ]
+    return "\n".join(lines)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import DTYPES, add_heads_arguments, load_heads_from, torch_dtype
+from .arguments import DTYPES, add_heads_arguments, load_heads_from, load_target, torch_dtype
+from .display import emit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +25,10 @@ def run(args: argparse.Namespace) -> int:
         raise FileExistsError(f"{args.output} exists and is not empty; choose another folder or pass --overwrite.")
     heads = load_heads_from(args, args.heads, dtype=torch_dtype(args.dtype))
     if args.target:
-        from transformers import AutoModelForCausalLM
-
-        target = AutoModelForCausalLM.from_pretrained(
-            args.target, dtype="auto", local_files_only=args.local_files_only
-        )
+        target = load_target(args, args.target)
         heads.check_target(target)
         heads.remember_target(target)
     heads.save_pretrained(args.output)
-    print(f"wrote {type(heads).__name__} ({heads.config.method}) to {args.output}")
+    facts = {"class": type(heads).__name__, "method": heads.config.method, "output": str(args.output)}
+    emit(args, facts, f"wrote {facts['class']} ({facts['method']}) to {args.output}")
     return 0

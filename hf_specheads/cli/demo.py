@@ -1,4 +1,7 @@
-"""Show the shipped heads at work: the same text as plain generate, in fewer forwards; fails if a text differs."""
+"""Show heads at work: the same text as plain generate, in fewer forwards; fails if a text differs.
+
+Uses the target and the POSS heads that come with the project, or those of a pair of your own.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import argparse
 import json
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from ..heads.base import DraftHead
-from .display import marked_text, number, pos_acc_text, table, use_colour
+from .display import emit, hide_progress, marked_text, note, number, plain_steps_text, pos_acc_text, table, use_colour
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..heads.base import DraftHead
 
 USAGE = """\
 On your own model:
@@ -31,54 +37,57 @@ No heads for it yet?  specheads train --config recipe.yaml"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the shipped pair is, how much to generate."""
+    """Which pair, how much to generate."""
     parser.add_argument(
-        "--model_cards", type=Path, help="folder with the shipped pair (default: model_cards/ of the checkout)"
+        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
     )
-    parser.add_argument("--target", default="target", help="target: folder inside --model_cards, or a path")
-    parser.add_argument("--heads", default="poss3", help="heads: folder inside --model_cards, or a path")
-    parser.add_argument("--prompts", type=Path, help=".jsonl with `prompt` entries instead of the built-in prompts")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int, help="use only the first N prompts")
+    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
+    parser.add_argument("--heads", default="poss3", help="the same, of the heads")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
 
 
-def find_model_cards(given: Path | None) -> Path:
-    """The folder of the shipped pair: as given, in the checkout this package runs from, or in the working folder.
+def find_pair(given: Path | None) -> Path:
+    """The folder of the shipped pair: as given, as installed with the package, or in the checkout it runs from.
 
     Raises:
         FileNotFoundError: saying where it looked.
     """
-    candidates = [given] if given else [Path(__file__).parents[2] / "model_cards", Path("model_cards")]
+    here = Path(__file__)
+    candidates = [given] if given else [here.parents[1] / "demo_pair", here.parents[2] / "model_cards"]
     for folder in candidates:
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(
-        f"the shipped pair is not in {[str(folder) for folder in candidates]}; run from a checkout of the project or "
-        "pass --model_cards FOLDER."
-    )
+    raise FileNotFoundError(f"the pair is not in {[str(folder) for folder in candidates]}; pass --pair FOLDER.")
 
 
-def _member(args: argparse.Namespace, name: str) -> Path:
-    path = Path(name)
-    if not path.is_dir():
-        path = find_model_cards(args.model_cards) / name
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist; pass a folder with a model.")
-    return path
+def _member(args: argparse.Namespace, name: str) -> str:
+    """A model of the pair, or any other."""
+    if Path(name).is_dir():
+        return name
+    from ..publishing.card.facts import is_hub_id
+
+    path = find_pair(args.pair) / name
+    if not path.is_dir() and not is_hub_id(name):
+        raise FileNotFoundError(f"{path} does not exist; pass a folder with a model, or a Hub id.")
+    return str(path) if path.is_dir() else name
 
 
-def load_shipped_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
+def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads in fp32, in which plain and speculative generation agree to the last token."""
+    target_name, heads_name = _member(args, args.target), _member(args, args.heads)
+    note(args, f"Loading {target_name} and {heads_name} ...")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .. import load_heads
 
-    folder = _member(args, args.target)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    heads = load_heads(_member(args, args.heads), dtype=torch.float32)
-    return target, tokenizer, heads.bind(target)
+    tokenizer = AutoTokenizer.from_pretrained(target_name)
+    target = AutoModelForCausalLM.from_pretrained(target_name, dtype=torch.float32).eval()
+    return target, tokenizer, load_heads(heads_name, dtype=torch.float32).bind(target)
 
 
 def read_demo_prompts(path: Path | None) -> list[dict[str, str]]:
@@ -90,18 +99,17 @@ def read_demo_prompts(path: Path | None) -> list[dict[str, str]]:
 
 def run(args: argparse.Namespace) -> int:
     """Texts with accepted runs marked, then a table; 1 if any text differs from plain generation."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    target, tokenizer, heads = load_shipped_pair(args)
-    heads.adaptive = False  # plain steps in between would have no place among the marks
+    hide_progress()  # two small models: bars would only be in the way of the texts
     prompts = read_demo_prompts(args.prompts)[: args.limit]
+    target, tokenizer, heads = load_demo_pair(args)
+    heads.adaptive = False  # plain steps in between would have no place among the marks
+    say = (lambda *words, **options: None) if args.json else print
     colour = use_colour()
-    mark = "in green" if colour else "in ⟦brackets⟧"
     tree = heads.tree_config
-    print(f"{heads.config.method} heads ({_parameters(heads)}) on a target of {_parameters(target)};")
-    print(f"draft tree: {tree.kind}, depth {tree.depth}, at most {tree.num_nodes} nodes.")
-    print(f"Accepted draft tokens are {mark}; everything else is the target's own next token.\n")
+    say(f"{heads.config.method} heads ({_parameters(heads)}) on a target of {_parameters(target)};")
+    say(f"draft tree: {tree.kind}, depth {tree.depth}, at most {tree.num_nodes} nodes.")
+    mark = "in green" if colour else "in ⟦brackets⟧"
+    say(f"Accepted draft tokens are {mark}; everything else is the target's own next token.\n", flush=True)
     warm_up(target, heads, encode(tokenizer, target, prompts[0]["prompt"]))
     summary = Summary()
     for entry in prompts:
@@ -109,20 +117,28 @@ def run(args: argparse.Namespace) -> int:
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
         sample = run_sample(target, heads, inputs, compare=True, **options)
         summary.samples.append(sample)
-        print(f"--- {entry['name']}\n{entry['prompt']}", end="")
-        print(marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, colour), end="\n\n")
-    print(_table([entry["name"] for entry in prompts], summary))
-    print(f"\npos_acc (draft position: accepted if all before it were)  {pos_acc_text(summary.pos_acc)}\n")
-    if not summary.all_identical:
-        differing = [entry["name"] for entry, s in zip(prompts, summary.samples, strict=True) if not s.identical]
-        print(f"FAILED: the text differs from plain generate for {differing}.")
-        return 1
-    print(f"All {len(prompts)} texts are identical to plain generate.\n\n{USAGE}")
-    return 0
+        say(f"--- {entry['name']}\n{entry['prompt']}", end="")
+        say(marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, colour), end="\n\n", flush=True)
+    names = [entry["name"] for entry in prompts]
+    emit(args, {**summary.to_dict(), "names": names, "tree_config": tree.to_dict()}, _report(names, summary))
+    return 0 if summary.all_identical else 1
+
+
+def _report(names: list[str], summary: Summary) -> str:
+    lines = [
+        _table(names, summary),
+        f"\npos_acc (draft position: accepted if all before it were)  {pos_acc_text(summary.pos_acc)}",
+        f"plain steps in between  {plain_steps_text(summary.plain_steps, summary.plain_because)}\n",
+    ]
+    if summary.all_identical:
+        return "\n".join([*lines, f"All {len(names)} texts are identical to plain generate.\n\n{USAGE}"])
+    differing = [name for name, sample in zip(names, summary.samples, strict=True) if not sample.identical]
+    return "\n".join([*lines, f"FAILED: the text differs from plain generate for {differing}."])
 
 
 def _table(names: list[str], summary: Summary) -> str:
-    header = ("prompt", "tokens", "plain tok/s", "heads tok/s", "speed-up", "tau", "forwards", "saved", "identical")
+    header = ("prompt", "tokens", "plain tok/s", "heads tok/s", "speed-up", "tau", "forwards", "tokens/forward",
+              "identical")  # fmt: skip
     rows = [_row(name, Summary([sample]), sample) for name, sample in zip(names, summary.samples, strict=True)]
     return table(header, [*rows, _row("all", summary, None)])
 
@@ -137,7 +153,7 @@ def _row(name: str, summary: Summary, sample: Sample | None) -> tuple[str, ...]:
         number(summary.speed_up, suffix="x"),
         number(summary.acceptance_length),
         str(summary.target_forwards),
-        f"{1 - summary.target_forwards / max(summary.num_tokens, 1):.0%}",
+        number(summary.tokens_per_forward),
         "yes" if identical else "NO",
     )
 

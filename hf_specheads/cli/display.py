@@ -1,13 +1,35 @@
-"""Text with accepted runs marked, and tables, for a terminal or a plain file."""
+"""What commands print: facts as JSON or text on stdout, progress on stderr; accepted runs marked, and tables."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def emit(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
+    """A command's answer on stdout: under `--json` the facts and nothing else, otherwise the text."""
+    print(json.dumps(facts, indent=2, default=str) if args.json else text, flush=True)
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    """What a command is doing, on stderr, for somebody who waits at a terminal."""
+    if not args.quiet and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def hide_progress() -> None:
+    """Switches the bars of transformers, huggingface_hub and this package off, without importing any of them."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when they are imported
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def use_colour(stream: TextIO | None = None) -> bool:
@@ -70,3 +92,8 @@ def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
 def pos_acc_text(pos_acc: Sequence[float]) -> str:
     """`1: 0.71  2: 0.65 ...`, draft position and conditional acceptance."""
     return "  ".join(f"{position}: {value:.2f}" for position, value in enumerate(pos_acc, start=1)) or "-"
+
+
+def plain_steps_text(plain_steps: int, because: Sequence[str]) -> str:
+    """How many forwards drafted nothing, and why; `none` if there were none."""
+    return f"{plain_steps}: {'; '.join(because)}" if because and plain_steps else str(plain_steps or "none")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from .arguments import add_model_arguments, load_pair
-from .display import number, pos_acc_text, table
+from .display import emit, note, number, plain_steps_text, pos_acc_text, table
 from .env import collect
 from .generate import encode
 from .measure import Summary, run_sample, warm_up
@@ -21,13 +20,17 @@ Prompt = str | list[dict[str, str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompts, lengths, and where the numbers go."""
+    """Models, prompts and lengths."""
     add_model_arguments(parser)
+    add_prompt_arguments(parser)
+    parser.add_argument("--no-plain", action="store_true", help="skip plain generation: faster, but no speed-up")
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Prompts, how many, and how far they are continued."""
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl or .txt files")
-    parser.add_argument("--limit", type=int, help="use only the first N prompts")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--no_plain", action="store_true", help="skip plain generation: faster, but no speed-up")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
 
 
 def read_prompts(files: list[Path]) -> list[Prompt]:
@@ -65,42 +68,47 @@ def run(args: argparse.Namespace) -> int:
     """Prints a summary; 1 if a text differs from the plain one."""
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
+    from ..tuning.progress import bar
+
     heads.adaptive = False  # the heads are measured, not the choice of when to use them
+    runs = "with heads" if args.no_plain else "with heads and plainly"
+    note(args, f"Generating {args.max_new_tokens} tokens from each of {len(prompts)} prompts, {runs} ...")
     warm_up(target, heads, encode(tokenizer, target, prompts[0]))
     summary = Summary()
-    for index, prompt in enumerate(prompts, start=1):
+    for prompt in bar(prompts, "prompts"):
         inputs = encode(tokenizer, target, prompt)
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
         summary.samples.append(run_sample(target, heads, inputs, compare=not args.no_plain, **options))
-        print(f"\r{index}/{len(prompts)}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    report(summary)
-    if args.json:
-        facts = {
-            **summary.to_dict(),
-            "target": args.target,
-            "heads": args.heads,
-            "tree_config": heads.tree_config.to_dict(),
-            "max_new_tokens": args.max_new_tokens,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "environment": collect(),
-        }
-        args.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return 1 if summary.all_identical is False else 0
+    facts = {
+        **summary.to_dict(),
+        "target": args.target,
+        "heads": args.heads,
+        "tree_config": heads.tree_config.to_dict(),
+        "max_new_tokens": args.max_new_tokens,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "environment": collect(),
+    }
+    emit(args, facts, report(summary))
+    return int(summary.all_identical is False)
 
 
-def report(summary: Summary) -> None:
+def report(summary: Summary) -> str:
     """The numbers, one a line."""
     same = {True: "yes", False: "NO", None: "-"}[summary.all_identical]
     rows = [
         ("prompts", str(len(summary.samples))),
         ("new tokens", str(summary.num_tokens)),
         ("acceptance_length", number(summary.acceptance_length)),
+        ("tokens_per_forward", number(summary.tokens_per_forward)),
         ("tokens/s with heads", number(summary.tokens_per_second, 1)),
         ("tokens/s plain", number(summary.plain_tokens_per_second, 1)),
         ("speed-up", number(summary.speed_up, suffix="x")),
-        ("target forwards per token", number(summary.target_forwards / max(summary.num_tokens, 1))),
         ("texts identical", same),
     ]
-    print(table(("measured", "value"), rows))
-    print(f"pos_acc  {pos_acc_text(summary.pos_acc)}")
+    return "\n".join(
+        [
+            table(("measured", "value"), rows),
+            f"pos_acc  {pos_acc_text(summary.pos_acc)}",
+            f"plain steps  {plain_steps_text(summary.plain_steps, summary.plain_because)}",
+        ]
+    )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
-
-from ..tuning.turns import timed_generation
 from .arguments import add_model_arguments, load_pair
-from .display import marked_text, number, pos_acc_text, use_colour
-from .measure import run_sample
+from .display import emit, marked_text, note, number, plain_steps_text, pos_acc_text, use_colour
+from .measure import Sample, Summary, run_sample
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue, or the user's message with --chat")
-    prompt.add_argument("--prompt_file", type=argparse.FileType("r", encoding="utf-8"), help="file, - for stdin")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds it, - for stdin")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
-    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
-    parser.add_argument("--top_p", type=float, help="nucleus sampling")
+    parser.add_argument("--top-p", type=float, help="nucleus sampling")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     parser.add_argument("--mark", action="store_true", help="mark accepted runs in the text")
     parser.add_argument("--compare", action="store_true", help="generate plainly as well, compare texts and speed")
@@ -31,16 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompt: str | list[dict[str, str]]
-) -> BatchEncoding:
+) -> dict[str, torch.Tensor]:
     """Token ids [1, T] and mask of a text, or of chat messages through the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    inputs.pop("token_type_ids", None)
-    return inputs.to(target.get_input_embeddings().weight.device)
+    from ..texts import token_ids_of
+
+    ids = token_ids_of(prompt, tokenizer)[None].to(target.get_input_embeddings().weight.device)
+    return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)}
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -50,36 +48,53 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": True, **{name: value for name, value in options.items() if value is not None}}
 
 
+def read_prompt(args: argparse.Namespace) -> str:
+    """The text of `--prompt` or `--prompt-file`."""
+    if args.prompt is not None:
+        return args.prompt
+    return sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+
+
 def run(args: argparse.Namespace) -> int:
     """Text on stdout, statistics on stderr; 1 if `--compare` finds a difference."""
+    text = read_prompt(args)
+    target, tokenizer, heads = load_pair(args)
     from transformers import TextStreamer, set_seed
 
-    target, tokenizer, heads = load_pair(args)
-    text = args.prompt if args.prompt is not None else args.prompt_file.read()
+    from ..tuning.turns import timed_generation
+
     inputs = encode(tokenizer, target, [{"role": "user", "content": text}] if args.chat else text)
     options = {"max_new_tokens": args.max_new_tokens, **_sampling(args)}
-    if not (args.mark or args.compare):
+    streams = not (args.mark or args.compare or args.json)
+    if streams:
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if args.mark:
         heads.adaptive = False  # plain steps in between would have no place among the marks
+    note(args, "Generating ...")
     set_seed(args.seed)  # the same seed gives the same tokens with and without heads
     sample = run_sample(target, heads, inputs, compare=False, **options)
     if args.compare:
         set_seed(args.seed)
         (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **options)
-    if args.mark:
-        print(marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, use_colour()))
-    elif args.compare:
-        print(tokenizer.decode(sample.token_ids, skip_special_tokens=True))
+    text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+    shown = marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, use_colour()) if args.mark else text
+    if not streams:
+        emit(args, {**Summary([sample]).to_dict(), "text": text, "token_ids": sample.token_ids}, shown)
+    print(_statistics(sample), file=sys.stderr)
+    return int(sample.identical is False)
+
+
+def _statistics(sample: Sample) -> str:
+    """What the generation was, and how it compares to plain generation."""
     stats, num_tokens = sample.stats, len(sample.token_ids)
-    print(
+    because = [stats.plain_because] if stats.plain_because else []
+    text = (
         f"\n{num_tokens} tokens in {sample.seconds:.2f} s ({num_tokens / sample.seconds:.1f}/s), "
-        f"{stats.target_forwards} target forwards, acceptance_length {stats.acceptance_length:.2f}, "
-        f"pos_acc {pos_acc_text(stats.pos_acc)}",
-        file=sys.stderr,
+        f"{stats.target_forwards} target forwards, tokens_per_forward {stats.tokens_per_forward:.2f}, "
+        f"acceptance_length {stats.acceptance_length:.2f}, pos_acc {pos_acc_text(stats.pos_acc)}\n"
+        f"plain steps {plain_steps_text(stats.plain_steps, because)}"
     )
-    if not args.compare:
-        return 0
+    if sample.identical is None:
+        return text
     verdict = "identical to" if sample.identical else "DIFFERENT from"
-    print(f"{verdict} plain generate; speed-up {number(sample.speed_up, suffix='x')}", file=sys.stderr)
-    return 0 if sample.identical else 1
+    return f"{text}\n{verdict} plain generate; speed-up {number(sample.speed_up, suffix='x')}"

@@ -7,13 +7,15 @@ loads a folder whole, `--download` a repository, and every tensor is checked.
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.look import Look
-from ..checkpoints.read import StoredHeads
-from ..heads.base import DraftHead
 from .arguments import add_heads_arguments, load_heads_from
+from .display import emit, note
+
+if TYPE_CHECKING:
+    from ..checkpoints.look import Look
+    from ..checkpoints.read import StoredHeads
+    from ..heads.base import DraftHead
 
 SIZES = ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "num_heads", "num_blocks", "fc_bias", "attention_bias",
@@ -24,11 +26,10 @@ HINTS = ("architectures", "model_type", "hydra_num_heads", "medusa_num_heads", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The heads, how far to look, and the form of the answer."""
+    """The heads, and how far to look."""
     parser.add_argument("heads", help="folder or Hub id")
     parser.add_argument("--check", "--download", action="store_true", dest="load",
                         help="load all weights, downloading a repository's, and check every tensor")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
     add_heads_arguments(parser)
 
 
@@ -96,6 +97,7 @@ def _unchecked(found: StoredHeads) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Looks, or loads so that damage of any kind is an error, and prints the facts."""
+    note(args, f"Looking at {args.heads} ...")
     from ..checkpoints.look import look_at
 
     loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
@@ -109,11 +111,7 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     facts |= loaded
-    if args.json:
-        print(json.dumps(facts, indent=2))
-        return 0
-    for name, value in facts.items():
-        print(f"{name:<26} {_line(value)}")
+    emit(args, facts, "\n".join(f"{name:<26} {_line(value)}" for name, value in facts.items()))
     return 0
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import BatchEncoding, PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
-from ..heads.base import DraftHead
-from ..metrics import GenerationStats, acceptance_length, position_acceptance
-from ..tuning.turns import timed_generation
+    from ..heads.base import DraftHead
+    from ..metrics import GenerationStats
 
 
 @dataclass
@@ -82,11 +83,15 @@ class Summary:
     @property
     def acceptance_length(self) -> float:
         """tau over the rounds of all samples."""
+        from ..metrics import acceptance_length
+
         return acceptance_length([row for sample in self.samples for row in sample.stats.num_accepted])
 
     @property
     def pos_acc(self) -> list[float]:
         """Conditional acceptance per draft position over the rounds of all samples."""
+        from ..metrics import position_acceptance
+
         return position_acceptance(
             [row for sample in self.samples for row in sample.stats.num_accepted],
             [row for sample in self.samples for row in sample.stats.offered],
@@ -96,6 +101,21 @@ class Summary:
     def target_forwards(self) -> int:
         """Target forwards with heads; plain generation needs one per token."""
         return sum(sample.stats.target_forwards for sample in self.samples)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens per target forward, prefills and plain steps included; plain generation has 1."""
+        return self.num_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def plain_steps(self) -> int:
+        """Target forwards of single tokens in between rounds."""
+        return sum(sample.stats.plain_steps for sample in self.samples)
+
+    @property
+    def plain_because(self) -> list[str]:
+        """Why there were some, each reason once."""
+        return list(dict.fromkeys(s.stats.plain_because for s in self.samples if s.stats.plain_because))
 
     @property
     def all_identical(self) -> bool | None:
@@ -114,14 +134,19 @@ class Summary:
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "speed_up": self.speed_up,
             "target_forwards": self.target_forwards,
+            "tokens_per_forward": self.tokens_per_forward,
+            "plain_steps": self.plain_steps,
+            "plain_because": self.plain_because,
             "identical": self.all_identical,
         }
 
 
 def run_sample(
-    target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding, compare: bool, **generate_kwargs: Any
+    target: PreTrainedModel, heads: DraftHead, inputs: dict[str, torch.Tensor], compare: bool, **generate_kwargs: Any
 ) -> Sample:
     """Generates one prompt with heads and, if `compare`, plainly."""
+    from ..tuning.turns import timed_generation
+
     (token_ids,), seconds = timed_generation(target, inputs, assistant_model=heads, **generate_kwargs)
     sample = Sample(inputs["input_ids"].shape[1], token_ids, seconds, heads.last_stats)
     if compare:
@@ -129,7 +154,7 @@ def run_sample(
     return sample
 
 
-def warm_up(target: PreTrainedModel, heads: DraftHead, inputs: BatchEncoding) -> None:
+def warm_up(target: PreTrainedModel, heads: DraftHead, inputs: dict[str, torch.Tensor]) -> None:
     """One short generation of each kind, so that first-call costs are not measured."""
     for assistant in ({"assistant_model": heads}, {}):
         target.generate(**inputs, max_new_tokens=8, do_sample=False, **assistant)

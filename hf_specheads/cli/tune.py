@@ -6,16 +6,17 @@ The heads then use that tree on machines of this name, type of weights and numbe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..heads.base import DraftHead
-from ..tuning.vocabulary import VocabularySize
 from .arguments import add_heads_arguments, add_target_arguments, load_pair
+from .display import emit, note, table
 from .evaluate import read_prompts
-from .generate import encode
+
+if TYPE_CHECKING:
+    from ..heads.base import DraftHead
+    from ..tuning.vocabulary import VocabularySize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, nargs="+", help=".jsonl or .txt files like the texts to come (default: the demo's)"
     )
-    parser.add_argument("--limit", type=int, default=6, help="use only the first N prompts (default: 6)")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3, help="times everything is timed (default: 3)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--limit", type=int, default=6, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="per prompt, in every run")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times everything is timed")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     parser.add_argument("--output", type=Path, help="folder for the tuned heads (default: where they came from)")
-    parser.add_argument("--dry_run", action="store_true", help="save nothing")
+    parser.add_argument("--dry-run", action="store_true", help="save nothing")
     vocabulary = parser.add_argument_group("draft vocabulary (default: left as it is)")
     vocabulary.add_argument(
-        "--draft-vocab", "--draft_vocab", dest="draft_vocab", type=_size, nargs="+", metavar="N",
+        "--draft-vocab", type=_size, nargs="+", metavar="N",
         help="prune drafts to the N most frequent tokens; of several, the fastest; 'all' for no pruning",
     )  # fmt: skip
     vocabulary.add_argument(
@@ -49,41 +50,54 @@ def _size(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, prints what was measured, and saves."""
+    folder = args.output or (Path(args.heads) if Path(args.heads).is_dir() else None)
+    if folder is None and not args.dry_run:
+        raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
+    files = args.prompts or [Path(__file__).with_name("demo_prompts.jsonl")]
+    prompts = read_prompts(files)[: args.limit]
+    target, tokenizer, heads = load_pair(args)
     import torch
 
     from ..tuning.tune import tune
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    target, tokenizer, heads = load_pair(args)
-    files = args.prompts or [Path(__file__).with_name("demo_prompts.jsonl")]
-    prompts = [encode(tokenizer, target, prompt)["input_ids"] for prompt in read_prompts(files)[: args.limit]]
-    if args.draft_vocab:
-        _choose_vocabulary(args, target, tokenizer, heads, prompts)
-    result = tune(target, heads, prompts, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
-    print(f"{result}\n{result.candidates} trees considered, {result.seconds:.0f} s.")
-    folder = args.output or (Path(args.heads) if Path(args.heads).is_dir() else None)
-    if args.dry_run:
-        return 0
-    if folder is None:
-        raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry_run.")
-    heads.save_pretrained(folder)
-    print(f"Saved in {folder} for {result.key['machine']}, {result.key['dtype']}.")
+    sizes = _choose_vocabulary(args, target, tokenizer, heads, prompts) if args.draft_vocab else []
+    note(args, f"Timing trees on {len(prompts)} prompts, {args.repeats} times each: minutes for a large target ...")
+    result = tune(
+        target, heads, prompts, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens, repeats=args.repeats
+    )
+    lines = [_vocabularies(sizes)] if sizes else []
+    lines.append(f"{result}\n{result.candidates} trees considered, {result.seconds:.0f} s.")
+    if not args.dry_run:
+        heads.save_pretrained(folder)
+        lines.append(f"Saved in {folder} for {result.key['machine']}, {result.key['dtype']}.")
+    facts = {
+        **result.entry(),
+        "trees": [dataclasses.asdict(one) for one in result.trees],
+        "draft_vocabularies": [dataclasses.asdict(one) for one in sizes],
+        "seconds": result.seconds,
+        "saved_in": None if args.dry_run else str(folder),
+    }
+    emit(args, facts, "\n".join(lines))
     return 0
 
 
 def _choose_vocabulary(
-    args: argparse.Namespace, target: Any, tokenizer: Any, heads: DraftHead, prompts: list[torch.Tensor]
-) -> None:
+    args: argparse.Namespace, target: Any, tokenizer: Any, heads: DraftHead, prompts: list[Any]
+) -> list[VocabularySize]:
     from ..tuning.vocabulary import tune_vocabulary
 
-    corpus = None
-    if args.corpus != "auto":
-        corpus = [encode(tokenizer, target, text)["input_ids"][0] for text in read_prompts([Path(args.corpus)])]
-    options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-    found: list[VocabularySize] = tune_vocabulary(target, heads, prompts, args.draft_vocab, corpus, **options)
-    print(f"{'draft vocabulary':<18} {'covers':>7} {'tau':>5} {'tokens/s':>9}")
-    for one in found:
-        size = "all" if one.size is None else str(one.size)
-        print(f"{size:<18} {one.coverage:>7.1%} {one.acceptance_length:>5.2f} {one.tokens_per_second:>9.1f}")
-    print()
+    corpus = None if args.corpus == "auto" else read_prompts([Path(args.corpus)])
+    note(args, f"Timing {len(args.draft_vocab)} draft vocabularies on {len(prompts)} prompts ...")
+    options = {"tokenizer": tokenizer, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
+    return tune_vocabulary(target, heads, prompts, args.draft_vocab, corpus, **options)
+
+
+def _vocabularies(found: list[VocabularySize]) -> str:
+    rows = [
+        ("all" if one.size is None else str(one.size), f"{one.coverage:.1%}", f"{one.acceptance_length:.2f}",
+         f"{one.tokens_per_second:.1f}")
+        for one in found
+    ]  # fmt: skip
+    return table(("draft vocabulary", "covers", "tau", "tokens/s"), rows) + "\n"

@@ -1,6 +1,10 @@
-"""Draft heads, one module per method; which names are public, each module says itself."""
+"""Draft heads, one module per method; which names are public, each module says itself.
 
-from . import draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+Whoever holds draft heads has imported this: here `AutoModel` is told of them and `generate` learns to take them.
+"""
+
+from .. import dispatch
+from . import auto, draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
 from .draft_lm import *  # noqa: F403 (here and below: what the module's `__all__` names)
 from .eagle import *  # noqa: F403
 from .eagle3 import *  # noqa: F403
@@ -9,6 +13,9 @@ from .medusa import *  # noqa: F403
 from .poss import *  # noqa: F403
 from .poss_eagle3 import *  # noqa: F403
 from .poss_lora import *  # noqa: F403
+
+auto.register()
+dispatch.install()
 
 __all__: list[str] = []
 __all__ += draft_lm.__all__

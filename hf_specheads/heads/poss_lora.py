@@ -9,13 +9,10 @@ projections. An adapter for specialist 0 would only repeat what the base, which 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from ..errors import WarmStartError
@@ -24,6 +21,9 @@ from .base import DraftHead
 from .layers import DraftDecoderLayer
 from .poss import POSS_PAPERS, PossHead, PossHeadConfig
 from .specialists import SpecialistHead, SpecialistHeadConfig
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Linear as LoraLinear
 
 __all__ = ["PossLoraHead", "PossLoraHeadConfig"]
 
@@ -84,6 +84,9 @@ class LoraDecoderLayer(DraftDecoderLayer):
     """
 
     def __init__(self, config: PossLoraHeadConfig):
+        from peft import LoraConfig, inject_adapter_in_model  # here, so that only these heads load peft
+        from peft.tuners.lora import LoraLayer
+
         super().__init__(config, layer_idx=0)
         for specialist in range(1, config.num_specialists):
             adapter = LoraConfig(
@@ -119,6 +122,8 @@ class PossLoraHead(PossHead):
     _no_split_modules = ["LoraDecoderLayer"]
 
     def __init__(self, config: PossLoraHeadConfig):
+        from peft.tuners.lora import LoraLayer
+
         super().__init__(config)
         # `post_init` has drawn every projection alike; an adapter must add nothing before it is trained.
         for module in self.layers[0].modules():
@@ -144,7 +149,7 @@ class PossLoraHead(PossHead):
             if not parent:
                 state[name] = parameter.detach().clone()
                 continue
-            module = cast(LoraLinear, self.layers[0].get_submodule(parent))
+            module = cast("LoraLinear", self.layers[0].get_submodule(parent))
             added = leaf == "weight" and adapter in module.lora_A
             state[f"{parent}.{leaf}"] = parameter + module.get_delta_weight(adapter) if added else parameter.clone()
         return state

@@ -53,7 +53,7 @@ class TreeChoice(DraftingContract, nn.Module):
     def tune(self, target: PreTrainedModel, prompts: Any, **options: Any) -> TuningResult:
         """Measures which draft tree is fastest with this target on this machine, and uses it from now on:
 
-            print(heads.tune(target, prompts))
+            print(heads.tune(target, prompts, tokenizer=tokenizer))
             heads.save_pretrained(folder)  # remembers it, for this machine
 
         Arguments and errors as in [`hf_specheads.tuning.tune`].

@@ -17,6 +17,7 @@ from ..metrics import GenerationStats
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
+from .progress import bar
 from .turns import Prompts, generate_text
 
 Path = tuple[int, ...]
@@ -129,7 +130,7 @@ def measure_acceptance(
     measured.trace = measured.profile = True
     accepted = [[0] * num_children for _ in range(depth)]
     trials, seconds = [0] * depth, []
-    for prompt in prompts:
+    for prompt in bar(prompts, "which child is accepted"):
         ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
         text = generate_text(
             target, ids, assistant_model=measured, **{"max_new_tokens": max_new_tokens, **generate_options}
@@ -195,7 +196,7 @@ def measure_costs(
     verified: dict[int, list[float]] = {size: [] for size in nodes}
     drafted: dict[int, list[float]] = {size: [] for size in rows}
     started: list[float] = []
-    for repeat in range(repeats + 1):
+    for repeat in bar(range(repeats + 1), "bare forwards"):
         for size in nodes:
             verified[size].append(verify(size))
         for size in rows:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
 from ..target.features import asked_hidden_states, select_hidden_states
+from .progress import bar
 from .turns import Prompts, generate_text
 
 NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or that comes after the text
@@ -87,7 +88,7 @@ def record_drafts(
     top_k = min(top_k, heads.target_vocab_size if vocabulary is None else len(vocabulary))
     wide = heads.with_tree(kind="dynamic", depth=depth, top_k=top_k, total_tokens=depth + 1)
     places, lengths = [], []
-    for prompt in prompts:
+    for prompt in bar(prompts, "drafts at every place of a text"):
         ids = torch.as_tensor(prompt, device=target.device).reshape(1, -1)
         text = generate_text(target, ids, **{"max_new_tokens": max_new_tokens, **generate_options})
         found = _record_text(target, wide, text, ids.shape[1], depth, top_k)

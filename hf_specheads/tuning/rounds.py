@@ -13,6 +13,7 @@ from ..contract import DraftingContract
 from ..generation.refusals import tree_problem_of
 from ..tree.config import DraftTreeConfig
 from .measure import interpolate
+from .progress import bar
 from .turns import Prompts, generate_text
 
 # Trees whose rounds are timed: chains by depth; dynamic ones by depth, top_k and nodes.
@@ -84,7 +85,7 @@ def time_rounds(
     if tree_problem_of(target, DynamicCache(config=target.config)) is not None:
         trees = {key: tree for key, tree in trees.items() if tree.kind == "chain"}
     seconds: dict[tuple, list[tuple[float, float, float]]] = {key: [] for key in trees}
-    for repeat in range(repeats + 1):
+    for repeat in bar(range(repeats + 1), f"rounds of {len(trees)} trees"):
         for key, tree in trees.items():
             timed = heads.with_tree(**tree.to_dict())
             timed.profile, timed.adaptive = True, False

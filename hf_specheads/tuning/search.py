@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..contract import DraftingContract
+from ..texts import all_token_ids
 from ..tree.config import DraftTreeConfig
 from .measure import MeasuredAcceptance, Path, RoundCosts, interpolate, measure_acceptance, measure_costs
 from .turns import Prompts
@@ -184,6 +185,7 @@ def search_tree(
     num_children: int = 8,
     max_new_tokens: int = 64,
     by_position: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **generate_options: Any,
 ) -> OptimalTree:
     """Measures acceptance and costs of heads here and now, and finds their fastest tree:
@@ -193,20 +195,22 @@ def search_tree(
     Args:
         target: The target.
         heads: Its heads.
-        prompts: Token ids of prompts like those the tree is for, [1, T] or plain lists.
+        prompts: Prompts like those the tree is for: token ids, [1, T] or plain lists, or strings and chats.
         max_nodes: Most nodes to verify, root included.
         max_depth: Most draft positions, lowered to what the heads draft at most.
         num_children: Most children of a node.
         max_new_tokens: Tokens to generate per prompt while measuring.
         by_position: Let the acceptance of a child depend on its draft position; Sequoia does not. Needs more prompts.
+        tokenizer: The target's, for prompts that are strings or chats.
         **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
 
     Raises:
-        ValueError: without prompts.
+        ValueError: without prompts, or for strings without a tokenizer.
     """
+    prompts = all_token_ids(prompts, tokenizer)
     sizes = {"depth": max_depth, "num_children": num_children, "max_new_tokens": max_new_tokens}
     acceptance = measure_acceptance(target, heads, prompts, **sizes, **generate_options)
-    length = statistics.mean(torch.as_tensor(prompt).numel() for prompt in prompts) + max_new_tokens / 2
+    length = statistics.mean(prompt.numel() for prompt in prompts) + max_new_tokens / 2
     nodes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < max_nodes] + [max_nodes]
     costs = measure_costs(target, heads, int(length), nodes)
     # What a round took beyond the forwards it is made of: choosing children and nodes, accepting, compacting.

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..contract import DraftingContract
+from ..texts import all_token_ids
 from ..tree.config import DraftTreeConfig
 from ..tree.default import machine_key, without_machine
 from .replay import RecordedDrafts, accepted_by_ranks, favourite_paths, record_drafts, replay_dynamic, walk
@@ -201,6 +202,7 @@ def tune(
     heads: DraftingContract,
     prompts: Prompts,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 64,
     depth: int = 8,
     top_k: int = 8,
@@ -214,8 +216,10 @@ def tune(
         target: The target, as it will be used: its type, device and quantisation matter, as does the number of
             threads.
         heads: Its heads.
-        prompts: Token ids of prompts like those to come, [1, T] or plain lists; a dozen will do. With four or more,
-            trees are made for one half and run against each other on the other: a tree fits the texts it was made for.
+        prompts: Prompts like those to come: token ids, [1, T] or plain lists, or strings and chats; a dozen will do.
+            With four or more, trees are made for one half and run against each other on the other: a tree fits the
+            texts it was made for.
+        tokenizer: The target's, for prompts that are strings or chats.
         max_new_tokens: Tokens per prompt in every run.
         depth: Deepest trees to consider, lowered to what the heads draft at most.
         top_k: Widest dynamic trees to consider.
@@ -224,9 +228,10 @@ def tune(
         **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
 
     Raises:
-        ValueError: without prompts, or if nothing can be drafted on them.
+        ValueError: without prompts, if nothing can be drafted on them, or for strings without a tokenizer.
     """
     started = time.perf_counter()
+    prompts = all_token_ids(prompts, tokenizer)
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
@@ -307,7 +312,7 @@ def confirm_trees(
     def warm_up(side: int, prompt: Any) -> None:
         run(side, prompt, max_new_tokens=8)
 
-    seconds = take_turns(range(len(sides)), prompts, run, repeats, warm_up)
+    seconds = take_turns(range(len(sides)), prompts, run, repeats, warm_up, "the best trees in turns")
 
     def rate(side: int, pick: Callable[[Sequence[float]], float] = min) -> float:
         return len(prompts) / sum(pick(repeats_of_prompt) for repeats_of_prompt in zip(*seconds[side], strict=True))

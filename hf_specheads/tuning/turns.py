@@ -15,8 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
+from ..texts import Text
+from .progress import bar
 
-Prompts = Sequence[torch.Tensor | Sequence[int]]
+Prompts = Sequence[Text]
 Side = TypeVar("Side", bound=Hashable)
 Prompt = TypeVar("Prompt")
 Outcome = TypeVar("Outcome")
@@ -28,6 +30,7 @@ def take_turns(
     run: Callable[[Side, Prompt, int], Outcome],
     repeats: int,
     warm_up: Callable[[Side, Prompt], Any] | None = None,
+    what: str = "in turns",
 ) -> dict[Side, list[list[Outcome]]]:
     """Every side on every prompt, `repeats` times.
 
@@ -39,6 +42,7 @@ def take_turns(
         repeats: Times every prompt is run.
         warm_up: Runs one side on the first prompt, once and before all turns, so that first-call costs are not
             measured; by default `run` does, its outcome left out.
+        what: What the bar that is shown meanwhile says.
 
     Returns:
         What `run` returned, by side, `[repeat][prompt]`.
@@ -49,13 +53,13 @@ def take_turns(
     if not prompts:
         raise ValueError("sides take turns on prompts: expected at least one prompt, got none.")
     names = list(sides)
-    for side in names:
+    for side in bar(names, f"{what}: first calls"):
         if warm_up is None:
             run(side, prompts[0], 0)
         else:
             warm_up(side, prompts[0])
     outcomes: dict[Side, list[list[Outcome]]] = {side: [[] for _ in range(repeats)] for side in names}
-    for turn in range(repeats * len(prompts)):
+    for turn in bar(range(repeats * len(prompts)), what):
         repeat, index = divmod(turn, len(prompts))
         first = (index + repeat) % len(names)
         for side in names[first:] + names[:first]:

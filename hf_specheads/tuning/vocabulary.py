@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..contract import DraftingContract
 from ..draft_vocabulary import count_tokens, most_frequent
 from ..metrics import acceptance_length
+from ..texts import Text, all_token_ids
+from .progress import bar
 from .turns import Prompts, every_round_drafts, generate_text, take_turns, timed_generation
 
 Timed = tuple[float, list[list[int]]]  # seconds per token, and accepted tokens per round
@@ -39,8 +41,9 @@ def tune_vocabulary(
     heads: DraftingContract,
     prompts: Prompts,
     sizes: Sequence[int | None],
-    corpus: Iterable[torch.Tensor | Sequence[int]] | None = None,
+    corpus: Iterable[Text] | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 64,
     repeats: int = 3,
     **generate_options: Any,
@@ -51,10 +54,11 @@ def tune_vocabulary(
     Args:
         target: The target.
         heads: Its heads; pruned, or whole again, in the end.
-        prompts: Token ids of prompts to generate from.
+        prompts: Prompts to generate from: token ids, [1, T] or plain lists, or strings and chats.
         sizes: Sizes to try; `None` stands for no pruning.
-        corpus: Token ids of texts to count tokens in; default the prompts and what the target makes of them, which is
-            little to go by: frequent tokens of other texts may be missing.
+        corpus: Texts to count tokens in, given likewise; default the prompts and what the target makes of them, which
+            is little to go by: frequent tokens of other texts may be missing.
+        tokenizer: The target's, for strings and chats.
         max_new_tokens: Tokens per prompt in every run.
         repeats: Times everything is timed, taking turns.
         **generate_options: For `generate`; greedy by default.
@@ -63,15 +67,17 @@ def tune_vocabulary(
         All sizes as measured, the fastest first.
 
     Raises:
-        ValueError: for a size that is not between 1 and V, or without any.
+        ValueError: for a size that is not between 1 and V, or without any, or for strings without a
+            tokenizer.
     """
     if not sizes:
         raise ValueError("`sizes` must hold at least one size to try.")
     options = {**generate_options, "max_new_tokens": max_new_tokens}
+    prompts = all_token_ids(prompts, tokenizer)
     heads.bind(target)
     if corpus is None:
-        corpus = [generate_text(target, prompt, **options) for prompt in prompts]
-    counts = count_tokens(corpus, heads.target_vocab_size)
+        corpus = [generate_text(target, prompt, **options) for prompt in bar(prompts, "texts of the target")]
+    counts = count_tokens(corpus, heads.target_vocab_size, tokenizer)
     chosen = {size: None if size is None else most_frequent(counts, size) for size in sizes}
     runs = _time_vocabularies(target, heads, prompts, chosen, repeats, options)
     total = counts.sum().clamp_min(1)
@@ -101,7 +107,7 @@ def _time_vocabularies(
     def warm_up(size: int | None, prompt: Any) -> None:
         run(size, prompt, max_new_tokens=8)
 
-    return take_turns(chosen, prompts, run, repeats, warm_up)
+    return take_turns(chosen, prompts, run, repeats, warm_up, "draft vocabularies in turns")
 
 
 def _measured(size: int | None, coverage: float, runs: list[list[Timed]]) -> VocabularySize:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,30 +38,30 @@ def models(pair: Path) -> list[str]:
 
 def demo(pair: Path, *more: str) -> int:
     prompts = pair.parent / "prompts.jsonl"
-    return main(["demo", "--model_cards", str(pair), "--prompts", str(prompts), "--max_new_tokens", "12", *more])
+    return main(["demo", "--pair", str(pair), "--prompts", str(prompts), "--max-new-tokens", "12", *more])
 
 
 def test_demo(pair: Path, capsys: pytest.CaptureFixture) -> None:
     assert demo(pair) == 0
     printed = capsys.readouterr().out
-    for words in ("--- one\nw5 w6 w7 w8 w9", "speed-up", "tau", "pos_acc", "saved", "assistant_model=heads",
-                  "All 2 texts are identical to plain generate."):  # fmt: skip
+    for words in ("--- one\nw5 w6 w7 w8 w9", "speed-up", "tau", "pos_acc", "tokens/forward", "plain steps",
+                  "assistant_model=heads", "All 2 texts are identical to plain generate."):  # fmt: skip
         assert words in printed
     (total,) = [line.split() for line in printed.splitlines() if line.startswith("all ")]
     assert total[1] == "24" and total[-1] == "yes"
 
 
 def test_demo_fails_if_a_text_differs(pair: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    import hf_specheads.cli.measure as measure
+    import hf_specheads.tuning.turns as turns
 
-    timed, calls = measure.timed_generation, []
+    timed, calls = turns.timed_generation, []
 
     def wrong_once(*args: object, **kwargs: object) -> tuple[list[list[int]], float]:
         calls.append(kwargs)
         (ids,), seconds = timed(*args, **kwargs)
         return [[*ids[:-1], ids[-1] ^ 1] if len(calls) == 1 else ids], seconds
 
-    monkeypatch.setattr(measure, "timed_generation", wrong_once)
+    monkeypatch.setattr(turns, "timed_generation", wrong_once)
     assert demo(pair) == 1
     printed = capsys.readouterr().out
     assert "FAILED: the text differs from plain generate for ['one']" in printed
@@ -67,9 +69,9 @@ def test_demo_fails_if_a_text_differs(pair: Path, capsys: pytest.CaptureFixture,
 
 
 def test_demo_without_the_pair(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    assert main(["demo", "--model_cards", str(tmp_path / "nowhere")]) == 2
-    assert "pass --model_cards" in capsys.readouterr().err
-    assert main(["demo", "--model_cards", str(tmp_path)]) == 2
+    assert main(["demo", "--pair", str(tmp_path / "nowhere")]) == 2
+    assert "pass --pair FOLDER" in capsys.readouterr().err
+    assert main(["demo", "--pair", str(tmp_path)]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 
@@ -86,6 +88,7 @@ def test_generate(pair: Path, tokenizer, target, capsys: pytest.CaptureFixture) 
     plain = target.generate(**inputs, max_new_tokens=10, do_sample=False)
     assert printed.out.strip() == tokenizer.decode(plain[0, 3:], skip_special_tokens=True)
     assert "10 tokens" in printed.err and "acceptance_length" in printed.err
+    assert "tokens_per_forward" in printed.err and "plain steps" in printed.err
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--top_p", "0.9", "--seed", "3"]])
@@ -102,29 +105,44 @@ def test_generate_with_another_tree(pair: Path, capsys: pytest.CaptureFixture) -
 
 
 def test_eval(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = ["eval", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--max_new_tokens", "12"]
-    assert main([*arguments, "--json", str(tmp_path / "out.json")]) == 0
+    arguments = ["eval", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "12"]
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "acceptance_length" in printed and "pos_acc" in printed
-    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert all(words in printed for words in ("acceptance_length", "tokens_per_forward", "pos_acc", "plain steps"))
+    assert main([*arguments, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
     assert numbers["prompts"] == 2 and numbers["new_tokens"] == 24 and numbers["identical"] is True
     assert 1 <= numbers["acceptance_length"] <= 5 and numbers["speed_up"] > 0
+    assert numbers["tokens_per_forward"] == pytest.approx(24 / numbers["target_forwards"])
     assert numbers["tree_config"]["total_tokens"] == 9 and "transformers" in numbers["environment"]
-    assert main([*arguments, "--no_plain", "--limit", "1", "--json", str(tmp_path / "out.json")]) == 0
-    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert main([*arguments, "--no_plain", "--limit", "1", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
     assert numbers["prompts"] == 1 and numbers["speed_up"] is None and numbers["identical"] is None
 
 
 def test_bench(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     common = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
-    common += ["--max_new_tokens", "12", "--json", str(tmp_path / "out.json")]
-    for more, same in (([], True), (["--batch_size", "2"], True), (["--temperature", "0.7"], True)):
-        assert main([*common, *more]) == 0
-        assert "heads, every round" in capsys.readouterr().out
-        facts = json.loads((tmp_path / "out.json").read_text())
+    common += ["--max-new-tokens", "12"]
+    assert main(common) == 0
+    assert "heads, every round" in capsys.readouterr().out
+    for more, same in (([], True), (["--batch-size", "2"], True), (["--temperature", "0.7"], True)):
+        assert main([*common, *more, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
         assert list(facts["sides"]) == ["plain", "heads, every round", "heads"]
         assert all(side["identical"] is same and side["speed_up"] > 0 for side in facts["sides"].values())
         assert facts["sides"]["plain"]["acceptance_length"] is None
+        assert facts["sides"]["heads, every round"]["plain_steps"] == 0
+        assert facts["sides"]["heads"]["tokens_per_forward"] >= 1
+
+
+def test_bench_says_how_many_plain_steps_there_were_and_why(pair: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Heads that never pay: half of their tokens come from plain steps, which tau alone does not show."""
+    from hf_specheads.generation.pace import Pace
+
+    monkeypatch.setattr(Pace, "drafts", lambda self, context: False)
+    arguments = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
+    assert main([*arguments, "--max-new-tokens", "12"]) in (0, 1)
+    assert re.search(r"^plain steps of heads  \d+", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_prompt_files(tmp_path: Path) -> None:
@@ -159,8 +177,9 @@ def test_train_hands_over(capsys: pytest.CaptureFixture) -> None:
 
 def test_env(capsys: pytest.CaptureFixture) -> None:
     assert main(["env"]) == 0
-    printed = capsys.readouterr().out
-    assert "transformers" in printed and "generate() dispatch  installed" in printed
+    assert "transformers" in capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["torch"] == torch.__version__
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture) -> None:
@@ -178,3 +197,79 @@ def test_as_a_module() -> None:
         [sys.executable, "-m", "hf_specheads", "--version"], capture_output=True, text=True, timeout=120, check=True
     )
     assert result.stdout.startswith("hf-specheads ")
+
+
+# ---------------------------------------------------------------------- options
+def options_of(command: str) -> list[argparse.Action]:
+    (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return [action for action in commands.choices[command]._actions if action.option_strings]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train"}))
+def test_options_have_one_spelling_a_help_and_their_default(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for action in options_of(command):
+        assert "_" not in "".join(action.option_strings) and action.help
+        if action.default not in (None, False, argparse.SUPPRESS):
+            assert f"default: {action.default}" in shown or "default" in action.help, action.option_strings
+    assert {"--json", "--quiet", "--debug"} <= {
+        name for action in options_of(command) for name in action.option_strings
+    }
+
+
+def test_underscores_are_understood_and_values_left_alone() -> None:
+    words = ["generate", "--target=a_b", "--heads", "c_d", "--max_new_tokens=7", "--top_k", "3", "--prompt=--x_y"]
+    args = build_parser().parse_args(words)
+    assert (args.target, args.heads, args.max_new_tokens, args.tree_top_k) == ("a_b", "c_d", 7, 3)
+    assert args.prompt == "--x_y"
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "eval", "bench", "inspect", "tune", "export", "convert", "env"]
+)
+def test_json_is_all_that_stdout_gets(command: str, pair: Path, tmp_path: Path, capsys) -> None:
+    prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "6"]
+    heads = str(pair / "poss3")
+    rest = {
+        "demo": ["--pair", str(pair), *prompts],
+        "generate": [*models(pair), "--prompt", "w5 w6", "--max-new-tokens", "6"],
+        "eval": [*models(pair), *prompts],
+        "bench": [*models(pair), *prompts, "--repeats", "1"],
+        "inspect": [heads],
+        "tune": [heads, "--target", str(pair / "target"), *prompts, "--repeats", "1", "--limit", "1", "--dry-run"],
+        "export": [heads, str(tmp_path / "out"), "--to", "eagle"],
+        "convert": [heads, str(tmp_path / "out")],
+        "env": [],
+    }[command]
+    assert main([command, *rest, "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_an_error_is_one_line_and_a_traceback_under_debug(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["inspect", str(tmp_path / "nowhere")]
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    with pytest.raises((ValueError, OSError)):
+        main([*words, "--debug"])
+
+
+def test_destinations_are_those_that_can_be_written() -> None:
+    from hf_specheads.checkpoints.write import ALL_DESTINATIONS
+    from hf_specheads.cli.export import DESTINATIONS
+
+    assert sorted(DESTINATIONS) == sorted(ALL_DESTINATIONS)
+
+
+def test_bars_are_shown_on_terminals_only_and_not_when_quiet(pair: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    from transformers.utils import logging
+
+    arguments = ["eval", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4"]
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")
+    for terminal, more, shown in ((True, [], True), (True, ["--quiet"], False), (False, [], False)):
+        logging.enable_progress_bar()
+        monkeypatch.setattr(type(sys.stderr), "isatty", lambda self, terminal=terminal: terminal, raising=False)
+        assert main([*arguments, *more]) == 0
+        assert ("prompts: " in capsys.readouterr().err) == shown

@@ -61,7 +61,7 @@ def test_no_weight_is_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert main(["inspect", str(folder), "--check"]) == 2
     assert "NaN or infinities" in capsys.readouterr().err
     with pytest.raises(CheckpointValueError):
-        main(["--traceback", "inspect", str(folder), "--check"])
+        main(["--debug", "inspect", str(folder), "--check"])
 
 
 def test_after_loading(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,14 +14,14 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A room (or a file at the root of the package) imports what stands on a lower step, or in the room itself.
 STEPS = (
-    ("errors", "version", "provenance", "draft_vocabulary", "unroll"),
-    ("target", "tree"),
+    ("errors", "version", "provenance", "texts", "unroll"),
+    ("target", "tree", "draft_vocabulary"),
     ("cache", "configuration", "metrics"),
     ("contract", "publishing"),
     ("generation",),
-    ("tuning",),
+    ("tuning", "dispatch"),
     ("heads",),
-    ("checkpoints", "dispatch"),
+    ("checkpoints", "registration"),
     ("__init__", "cli", "custom_generate", "trainer"),
     ("__main__",),
 )

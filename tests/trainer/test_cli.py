@@ -12,7 +12,8 @@ import yaml
 
 from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.trainer import JointTrainingArguments
-from hf_specheads.trainer.__main__ import main, training_arguments
+from hf_specheads.trainer.__main__ import main
+from hf_specheads.trainer.building import training_arguments
 from hf_specheads.trainer.recipe import RecipeError, read_recipe, shipped_recipes
 
 

@@ -1,0 +1,92 @@
+"""`AutoConfig` knows draft heads from `import hf_specheads` on, and that import loads neither torch nor transformers.
+
+The classes of heads need both, and transformers' models on top: seconds that `specheads --help`, or a program that
+only may meet draft heads, should not wait. So `AutoConfig` is given stand-ins, as soon as it is imported itself; the
+first configuration that is asked of one imports `heads`, which registers the classes proper in their place, with
+`AutoModel` too, and installs the dispatch ([`heads`]).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
+# Of every family: `heads.auto.HEADS` has the classes.
+MODEL_TYPES = (
+    "specheads_draft_lm",
+    "specheads_eagle",
+    "specheads_eagle3",
+    "specheads_hydra",
+    "specheads_medusa",
+    "specheads_poss",
+    "specheads_poss_eagle3",
+    "specheads_poss_lora",
+)
+
+
+def expect_heads() -> None:
+    """Registers the stand-ins, now or once `AutoConfig` is imported; harmless when repeated."""
+    if AUTO_CONFIG in sys.modules:
+        register_stand_ins(importlib.import_module(AUTO_CONFIG))  # waits for a thread that is importing it
+    elif not any(isinstance(finder, _AfterAutoConfig) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterAutoConfig())
+
+
+def register_stand_ins(module: ModuleType) -> None:
+    """Makes `module.AutoConfig` know every family that it does not know yet."""
+    for model_type in MODEL_TYPES:
+        if model_type not in module.CONFIG_MAPPING:
+            module.AutoConfig.register(model_type, _stand_in(model_type))
+
+
+def _stand_in(model_type: str) -> type:
+    def config_class() -> Any:
+        from .heads.auto import HEADS  # registers all classes
+
+        return HEADS[model_type].config_class
+
+    class StandIn:
+        """What `AutoConfig` asks of a configuration class, answered by the class proper."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return config_class()(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+            return config_class().from_dict(*args, **kwargs)
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return config_class().from_pretrained(*args, **kwargs)
+
+    StandIn.model_type = model_type  # type: ignore[attr-defined]
+    return StandIn
+
+
+class _AfterAutoConfig(importlib.abc.MetaPathFinder):
+    """Finds one module as Python would, registers the stand-ins when it has been executed, and goes."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != AUTO_CONFIG:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            register_stand_ins(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,192 @@
+"""A trainer from a recipe: everything that is wrong with the recipe is said here, the cheap things first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import is_torch_bf16_gpu_available
+
+from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.heads.auto import METHODS
+
+from .arguments import DraftHeadTrainingArguments
+from .data import prepare_dataset
+from .joint import JointTrainer, JointTrainingArguments
+from .recipe import Recipe
+from .sources import RecipeError, refuse_wrong_model
+from .trainer import DraftHeadTrainer
+from .vocabulary import frequent_tokens
+
+logger = logging.getLogger(__name__)
+
+
+def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
+    """Training arguments of a recipe; evaluation at every epoch's end unless the recipe says otherwise.
+
+    Raises:
+        RecipeError: if there is no `output_dir`.
+    """
+    if not recipe.training.get("output_dir"):
+        raise RecipeError("the recipe does not say where to write; pass output_dir=...")
+    evaluated = recipe.eval_examples > 0 or recipe.eval_data is not None
+    defaults: dict[str, Any] = {"eval_strategy": "epoch" if evaluated else "no", "report_to": []}
+    arguments = JointTrainingArguments if recipe.trains_target else DraftHeadTrainingArguments
+    chosen = {**defaults, **recipe.training}
+    if chosen.get("bf16") and not chosen.get("use_cpu") and not is_torch_bf16_gpu_available():
+        logger.warning("no accelerator here has bf16: training in fp32, as with bf16=false.")
+        chosen["bf16"] = False
+    return arguments(**chosen)
+
+
+def load_datasets(recipe: Recipe) -> tuple[Any, Any]:
+    """Training and evaluation data; without `eval_data`, evaluation takes the first examples of the training data."""
+    train = recipe.train_data.load()
+    if recipe.eval_data is not None:
+        held_out = recipe.eval_data.load()
+        return train, held_out.select(range(min(recipe.eval_examples or len(held_out), len(held_out))))
+    if recipe.eval_examples == 0:
+        return train, None
+    if len(train) <= recipe.eval_examples:
+        raise RecipeError(
+            f"train_data has {len(train)} examples, too few to hold out eval_examples={recipe.eval_examples}; "
+            "set eval_examples lower, or give eval_data."
+        )
+    return train.select(range(recipe.eval_examples, len(train))), train.select(range(recipe.eval_examples))
+
+
+def refuse_wrong_recipe(recipe: Recipe) -> None:
+    """What can be told before anything is loaded.
+
+    Raises:
+        RecipeError: for an unknown method or type, or a place on this machine where nothing fitting lies.
+    """
+    if recipe.method not in METHODS:
+        raise RecipeError(f"`method` must be one of {sorted(METHODS)}, got {recipe.method!r}.")
+    torch_dtype("heads_dtype", recipe.heads_dtype)
+    if recipe.target_dtype != "auto":
+        torch_dtype("target_dtype", recipe.target_dtype)
+    refuse_wrong_model("target", recipe.target, heads=False)
+    if recipe.from_heads is not None:
+        refuse_wrong_model("from_heads", recipe.from_heads, heads=True)
+    for source in (recipe.train_data, recipe.eval_data):
+        if source is not None:
+            source.refuse_wrong_path()
+
+
+def torch_dtype(key: str, name: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        RecipeError: if there is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RecipeError(f"`{key}` must be the name of a torch dtype such as float32 or bfloat16, got {name!r}.")
+    return dtype
+
+
+def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
+    """The target's tokenizer, which is the first that is asked for of the target.
+
+    Raises:
+        RecipeError: if it cannot be loaded, or if some data are chats and it has no chat template.
+    """
+    hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
+    chats = any(dataset is not None and "messages" in dataset.column_names for dataset in datasets)
+    if chats and not tokenizer.chat_template:
+        raise RecipeError(
+            f"the data hold chats (`messages`), and the tokenizer of {recipe.target!r} has no chat template; use a "
+            "target with one, or data with a `text` column."
+        )
+    return tokenizer
+
+
+def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
+    """Loads data, tokenizer and target, makes the heads, and puts them into a trainer.
+
+    Raises:
+        RecipeError: for what is wrong with the recipe.
+        ValueError, OSError: for what is wrong with models and data, as those who load them say it.
+    """
+    refuse_wrong_recipe(recipe)
+    args = training_arguments(recipe)
+    set_seed(args.seed)
+    with args.main_process_first(desc="loading data"):
+        train, held_out = load_datasets(recipe)
+    tokenizer = load_tokenizer(recipe, train, held_out)
+    hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    dtype: Any = recipe.target_dtype
+    if dtype != "auto":
+        dtype = torch_dtype("target_dtype", dtype)
+    target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=dtype, **hub)
+    heads_dtype = torch_dtype("heads_dtype", recipe.heads_dtype)
+    base = None
+    if recipe.from_heads is not None:
+        base = load_heads(
+            recipe.from_heads, dtype=heads_dtype, positions_per_specialist=recipe.from_positions_per_specialist
+        )
+        if base.config.target_adapter is not None:
+            base.load_target_adapter(target)
+    with args.main_process_first(desc="counting tokens"):
+        options = dict(recipe.heads)
+        size = options.get("draft_vocab_size")
+        if size is not None and base is None and "draft_token_ids" not in options:
+            train = prepare_dataset(train, tokenizer, args.max_length)
+            vocab_size = target.config.get_text_config(decoder=True).vocab_size
+            options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
+            options["draft_vocab_size"] = len(options["draft_token_ids"])
+    heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
+    trainer_class: type[DraftHeadTrainer] = JointTrainer if recipe.trains_target else DraftHeadTrainer
+    return trainer_class(
+        model=heads,
+        target=target,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+    )
+
+
+def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
+    """What was decided, one line per fact."""
+    args, config = trainer.args, trainer.model.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    train, evaluation = _length(trainer.train_dataset), _length(trainer.eval_dataset)
+    weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
+    sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
+    specialists = getattr(config, "num_specialists", 1)
+    rows = [
+        ("target", f"{recipe.target} ({sizes})"),
+        ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
+                  f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
+        ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),
+        ("loss", f"{weights}, times {args.pass_decay} per position" if args.pass_decay != 1 else weights),
+        ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
+                  + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
+        ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
+        ("data", f"{train} examples to train on, {evaluation} to evaluate on, "
+                 f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
+        ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
+        ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
+        ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
+    ]  # fmt: skip
+    if isinstance(args, JointTrainingArguments):
+        adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
+        rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
+    return "\n".join(f"{name:>8}: {value}" for name, value in rows)
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset) if dataset is not None else 0
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset) if dataset is not None else 0

@@ -1,0 +1,137 @@
+"""Where models and data of a recipe lie: what is wrong with a path is said before anything is loaded or downloaded."""
+
+from __future__ import annotations
+
+import glob
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("messages", "text", "input_ids")  # of which data need one; the first that is there counts
+DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+HEADS_PREFIX = "specheads_"  # of the `model_type` of draft heads
+
+
+class RecipeError(ValueError):
+    """A recipe, or a `key=value`, that does not say what to train."""
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a place on this machine: `owner/name` is left to the Hub, unless it is here too."""
+    return Path(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
+
+
+def refuse_wrong_model(key: str, name: str, *, heads: bool) -> None:
+    """Refuses a folder that is not there, or of the other kind; names on the Hub are not looked at.
+
+    Args:
+        key: Of the recipe.
+        name: Folder or Hub id.
+        heads: Whether draft heads are expected, or a target.
+
+    Raises:
+        RecipeError: naming key and folder.
+    """
+    folder = Path(name)
+    if not is_path(name):
+        return
+    if not folder.is_dir():
+        raise RecipeError(f"`{key}` is {name!r}, and there is no such folder; pass a model's folder or its Hub id.")
+    config = folder / "config.json"
+    if heads:
+        return  # draft heads have many layouts, which `load_heads` tells apart
+    if not config.is_file():
+        raise RecipeError(f"`{key}` is the folder {name!r}, which holds no config.json; pass a model's folder.")
+    try:
+        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise RecipeError(f"{config} is no configuration of a model: {error}") from error
+    if str(model_type).startswith(HEADS_PREFIX):
+        raise RecipeError(
+            f"`{key}` is {name!r}, a folder of draft heads ({model_type}); pass the model they draft for, and heads "
+            "to start from as from_heads=..."
+        )
+
+
+@dataclass
+class DataSource:
+    """Where examples come from.
+
+    Attributes:
+        path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
+            `Dataset.save_to_disk`, or a dataset's name on the Hub.
+        name: Configuration of a Hub dataset.
+        split: Split to read, slices such as `train[:1%]` included.
+        revision: Revision of a Hub dataset.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def refuse_wrong_path(self) -> None:
+        """Refuses a place on this machine where nothing lies.
+
+        Raises:
+            RecipeError: naming it.
+        """
+        if not isinstance(self.path, str):
+            raise RecipeError(f"`path` of data must be a text, got {self.path!r}.")
+        if "://" in self.path:
+            return
+        is_file = Path(self.path).suffix in DATA_LOADERS
+        if (is_file or is_path(self.path)) and not (Path(self.path).exists() or glob.glob(self.path)):
+            raise RecipeError(f"there is no file or folder {self.path!r} to read data from.")
+        if is_file and Path(self.path).is_file() and not Path(self.path).stat().st_size:
+            raise RecipeError(f"the data file {self.path!r} is empty.")
+
+    def load(self) -> Any:
+        """The `datasets.Dataset`.
+
+        Raises:
+            RecipeError: naming the place, if nothing can be read there, or no column is one to train on.
+        """
+        self.refuse_wrong_path()
+        try:
+            dataset = self._load()
+        except Exception as error:  # datasets raises errors of many classes for wrong files, splits and names
+            raise RecipeError(f"data {self.path!r} cannot be read: {self._reason(error)}") from error
+        if len(dataset) == 0:
+            raise RecipeError(f"data {self.path!r} holds no example in the split {self.split!r}.")
+        if not set(COLUMNS) & set(dataset.column_names):
+            raise RecipeError(
+                f"data {self.path!r} has the columns {dataset.column_names}, and one of {list(COLUMNS)} is needed; "
+                "rename one."
+            )
+        return dataset
+
+    def _load(self) -> Any:
+        from datasets import load_dataset, load_from_disk
+
+        local = Path(self.path)
+        if local.is_dir() and (local / "state.json").exists():
+            return load_from_disk(self.path)
+        if local.suffix in DATA_LOADERS:
+            options = {"sample_by": "document"} if local.suffix == ".txt" else {}
+            return load_dataset(DATA_LOADERS[local.suffix], data_files=self.path, split=self.split, **options)
+        return load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+
+    def _reason(self, error: Exception) -> str:
+        """What datasets says, or better: the first line that is no JSON."""
+        if Path(self.path).suffix == ".jsonl" and Path(self.path).is_file():
+            with open(self.path, encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip() and (problem := json_problem(line)):
+                        return f"line {number} is {problem}."
+        return f"{error.__cause__ or error}"
+
+
+def json_problem(line: str) -> str | None:
+    """Why a line is no JSON object, `None` if it is one."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        return f"not valid JSON ({error})"
+    return None if isinstance(entry, dict) else f"no JSON object but {type(entry).__name__}"
