@@ -1,0 +1,131 @@
+"""Units, dates and times: each answer shows its steps."""
+
+from datetime import date, timedelta
+from typing import Any
+
+from .draw import Draw
+from .example import Family, Parts, Written, chat, say, wording_problem
+from .records import DAYS, MONTHS
+from .words import FIRST_NAMES, THINGS, TOPICS
+
+# Larger unit, smaller unit, how many of it: the alphabet of this family.
+UNITS = (
+    ("kilometres", "metres", 1000), ("metres", "centimetres", 100), ("kilograms", "grams", 1000),
+    ("litres", "millilitres", 1000), ("hours", "minutes", 60), ("minutes", "seconds", 60), ("weeks", "days", 7),
+    ("dozens", "pieces", 12), ("euros", "cents", 100), ("days", "hours", 24),
+)  # fmt: skip
+UNIT_ASKS = (
+    "{name} has {amount} {large} and {rest} {small} of {topic} work. How much is that in {small}?",
+    "Convert {amount} {large} and {rest} {small} to {small} for {name}'s {topic} plan.",
+    "For the {topic} report of {name}: what is {amount} {large} plus {rest} {small}, in {small}?",
+    "{name} asks about {topic}: how many {small} are {amount} {large} and {rest} {small}?",
+    "In the {topic} notes of {name} stands: {amount} {large}, {rest} {small}. Give it in {small}.",
+    "Please express {amount} {large} and {rest} {small} in {small} ({topic}, {name}).",
+)
+TIME_ASKS = (
+    "The {topic} class of {name} starts at {start} and takes {minutes} minutes. When does it end?",
+    "{name} begins with {topic} at {start} and needs {minutes} minutes. At what time is it over?",
+    "If the {topic} talk by {name} starts at {start} and lasts {minutes} minutes, when is it finished?",
+    "When is {name} done with {topic}, starting at {start} and working {minutes} minutes?",
+    "{topic} with {name}: start {start}, length {minutes} minutes. What is the end time?",
+    "Add {minutes} minutes to {start} for the {topic} calendar of {name}.",
+)
+DATE_ASKS = (
+    "{name} orders a {thing} on {day}, {number} {month}. It arrives {later} days later. Which day and date is that?",
+    "Today is {day}, {number} {month}. In {later} days {name} gets a {thing}. What day is it then?",
+    "From {day}, {number} {month}, count {later} days: when does {name} receive the {thing}?",
+    "The {thing} of {name} leaves on {day}, {number} {month}, and takes {later} days. Which day does it arrive?",
+    "Which weekday and date come {later} days after {day}, {number} {month}? It is for the {thing} of {name}.",
+    "{name} rents a {thing} from {day}, {number} {month}, for {later} days. On which day does that end?",
+)
+YEAR = 2026  # any without a leap day: only differences matter, and months are not left
+
+
+def _units(draw: Draw) -> tuple[str, dict[str, Any]]:
+    large, small, factor = draw.choice(UNITS)
+    amount, rest = draw.numbers(lambda rng: (rng.randint(2, 12), rng.randint(1, min(factor, 99) - 1)))
+    words = {"name": draw.word(FIRST_NAMES), "topic": draw.word(TOPICS)}
+    facts = {"kind": "units", "large": large, "small": small, "amount": amount, "rest": rest, **words}
+    return draw.phrasing("units", UNIT_ASKS).format(**facts), facts
+
+
+def _times(draw: Draw) -> tuple[str, dict[str, Any]]:
+    hour, minute, minutes = draw.numbers(lambda rng: (rng.randint(6, 20), rng.randint(0, 59), rng.randint(5, 175)))
+    words = {"name": draw.word(FIRST_NAMES), "topic": draw.word(TOPICS)}
+    facts = {"kind": "times", "hour": hour, "minute": minute, "minutes": minutes, **words}
+    return draw.phrasing("times", TIME_ASKS).format(start=f"{hour:02}:{minute:02}", **facts), facts
+
+
+def _dates(draw: Draw) -> tuple[str, dict[str, Any]]:
+    month, number, later = draw.numbers(lambda rng: (rng.randint(1, 12), rng.randint(1, 14), rng.randint(2, 14)))
+    words = {"name": draw.word(FIRST_NAMES), "thing": draw.word(THINGS)}
+    facts = {"kind": "dates", "month": MONTHS[month - 1], "number": number, "later": later, **words}
+    facts["day"] = draw.choice(DAYS)
+    return draw.phrasing("dates", DATE_ASKS).format(**facts), facts
+
+
+def _unit_steps(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
+    factor = next(factor for large, small, factor in UNITS if (large, small) == (facts["large"], facts["small"]))
+    small, amount, rest = facts["small"], facts["amount"], facts["rest"]
+    whole = amount * factor
+    steps = [
+        f"One of the {facts['large']} is {factor} {small}.",
+        f"{amount} * {factor} = {whole}.",
+        f"{whole} + {rest} = {whole + rest}.",
+    ]
+    return steps, [f"For {facts['topic']}, {facts['name']} has {whole + rest} {small}."]
+
+
+def _time_steps(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
+    hours, left = divmod(facts["minutes"], 60)
+    hour, minute = facts["hour"] + hours, facts["minute"] + left
+    carried, clock = divmod(minute, 60)
+    steps = [
+        f"{facts['minutes']} minutes are {hours} hours and {left} minutes.",
+        f"{facts['hour']} + {hours} = {hour} hours.",
+        f"{facts['minute']} + {left} = {minute} minutes.",
+        f"That makes {hour + carried} hours and {clock} minutes.",
+    ]
+    end = f"{hour + carried:02}:{clock:02}"
+    return steps, [f"The {facts['topic']} of {facts['name']} ends at {end}.", f"{facts['name']} is done at {end}."]
+
+
+def _date_steps(facts: dict[str, Any]) -> tuple[list[str], list[str]]:
+    start = date(YEAR, MONTHS.index(facts["month"]) + 1, facts["number"])
+    end = start + timedelta(days=facts["later"])
+    weeks, left = divmod(facts["later"], 7)
+    day = DAYS[(DAYS.index(facts["day"]) + left) % 7]
+    steps = [
+        f"{facts['later']} days are {weeks} weeks and {left} days.",
+        f"{left} days after {facts['day']} is {day}.",
+        f"{facts['number']} + {facts['later']} = {end.day}.",
+    ]
+    said = f"{day}, {end.day} {MONTHS[end.month - 1]}"
+    return steps, [f"For the {facts['thing']} of {facts['name']} that is {said}."]
+
+
+KINDS = {"units": (_units, _unit_steps), "times": (_times, _time_steps), "dates": (_dates, _date_steps)}
+
+
+def _parts(facts: dict[str, Any]) -> tuple[list[str], Parts]:
+    """Steps, and the answer in its wordings: the last step and the result after a think block, else all steps."""
+    steps, results = KINDS[facts["kind"]][1](facts)
+    shown = ["So:", *steps[-2:]] if facts["thinking"] else steps
+    return steps, ["\n".join(shown), "\n", [f"Result: {result}" for result in results]]
+
+
+def write(draw: Draw) -> Written:
+    """One conversion, end time or date; every fourth time with a think block."""
+    question, facts = KINDS[draw.choice(tuple(KINDS))][0](draw)
+    facts["thinking"] = draw.random.random() < 0.25
+    steps, parts = _parts(facts)
+    reasoning = "\n".join(steps) if facts["thinking"] else None
+    return Written(chat(question, say(draw, parts), reasoning), facts, None, facts["thinking"])
+
+
+def problem(facts: dict[str, Any], answer: str) -> str | None:
+    """Computes steps and result anew from the numbers of the question."""
+    return wording_problem(_parts(facts)[1], answer)
+
+
+FAMILY = Family("units and dates", write, problem)

@@ -1,0 +1,95 @@
+"""Runs Python that a model wrote: checked first, then in a process of its own with limits.
+
+The check refuses whatever small functions on numbers and texts do not need: imports, dunder names, names that reach
+files or the interpreter. The process has no environment, an empty folder, and limits on time, memory and file size.
+"""
+
+import ast
+import doctest
+import json
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+TIME_LIMIT = 5.0  # seconds, start of the interpreter included
+REFUSED_NODES = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.Global, ast.Nonlocal, ast.While, ast.Pow, ast.LShift)
+REFUSED_NAMES = {"breakpoint", "compile", "delattr", "eval", "exec", "exit", "getattr", "globals", "help", "input",
+                 "locals", "memoryview", "open", "quit", "setattr", "super", "type", "vars"}  # fmt: skip
+RUNNER = """
+import io, json, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+def run(job):
+    names = {"__name__": "answer"}
+    try:
+        exec(compile(job["code"], "answer", "exec"), names)
+        if job["doctest"]:
+            import doctest  # slow to import, and not every program has one
+            tests = doctest.DocTestFinder().find(names[job["doctest"]], globs=dict(names))
+            runner = doctest.DocTestRunner(verbose=False)
+            for test in tests:
+                runner.run(test, out=io.StringIO().write)
+            if not runner.tries or runner.failures:
+                return {"error": f"{runner.failures} of {runner.tries} doctests failed"}
+        return {"results": [repr(eval(call, dict(names))) for call in job["calls"]]}
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+answer, sys.stdout = sys.stdout, io.StringIO()
+json.dump([run(job) for job in json.load(sys.stdin)], answer)
+"""
+
+
+def code_problem(code: str) -> str | None:
+    """A sentence if `code`, or a doctest in it, does not parse or uses what an answer may not."""
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+        sources = [
+            example.source for text in _strings(nodes) for example in doctest.DocTestParser().get_examples(text)
+        ]
+        nodes += [node for source in sources for node in ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return f"the code does not parse: {error}."
+    for node in nodes:
+        if isinstance(node, REFUSED_NODES):
+            return f"the code uses {type(node).__name__}, which answers may not."
+        name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+        if isinstance(name, str) and (name in REFUSED_NAMES or name.startswith("__")):
+            return f"the code uses `{name}`, which answers may not."
+    return None
+
+
+def _strings(nodes: list[ast.AST]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def job(code: str, calls: list[str] | None = None, tested: str | None = None) -> dict[str, Any]:
+    """One program to run: its code, expressions to evaluate after it, and a function whose doctests must pass."""
+    return {"code": code, "calls": calls or [], "doctest": tested}
+
+
+def run_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs programs that [`code_problem`] has passed, one after another in one restricted process.
+
+    Returns:
+        Per job `{"results": [repr, ...]}` or `{"error": sentence}`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", RUNNER],
+                input=json.dumps(jobs),
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+                cwd=folder,
+                env={},
+            )
+        except subprocess.TimeoutExpired:
+            return [{"error": f"not done within {TIME_LIMIT} s"}] * len(jobs)
+    if done.returncode != 0:
+        return [{"error": f"the process ended with {done.returncode}"}] * len(jobs)
+    return json.loads(done.stdout)

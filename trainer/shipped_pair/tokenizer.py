@@ -1,0 +1,99 @@
+"""The shipped target's tokenizer: byte-level BPE over tasks and standard-library text, with the chat template.
+
+    python -m hf_specheads.trainer.shipped_pair.tokenizer --output_dir runs/tokenizer
+
+Every digit is a token of its own: then numbers are copied, compared and added by place.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from .chat import CHAT_TEMPLATE, END_OF_TEXT, MARKERS, SPECIAL_TOKENS, TURN_END, answer_text
+from .corpus import read_split
+from .tasks import FAMILIES, Example, examples
+
+VOCABULARY = 6144
+EXAMPLES_PER_FAMILY = 2000
+TEXT_SHARE = 0.35  # of the characters are standard-library text: chats decide what is one token
+MODEL_MAX_LENGTH = 2048
+
+
+def texts_of(example: Example) -> Iterator[str]:
+    """What stands between the special tokens of a chat."""
+    for message in example.messages:
+        yield answer_text(message, example.thinking)
+    for tool in example.tools or []:
+        yield str(tool["function"]).replace("'", '"')
+
+
+def training_texts(library: list[str], per_family: int = EXAMPLES_PER_FAMILY, seed: int = 0) -> list[str]:
+    """Chats for training, and as much standard-library text as makes `TEXT_SHARE` of the whole.
+
+    Args:
+        library: Texts of the training split, read from the front; see `corpus.read_split`.
+        per_family: Chats of each family.
+        seed: Of the chats.
+    """
+    chats = [text for family in FAMILIES for example in islice(examples(family, seed), per_family)
+             for text in texts_of(example)]  # fmt: skip
+    wanted = sum(map(len, chats)) * TEXT_SHARE / (1 - TEXT_SHARE)
+    chosen: list[str] = []
+    for text in library:
+        if wanted <= 0:
+            break
+        chosen.append(text[: int(wanted) + 1])
+        wanted -= len(text)
+    return chats + chosen
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `texts`, single digits; turns end with `<|im_end|>`, which is its EOS token.
+
+    Args:
+        texts: What to learn merges from.
+        vocab_size: Entries in all, bytes, special tokens and markers included.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(MARKERS),
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in MARKERS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=None,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (TURN_END, END_OF_TEXT)],
+        model_max_length=MODEL_MAX_LENGTH,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
+    parser.add_argument("--per_family", type=int, default=EXAMPLES_PER_FAMILY, help="chats of each family")
+    args = parser.parse_args()
+    tokenizer = train_tokenizer(training_texts(read_split(held_out=False), args.per_family), args.vocab_size)
+    tokenizer.save_pretrained(args.output_dir)
+    print(f"{len(tokenizer)} tokens in {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()
