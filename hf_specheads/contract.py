@@ -44,6 +44,18 @@ from .unroll.rows import DraftedPass, TrainingRows
 LOOPS = ("own", "transformers")
 
 
+class Memory(WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]):
+    """What calls with a target have learnt about heads, for the next ones: speeds by the settings of a call, compiled
+    steps. It goes with the target. Of heads with weights of their own, deep copies and pickled ones, nothing is known
+    yet."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+        return Memory()
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+        return Memory, ()
+
+
 class DraftingContract:
     """What drafting asks of heads, and the settings a user may assign to them."""
 
@@ -60,9 +72,7 @@ class DraftingContract:
     profile: bool
     trace: bool
     last_stats: GenerationStats | None
-    # What calls with a target have learnt, for the next ones: speeds by the settings of a call, compiled steps. Shared
-    # by the copies that `with_tree` makes.
-    memory: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]
+    memory: Memory  # shared by the copies that `with_tree` makes
 
     # ------------------------------------------------------------------ what `DraftHead` answers for all families
     @property
@@ -93,8 +103,9 @@ class DraftingContract:
         """Refuses a target the heads were not made for, before any forward."""
         raise NotImplementedError
 
-    def bind(self, target: PreTrainedModel) -> Self:
-        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already."""
+    def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
+        """Borrows the target's embedding and `lm_head`, and follows it to its device; checks the target first unless
+        it is bound already."""
         raise NotImplementedError
 
     def with_tree(self, **overrides: Any) -> Self:
@@ -129,6 +140,11 @@ class DraftingContract:
                 f"has depth {tree.depth}; use a tree that is no deeper, `heads.with_tree(...)`"
             )
         return None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether drafting calls modules of the target: its token embedding or its `lm_head`."""
+        return bool(self.feature_layers)
 
     # ------------------------------------------------------------------ the drafting contract
     def start_draft(

@@ -65,8 +65,8 @@ def generate_with(
         version: Any = tuple(sorted((p.name, p.stat().st_mtime_ns) for p in Path(source).iterdir() if p.is_file()))
     else:
         version = _commit_of(code) or revision
-    # A view of the heads, so that those kept for the next call hold on to no target.
-    heads = _load(source, version, token, model.dtype, BorrowedModules.of(model).device).with_tree()
+    kept = _load(source, version, token, model.dtype, BorrowedModules.of(model).device).bind(model)
+    heads = kept.with_tree()  # settings and statistics of a call are its own
     return model.generate(inputs, assistant_model=heads, **arguments)
 
 

@@ -68,7 +68,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         **kwargs: Any,
     ):
         self.num_passes = resolve_num_passes(model, args)
-        model.bind(target)
+        model.bind(target, follow=False)
         with args.main_process_first(desc="tokenizing"):
             prepare = partial(prepare_dataset, tokenizer=processing_class, max_length=args.max_length)
             train_dataset = prepare(train_dataset)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from ..errors import HeadLoadError
 from ..heads.auto import HEADS
 from ..heads.base import DraftHead
+from ..heads.placement import Placement, announce
 from .fetch import local_folder, name_of
 from .read import StoredHeads, read_heads, with_note
 from .tensors import usual_dtype
-
-logger = logging.getLogger(__name__)
 
 
 def load_heads(
@@ -41,8 +38,9 @@ def load_heads(
     Args:
         repo_or_path: Hub id or folder.
         revision: Branch, tag or commit on the Hub.
-        dtype: Type of the weights; default as stored.
-        device_map: As in transformers.
+        dtype: Type of the weights. By default they are loaded as stored, and follow the target's when it is first
+            used.
+        device_map: As in transformers. By default the heads follow their target to the device of its `lm_head`.
         token: Hub token for private repositories.
         local_files_only: Never ask the network.
         positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
@@ -61,6 +59,7 @@ def load_heads(
     """
     name = name_of(repo_or_path)
     folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
+    placement = Placement.asked_for(device_map, dtype)
     try:
         stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
         heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
@@ -68,7 +67,8 @@ def load_heads(
         )
     except HeadLoadError as error:
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
-    announce(name, stored)
+    announce(f"{name}: {stored}")
+    heads.placement = placement
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     heads.compiled = compile
     if not Path(repo_or_path).is_dir():
@@ -86,15 +86,3 @@ def _with_dtype(stored: StoredHeads, dtype: torch.dtype | str | None) -> tuple[S
     usual = usual_dtype(stored.tensors)
     other = {str(t.dtype) for t in stored.tensors.values() if t.dtype.is_floating_point and t.dtype != usual}
     return (with_note(stored, f"weights of {', '.join(sorted(other))} become {usual}") if other else stored), usual
-
-
-def announce(name: str, stored: StoredHeads) -> None:
-    """Logs what was found and every assumption, visibly unless logging was turned down.
-
-    The line is information; where nobody shows information, as by default, it is logged as a warning, which Python
-    and notebooks print. `logging.getLogger("hf_specheads")` and transformers' verbosity silence it.
-    """
-    if transformers.utils.logging.get_verbosity() > logging.WARNING:
-        return
-    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
-    logger.log(logging.INFO if shown else logging.WARNING, "%s: %s", name, stored)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..cache.target import chain_cache_problem, tree_cache_problem
-from ..contract import LOOPS, DraftingContract
+from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.positions import rope_limit
 from .options import DraftingOptions
@@ -68,9 +68,6 @@ def refuse_options(heads: DraftingContract, options: DraftingOptions, config: Ge
     Raises:
         UnsupportedGenerationError: names the setting and the way out.
     """
-    for name, value, known in (("verification", options.verification, RULES), ("loop", options.loop, LOOPS)):
-        if value not in known:
-            raise UnsupportedGenerationError(f"`heads.{name}` must be one of {list(known)}, got {value!r}.")
     if config.do_sample and (problem := RULES[options.verification].problem(options)):
         raise UnsupportedGenerationError(
             f"{options.verification} acceptance {problem}, or `heads.verification = 'lossless'`."

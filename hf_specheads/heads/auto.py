@@ -19,6 +19,7 @@ from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
+from .placement import Placement
 from .poss import PossHead
 from .poss_eagle3 import PossEagle3Head
 from .poss_lora import PossLoraHead
@@ -133,6 +134,7 @@ class AutoDraftHead:
         if "tree_config" in config:
             config["tree_config"] = _full_tree_config(config["tree_config"])
         heads = AutoDraftHead.from_config(build_config(config_class, {**fields, **config}))
+        heads.placement = Placement(device=device is None, dtype=False)
         heads.remember_target(target)
         if from_heads is None:
             heads.start_from_target(target, **kept_in_weights)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 
 from ..configuration import DraftHeadConfig
-from ..contract import DraftingContract, TrainingContract
+from ..contract import LOOPS, DraftingContract, Memory, TrainingContract
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError, refuse_wrong_keys
+from ..generation.verification.rules import RULES
 from ..metrics import GenerationStats
 from ..publishing.card.facts import Published
 from ..publishing.push import push_heads
 from ..target.adapter import adapter_identity, load_adapter
-from ..target.borrowed import BorrowedModules
+from ..target.borrowed import Binding, BorrowedModules
 from ..target.identity import fingerprints_match, target_fingerprint, target_identity, target_sizes
 from .adapter import check_adapter, find_adapter, save_adapter_beside
+from .placement import Placement
 from .pruning import PRUNED_TOKEN_IDS, PrunableVocabulary
 from .tree_choice import TreeChoice
 
@@ -49,9 +51,10 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             with `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
         compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
             for that. How, says the target's `generation_config.compile_config`.
-        profile: Record wall seconds by stage in `last_stats.seconds`.
+        profile: Record wall seconds by stage in `last_stats.seconds`; every stage then waits for the devices.
         trace: Keep every draft tree in `last_stats.trees`.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
+        placement: [`Placement`]: whether the heads follow their target to its device and dtype when it is first used.
     """
 
     config_class = DraftHeadConfig
@@ -81,14 +84,29 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self.exact_seed = True
         self.loop = "own"
         self.compiled = False
-        self.memory = WeakKeyDictionary()
+        self.memory = Memory()
         self.profile = False
         self.trace = False
         self.last_stats: GenerationStats | None = None
-        # A tuple is invisible to nn.Module, so nothing of the target is registered, trained or saved.
-        self._borrowed: tuple[BorrowedModules, ...] = ()
-        self._bound_to: tuple[PreTrainedModel, ...] = ()
+        self.placement = Placement()
+        self._binding = Binding()  # no module, so nothing of the target is registered, trained or saved
         self._init_vocabulary(config)
+
+    @property
+    def verification(self) -> str:
+        return self._verification
+
+    @verification.setter
+    def verification(self, rule: str) -> None:
+        self._verification = _one_of("verification", rule, RULES)
+
+    @property
+    def loop(self) -> str:
+        return self._loop
+
+    @loop.setter
+    def loop(self, loop: str) -> None:
+        self._loop = _one_of("loop", loop, LOOPS)
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:
@@ -121,17 +139,27 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
                     f"{field}={theirs}; load heads trained for this target."
                 )
 
-    def bind(self, target: PreTrainedModel) -> Self:
-        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already.
+    def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
+        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already. The
+        target is not
+        kept alive.
+
+        Args:
+            target: The target.
+            follow: Let the heads follow it to the device of its `lm_head`, and to its dtype, as far as nobody chose
+                others for them ([`heads.placement`]). Heads that were once told not to stay as they are.
 
         Raises:
             WrongTargetError: see [`check_target`].
+            UnsupportedGenerationError: if the heads are where they cannot call what they borrow.
         """
-        if not (self._bound_to and self._bound_to[0] is target):
+        if self._binding.target is not target:
             self.check_target(target)
-            self._pruned.clear()
-        self._borrowed = (BorrowedModules.of(target),)
-        self._bound_to = (target,)
+            self._binding = Binding(target)
+        self._binding.look_again()
+        if not follow:
+            self.placement = Placement(device=False, dtype=False)
+        self.placement.follow(self, target, self.borrowed)
         self._found_tree = None  # the number of threads may have changed
         self._refresh_pruning()
         return self
@@ -164,11 +192,9 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         """The target's parts.
 
         Raises:
-            RuntimeError: if the heads are not bound to a target yet.
+            RuntimeError: if the heads are not bound to a target yet, or it is gone.
         """
-        if not self._borrowed:
-            raise RuntimeError("these draft heads are not bound to a target; call `heads.bind(target)` first.")
-        return self._borrowed[0]
+        return self._binding.borrowed
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Draft logits in fp32, [..., H] -> [..., Vd]; Vd is V unless the heads have a [`draft_vocabulary`]."""
@@ -242,17 +268,20 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As in transformers, but only from safetensors, and a missing or unknown tensor is an error, not a warning.
+        Without a `device_map` the heads follow their target to its device, without a `dtype` to its dtype.
 
         Raises:
             CheckpointKeysError: naming the missing and the unknown tensors.
             CheckpointValueError: for a draft vocabulary that is none.
         """
         kwargs.setdefault("use_safetensors", True)
+        placement = Placement.asked_for(kwargs.get("device_map"), kwargs.get("dtype", kwargs.get("torch_dtype")))
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         heads, info = loaded
         refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
         if problem := heads.pruning_problem():
             raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
+        heads.placement = placement
         return (heads, info) if output_loading_info else heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
@@ -263,7 +292,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
         self.write_trees()
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
-            save_adapter_beside(self.config, Path(save_directory), self._bound_to[0] if self._bound_to else None)
+            save_adapter_beside(self.config, Path(save_directory), self._binding.target)
         saved = super().save_pretrained(save_directory, **kwargs)
         if push:
             self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
@@ -294,6 +323,17 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             ValueError: for an unknown fact.
         """
         return push_heads(self, repo_id, **options)
+
+
+def _one_of(name: str, value: str, known: Collection[str]) -> str:
+    """A setting, if there is such a one.
+
+    Raises:
+        ValueError: names those there are.
+    """
+    if value not in known:
+        raise ValueError(f"`heads.{name}` must be one of {list(known)}, got {value!r}.")
+    return value
 
 
 def trained_weights(heads: DraftHead) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from ..tree.config import DraftTreeConfig
 from ..unroll.rows import DraftedPass, TrainingRows, row_positions
 from ..unroll.streams import visible_rows
 from .base import DraftHead
+from .placement import Placement
 
 __all__ = ["DraftLanguageModel", "DraftLanguageModelConfig"]
 
@@ -234,6 +235,7 @@ class DraftLanguageModel(DraftHead):
         with torch.device("meta"):
             heads = cls(config)
         heads.language_model = model
+        heads.placement = Placement(device=False, dtype=False)  # it may serve others
         if target is not None:
             heads.check_target(target)
             heads.remember_target(target)
@@ -258,14 +260,14 @@ class DraftLanguageModel(DraftHead):
     @property
     def trained_vocabulary(self) -> torch.Tensor | None:
         """The first tokens, which both models know, where their vocabularies differ by padding, else `None`."""
-        if not self._bound_to or self.target_vocab_size == self.config.vocab_size:
+        if self._binding.target is None or self.target_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(self.shared_vocabulary, device=self.device)
 
     @property
     def target_vocab_size(self) -> int:
-        bound = self._bound_to
-        return bound[0].config.get_text_config(decoder=True).vocab_size if bound else self.config.vocab_size
+        target = self._binding.target
+        return self.config.vocab_size if target is None else target.config.get_text_config(decoder=True).vocab_size
 
     def own_projections(self) -> Sequence[nn.Module]:
         return (self.language_model.get_output_embeddings(),)

@@ -190,8 +190,8 @@ class Eagle3Head(SpecialistHead):
             RuntimeError: if they are not bound to one yet.
         """
         levels = self.config.feature_layers
-        if levels is None and self._bound_to:
-            levels = _levels_of(self._bound_to[0])
+        if levels is None and (target := self._binding.target) is not None:
+            levels = _levels_of(target)
         if levels is None:
             raise RuntimeError(
                 "these draft heads read the usual levels of their target, which depend on its depth; call "
@@ -281,6 +281,10 @@ class Eagle3Head(SpecialistHead):
 
     def own_projections(self) -> Sequence[nn.Module]:
         return (self.lm_head,)
+
+    @property
+    def borrows(self) -> bool:
+        return self.embed_tokens is None
 
     # ------------------------------------------------------------------ training
     @property

@@ -180,6 +180,10 @@ class HydraHead(PerPositionHead):
 
     # ------------------------------------------------------------------ drafting
     @property
+    def borrows(self) -> bool:
+        return super().borrows or self.config.grounded
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         return (-1 - self.config.hidden_state_offset,)
 

@@ -134,6 +134,10 @@ class PerPositionHead(DraftHead):
         return () if self.lm_heads is None else tuple(self.lm_heads)
 
     @property
+    def borrows(self) -> bool:
+        return self.lm_heads is None
+
+    @property
     def published_tree(self) -> DraftTreeConfig:
         """Medusa's 63 nodes, as deep as there are heads."""
         choices = tuple(path for path in MEDUSA_CHOICES if len(path) <= self.config.num_heads)

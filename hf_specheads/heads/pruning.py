@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ..configuration import DraftHeadConfig
 from ..contract import DraftingContract
 from ..draft_vocabulary import draft_ids_problem, mapping_of
 from ..errors import WrongTargetError
+from ..target.borrowed import Binding
 from ..target.projection import has_plain_weight, projection_rows
 
 PRUNED_TOKEN_IDS = "pruned_token_ids"
@@ -26,15 +27,12 @@ class PrunableVocabulary(DraftingContract, nn.Module):
     """
 
     pruned_token_ids: torch.Tensor | None
-    _bound_to: tuple[PreTrainedModel, ...]
-    _pruned: dict[str, Any]
+    _binding: Binding
 
     def _init_vocabulary(self, config: DraftHeadConfig) -> None:
         size = config.pruned_vocab_size
         ids = None if size is None else torch.arange(size)  # the first tokens until the saved ones are loaded
         self.register_buffer(PRUNED_TOKEN_IDS, ids)
-        # Shared by the copies that `with_tree` makes, as the weights are.
-        self._pruned = {}
 
     # ------------------------------------------------------------------ what a family says
     @property
@@ -71,9 +69,10 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         own = self.own_projections()
         if self.pruned_token_ids is None:
             return own[index] if own else self.borrowed.lm_head
-        if "rows" not in self._pruned:
+        copied = self._binding.copied
+        if "rows" not in copied:
             self._copy_rows(self.pruned_token_ids)
-        return self._pruned["rows"][index if own else 0]
+        return copied["rows"][index if own else 0]
 
     # ------------------------------------------------------------------ pruning
     def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Self:
@@ -94,7 +93,7 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         Raises:
             ValueError: for ids that repeat or that there are not, or if none of them can be drafted.
         """
-        self._pruned.clear()
+        self._binding.copied.clear()
         if token_ids is None:
             self.pruned_token_ids, self.config.pruned_vocab_size = None, None
             return self
@@ -118,26 +117,32 @@ class PrunableVocabulary(DraftingContract, nn.Module):
 
     def _refresh_pruning(self) -> None:
         """Copies the rows again if what they were copied from has changed since."""
-        if self.pruned_token_ids is None:
-            self._pruned.clear()
-        elif self._pruned.get("source") != self._pruning_source(self.pruned_token_ids):
-            self._copy_rows(self.pruned_token_ids)
+        copied, ids = self._binding.copied, self.pruned_token_ids
+        if ids is None:
+            copied.clear()
+        elif copied.get("ids") is not ids or copied["source"] != self._pruning_source():
+            self._copy_rows(ids)
 
     def _projections(self) -> Sequence[nn.Module]:
         return self.own_projections() or (self.borrowed_projection(),)
 
     def borrowed_projection(self) -> nn.Module:
         """The target's `lm_head`, as a module."""
-        _ = self.borrowed  # says what to do if there is no target yet
-        return self._bound_to[0].get_output_embeddings()
+        return self._bound_target().get_output_embeddings()
 
-    def _pruning_source(self, token_ids: torch.Tensor) -> list[Any]:
+    def _bound_target(self) -> PreTrainedModel:
+        _ = self.borrowed  # says what to do if there is no target yet
+        return cast(PreTrainedModel, self._binding.target)
+
+    def _pruning_source(self) -> list[Any]:
         """What tells whether weights have moved or changed; of a module that is more than its weight, the module."""
-        source: list[Any] = [token_ids.data_ptr()]
+        source: list[Any] = []
         for module in self._projections():
             if has_plain_weight(module):
                 weight = module.weight
-                source.append((weight.data_ptr(), weight._version, weight.dtype, weight.device))
+                # Tensors made under `torch.inference_mode()` do not count their changes.
+                version = None if weight.is_inference() else weight._version
+                source.append((weight.data_ptr(), version, weight.dtype, weight.device))
             else:
                 source.append(id(module))
         return source
@@ -151,11 +156,15 @@ class PrunableVocabulary(DraftingContract, nn.Module):
                     f"these {self.config.method} heads are pruned to tokens that they cannot draft for this target, "
                     f"e.g. {int(token_ids[unknown][0])}; prune them again, `heads.prune_draft_vocabulary(...)`."
                 )
-        like = next(self.parameters()) if own else self._bound_to[0].get_input_embeddings()(ids[:1]).detach()
-        if not own:
-            like = like.to(self.borrowed.device)
+        like = next(self.parameters()) if own else self._features_like(ids)
         width = self.config.hidden_size if own else self.config.feature_size
         widths = [getattr(module, "in_features", width) for module in self._projections()]
         rows = [projection_rows(*each, ids, like) for each in zip(self._projections(), widths, strict=True)]
-        self._pruned["rows"] = rows
-        self._pruned["source"] = self._pruning_source(token_ids)
+        self._binding.copied.update(rows=rows, ids=token_ids, source=self._pruning_source())
+
+    def _features_like(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """A tensor on the device of the target's `lm_head`, of the dtype that it is given."""
+        embedding = self._bound_target().get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        at = self.borrowed.device if weight is None or weight.device.type == "meta" else weight.device
+        return embedding(token_ids[:1].to(at)).detach().to(self.borrowed.device)

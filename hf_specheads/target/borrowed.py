@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,9 @@ def as_lm_head(
 def _execution_device(lm_head: nn.Module, target: PreTrainedModel) -> torch.device:
     """Where the target's `lm_head` computes: an offloaded weight is `meta`, and accelerate's hook knows the device."""
     weight, hook = getattr(lm_head, "weight", None), getattr(lm_head, "_hf_hook", None)
-    candidates = (getattr(weight, "device", None), getattr(hook, "execution_device", None), target.device)
+    hooks = getattr(hook, "hooks", (hook,))  # accelerate chains several into one
+    told = [getattr(one, "execution_device", None) for one in hooks]
+    candidates = (getattr(weight, "device", None), *told, target.device)
     devices = [torch.device(device) for device in candidates if device is not None]
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
@@ -60,3 +64,60 @@ class BorrowedModules:
     def of(cls, target: PreTrainedModel) -> BorrowedModules:
         embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
         return cls(embedding, as_lm_head(lm_head, target.dtype), _execution_device(lm_head, target))
+
+
+class Binding:
+    """The target that heads are bound to and what is made of it for them; it keeps no target alive.
+
+    Shared by the copies that `with_tree` makes, until one of them is bound anew. Whoever copies heads deeply gets a
+    binding to the same target, not a copy of it; a pickled one is bound to nothing.
+
+    Args:
+        target: The target, `None` for none.
+
+    Attributes:
+        copied: What was copied of the target's weights, which goes with the target.
+    """
+
+    def __init__(self, target: PreTrainedModel | None = None):
+        self.copied: dict[str, Any] = {}
+        self._borrowed: BorrowedModules | None = None
+        self._target: weakref.ref[PreTrainedModel] | None = None
+        if target is not None:
+            self._borrowed = BorrowedModules.of(target)
+            ours = weakref.ref(self)
+
+            def forget(_: weakref.ref[PreTrainedModel]) -> None:
+                if (binding := ours()) is not None:
+                    binding._borrowed = None
+                    binding.copied.clear()
+
+            self._target = weakref.ref(target, forget)
+
+    @property
+    def target(self) -> PreTrainedModel | None:
+        """The target, `None` if there is none or it is gone."""
+        return None if self._target is None else self._target()
+
+    @property
+    def borrowed(self) -> BorrowedModules:
+        """What is borrowed of the target.
+
+        Raises:
+            RuntimeError: if there is no target, or it is gone.
+        """
+        if self._borrowed is None:
+            state = "not bound to a target yet" if self._target is None else "bound to a target that is gone"
+            raise RuntimeError(f"these draft heads are {state}; call `heads.bind(target)` first.")
+        return self._borrowed
+
+    def look_again(self) -> None:
+        """Borrows anew: the target's modules may have been replaced or moved since."""
+        if (target := self.target) is not None:
+            self._borrowed = BorrowedModules.of(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return Binding(self.target)
+
+    def __reduce__(self) -> tuple[type[Binding], tuple[()]]:
+        return Binding, ()

@@ -14,7 +14,9 @@ from support.targets import own_target, prompt, shared_target
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
 
 from hf_specheads import AutoDraftHead, WrongTargetError
+from hf_specheads.contract import LOOPS
 from hf_specheads.errors import UnsupportedGenerationError
+from hf_specheads.generation.verification.rules import RULES
 
 
 def refusal(target, heads, error: type[Exception], ids=None, counted=None, **options: Any) -> str:
@@ -120,18 +122,16 @@ def test_heads_bound_to_one_target_are_checked_against_the_next():
     refusal(second, heads, WrongTargetError)
 
 
-def test_an_unknown_way_of_verification():
-    target = shared_target("llama")
-    heads = random_heads(target)
-    heads.verification = "hopeful"
-    assert "'hopeful'" in refusal(target, heads, UnsupportedGenerationError)
-
-
-def test_an_unknown_loop():
-    target = shared_target("llama")
-    heads = random_heads(target)
-    heads.loop = "theirs"
-    assert "'theirs'" in refusal(target, heads, UnsupportedGenerationError)
+@pytest.mark.parametrize(("setting", "known"), [("verification", RULES), ("loop", LOOPS)])
+def test_settings_that_do_not_exist_are_refused_where_they_are_assigned(setting, known):
+    heads = random_heads(shared_target("llama"))
+    before = getattr(heads, setting)
+    with pytest.raises(ValueError, match=rf"`heads.{setting}` must be one of .*, got 'hopeful'"):
+        setattr(heads, setting, "hopeful")
+    assert getattr(heads, setting) == before
+    for name in known:
+        setattr(heads, setting, name)
+        assert getattr(heads.with_tree(), setting) == name
 
 
 def test_trees_in_the_loop_of_transformers():

@@ -125,15 +125,17 @@ def test_rows_follow_the_weights():
     """Copies are made anew for another target, for changed weights and another type, and not otherwise."""
     target = own_target()
     heads = random_heads(target, kind="chain").prune_draft_vocabulary(KEPT).bind(target)
-    rows = heads._pruned["rows"]
-    assert heads.bind(target)._pruned["rows"] is rows and heads.with_tree(depth=2)._pruned["rows"] is rows
+    rows = heads._binding.copied["rows"]
+    assert (
+        heads.bind(target)._binding.copied["rows"] is rows and heads.with_tree(depth=2)._binding.copied["rows"] is rows
+    )
     with torch.no_grad():
         target.lm_head.weight.mul_(2)
     features = torch.randn(1, 1, heads.config.feature_size)
     expected = target.lm_head(features)[..., KEPT]
     torch.testing.assert_close(heads.bind(target).draft_logits(features), expected)
     target.to(torch.float64)
-    assert heads.bind(target)._pruned["rows"][0].weight.dtype == torch.float64
+    assert heads.bind(target)._binding.copied["rows"][0].weight.dtype == torch.float64
     heads.config.target = None
     other = own_target(seed=5)
     torch.testing.assert_close(heads.bind(other).draft_logits(features), other.lm_head(features)[..., KEPT])

@@ -1,0 +1,135 @@
+"""The device that accelerator tests run on: CUDA where there is one, else an emulation that `accelerator.cpp` builds.
+
+The emulation is the device `pretend`, two of them. Its numbers are the CPU's, so it says nothing of kernels, streams or
+graphs; it says whether tensors of several devices meet, what the host waits for, and whether a time was taken without
+waiting. It stays in a process for good: import this module only where it may ([`test_accelerator`] starts one).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+NAME = "pretend"
+DEVICES = 2
+OURS = "hf_specheads"
+
+
+def emulation_problem() -> str | None:
+    """Why the emulation cannot be built here, `None` if it can."""
+    for tool in ("c++", "ninja"):
+        if shutil.which(tool) is None:
+            return f"no CUDA here, and no {tool} to build the emulation of an accelerator with"
+    return None
+
+
+@dataclass
+class Seen:
+    """What a device was asked for while it was watched.
+
+    Attributes:
+        waits: Operators the host waited for, each with the innermost line of ours: `("item", "loop.py:281 accept")`.
+        copies: Copies that nobody waited for, and crossings between two devices.
+        operators: How many were launched.
+    """
+
+    waits: list[tuple[str, str]] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
+    operators: int = 0
+
+    def __call__(self, what: bytes, name: bytes) -> None:
+        if what == b"operator":
+            self.operators += 1
+            return
+        frames = [frame for frame in traceback.extract_stack(sys._getframe(1)) if f"/{OURS}/" in frame.filename]
+        line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+        (self.waits if what == b"wait" else self.copies).append((name.decode(), line))
+
+
+class Emulation:
+    """The device `pretend`, built and registered."""
+
+    def __init__(self) -> None:
+        from torch.utils.cpp_extension import load
+
+        path = load(
+            "specheads_pretend", [str(SOURCE)], extra_cflags=["-O1", "-w", "-std=c++20"], is_python_module=False
+        )
+        path = path or sys.modules["torch.utils.cpp_extension"]._get_build_directory("specheads_pretend", False)
+        path = Path(path)
+        self.library = ctypes.CDLL(str(path if path.is_file() else next(path.glob("*.so"))))
+        self.library.set_seconds_per_operator.argtypes = [ctypes.c_double]
+        self._listener: Any = None
+        torch.utils.rename_privateuse1_backend(NAME)
+        self.library.register_hooks()
+        torch._register_device_module(NAME, self._module())
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def _module(self) -> types.ModuleType:
+        """What PyTorch looks for as `torch.pretend`."""
+        module = types.ModuleType(f"torch.{NAME}")
+        members = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "_is_in_bad_fork": lambda: False,
+            "_lazy_init": lambda: None,
+            "device_count": lambda: DEVICES,
+            "current_device": self.library.current_device,
+            "set_device": lambda device: self.library.set_device(torch.device(device).index or 0),
+            "manual_seed": lambda seed: None,  # kernels are the CPU's, and so are their random numbers
+            "manual_seed_all": lambda seed: None,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+            "get_device_name": lambda device=None: NAME,
+            "synchronize": self._synchronize,
+        }
+        for name, member in members.items():
+            setattr(module, name, member)
+        return module
+
+    def _synchronize(self, device: Any = None) -> None:
+        index = None if device is None else torch.device(device).index
+        self.library.synchronize(self.library.current_device() if index is None else index)
+
+    @contextmanager
+    def watched(self) -> Iterator[Seen]:
+        """Everything the host asks of the devices meanwhile."""
+        seen = Seen()
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
+        self._listener = kind(seen)  # kept: the library calls it
+        self.library.listen(self._listener)
+        try:
+            yield seen
+        finally:
+            self.library.listen(None)
+
+    @contextmanager
+    def slow(self, seconds: float) -> Iterator[None]:
+        """Every operator takes the device so long meanwhile; only who waits for the device notices."""
+        self.library.set_seconds_per_operator(seconds)
+        try:
+            yield
+        finally:
+            self.library.set_seconds_per_operator(0.0)
+            for index in range(DEVICES):
+                self.library.synchronize(index)
+
+
+def waited(call: Any) -> float:
+    """Seconds of a call by the clock on the wall."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
