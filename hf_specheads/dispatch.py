@@ -1,12 +1,14 @@
 """The hook: `generate(assistant_model=heads)` on unmodified transformers.
 
 transformers has no registry for candidate generators; it looks up one decoding method on `GenerationMixin`. Importing
-`heads`, which everybody does who has any, wraps three of its methods, once:
+`heads`, which everybody does who has any, wraps three of its methods and a function of pipelines, once:
 
 * `_assisted_decoding`: an assistant that keeps the [`DraftingContract`] is handled by us, every other call goes on
   untouched;
 * `_validate_generation_mode`: a call that draft heads cannot serve is refused before any cache or forward;
-* `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop.
+* `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop;
+* `load_assistant_model`: a pipeline compares the special tokens of an assistant's config with the target's to tell
+  whether they share a tokenizer. Heads read the target's tokens, and most published ones do not repeat its config.
 
 It also registers an `sdpa` that is faster under the masks of trees on a CPU ([`generation.attention`]).
 """
@@ -21,6 +23,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from transformers import GenerationMixin
+from transformers.pipelines import base as pipelines
 
 from .contract import DraftingContract
 from .generation.attention import install_grouped_attention, uninstall_grouped_attention
@@ -52,18 +55,22 @@ def install() -> None:
     if getattr(GenerationMixin._assisted_decoding, "_specheads_original", None) is not None:
         return
     _check_transformers()
-    _wrap("_assisted_decoding", _assisted_decoding)
-    _wrap("_validate_generation_mode", _validate_generation_mode)
-    _wrap("_get_candidate_generator", _get_candidate_generator)
+    _wrap(GenerationMixin, "_assisted_decoding", _assisted_decoding)
+    _wrap(GenerationMixin, "_validate_generation_mode", _validate_generation_mode)
+    _wrap(GenerationMixin, "_get_candidate_generator", _get_candidate_generator)
+    _wrap(pipelines, "load_assistant_model", _load_assistant_model)
     install_grouped_attention()
 
 
 def uninstall() -> None:
     """Takes the dispatch out again."""
-    for name in EXPECTED_PARAMETERS:
-        original = getattr(getattr(GenerationMixin, name), "_specheads_original", None)
+    for owner, name in (
+        *((GenerationMixin, name) for name in EXPECTED_PARAMETERS),
+        (pipelines, "load_assistant_model"),
+    ):
+        original = getattr(getattr(owner, name), "_specheads_original", None)
         if original is not None:
-            setattr(GenerationMixin, name, original)
+            setattr(owner, name, original)
     uninstall_grouped_attention()
 
 
@@ -81,15 +88,15 @@ def _check_transformers() -> None:
             )
 
 
-def _wrap(name: str, ours: Callable) -> None:
-    original = getattr(GenerationMixin, name)
+def _wrap(owner: Any, name: str, ours: Callable) -> None:
+    original = getattr(owner, name)
 
     @functools.wraps(original)  # generate() inspects the signature
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(original, self, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
 
     wrapper._specheads_original = original
-    setattr(GenerationMixin, name, wrapper)
+    setattr(owner, name, wrapper)
 
 
 def _assisted_decoding(original: Callable, target: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,3 +132,11 @@ def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwar
     mask, config = kwargs["model_kwargs"].get("attention_mask"), kwargs["generation_config"]
     processors = kwargs["logits_processor"] if config.do_sample else None
     return DraftHeadCandidateGenerator(head, target, config.max_length, mask, processors)
+
+
+def _load_assistant_model(
+    original: Callable, model: Any, assistant_model: Any = None, assistant_tokenizer: Any = None
+) -> Any:
+    if isinstance(assistant_model, DraftHead):
+        return assistant_model, None
+    return original(model, assistant_model, assistant_tokenizer)

@@ -30,6 +30,9 @@ from .slots import SlotCache, SlotCacheLayer
 TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 # Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
 CHAIN_CACHE_LAYERS = (*TREE_CACHE_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
+# Layers that only append rows, and in which dimension; others have states that must be kept to go back to them.
+APPENDING_LAYERS = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
+APPENDED = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}
 # Tensors moved by one indexed copy. More would save launches, and hold more of a prompt twice while it is taken over.
 TENSORS_PER_GROUP = 8
 # Slots beyond the prompt that a cache starts with; it doubles from there.
@@ -126,7 +129,7 @@ class TreeCache(SlotCache):
         try:
             self._take_over(stock, layer_windows(target))
         except BaseException:  # out of memory, say: the tokens that a caller's cache held stay in it
-            self.give_back(keep=True)
+            self.give_back(self.counts[0])
             raise
 
     # ------------------------------------------------------------------ buffers
@@ -140,12 +143,13 @@ class TreeCache(SlotCache):
             ours.is_initialized, ours.dtype, ours.device = True, layer.keys.dtype, layer.keys.device
             self.layers.append(ours)
             for name in ("keys", "values"):
-                states = getattr(layer, name)
-                by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
+                key = getattr(layer, name)
+                by_shape[(key.shape[1], key.shape[3], key.dtype, key.device)].append((ours, layer, name))
         for members in by_shape.values():
             for first in range(0, len(members), TENSORS_PER_GROUP):
-                part = members[first : first + TENSORS_PER_GROUP]
-                self.groups.append(_Group(part, self.counts[0], self.capacity))
+                group = _Group(members[first : first + TENSORS_PER_GROUP], self.counts[0], self.capacity)
+                self.groups.append(group)
+                group.empty_stock()
 
     def grow(self) -> None:
         for group in self.groups:
@@ -160,14 +164,12 @@ class TreeCache(SlotCache):
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[kept.to(self.padding_mask.device)]
 
-    def give_back(self, keep: bool) -> None:
-        """Ends the generation: with `keep`, transformers' cache is what plain decoding would have left."""
+    def give_back(self, tokens: int | None) -> None:
+        """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty."""
         for group in self.groups:
-            group.give_back(self.counts[0], keep)
-        for layer in self.stock.layers:
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = self.counts[0] if keep else 0
-            layer.is_initialized = keep and layer.is_initialized
+            group.give_back(tokens)
+        if tokens is None:
+            self.stock.reset()
         self.groups.clear()
         self.layers.clear()
 
@@ -234,8 +236,12 @@ class _Group:
         for index, (_, stock, name) in enumerate(members):
             states = getattr(stock, name)  # of a sliding layer only the newest are left, the window hides the others
             self.buffer[index, :, :, length - states.shape[2] : length] = states
-            setattr(stock, name, states[:, :, :0].clone())
         self._show()
+
+    def empty_stock(self) -> None:
+        """Frees what has been copied, none of which is lost before."""
+        for _, stock, name in self.members:
+            setattr(stock, name, getattr(stock, name)[:, :, :0].clone())
 
     def _show(self) -> None:
         for index, (ours, _, name) in enumerate(self.members):
@@ -267,13 +273,23 @@ class _Group:
         moved = self.buffer.gather(3, starts[None, :, None, :, None].expand(shape))
         self.buffer.scatter_(3, ends[None, :, None, :, None].expand(shape), moved)
 
-    def give_back(self, length: int, keep: bool) -> None:
-        """Copies, so that nobody keeps the whole buffer alive with a few rows of it."""
+    def give_back(self, tokens: int | None) -> None:
+        """The rows of the first tokens, for `None` none."""
         for index, (ours, stock, name) in enumerate(self.members):
-            oldest = max(length - ours.window + 1, 0) if stock.is_sliding and ours.window is not None else 0
-            setattr(stock, name, self.buffer[index, :, :, oldest:length].clone() if keep else None)
+            if tokens is not None:
+                setattr(stock, name, self._rows(index, ours.window if stock.is_sliding else None, tokens))
+            if tokens is not None and stock.is_sliding:
+                stock.cumulative_length = tokens
             setattr(ours, name, None)
         del self.buffer
+
+    def _rows(self, index: int, window: int | None, tokens: int) -> torch.Tensor:
+        oldest = 0 if window is None else max(tokens - window + 1, 0)
+        rows = self.buffer[index, :, :, oldest:tokens]
+        try:
+            return rows.clone()  # nobody keeps the whole buffer alive with a few rows of it
+        except RuntimeError:  # out of memory, perhaps for the second time: better a large buffer than lost rows
+            return rows
 
 
 class ChainCache:
@@ -288,12 +304,16 @@ class ChainCache:
         self.stock, self.padding_mask = stock, padding_mask
         self.root_positions = root_positions if takes_positions else None
         self.counts = [stock.get_seq_length()]
-        # What the layers held before a forward whose tokens are not committed yet; tensors are never written in place.
+        # A forward whose rejected rows are still in the layers: its nodes, how many of them are kept (`None` until
+        # that is known), and what the layers held before it.
+        self._nodes = 0
+        self._kept: int | None = None
         self._before: list[dict[str, Any]] = []
         stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
 
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
         """Arguments of the one forward over a chain."""
+        self._drop_rejected()
         inputs: dict[str, Any] = {"attention_mask": self.padding_mask, "past_key_values": self.stock}
         if self.padding_mask is not None:
             longer = self.counts[0] + tree.num_nodes - self.padding_mask.shape[1]
@@ -304,14 +324,19 @@ class ChainCache:
         self._before = [_contents(layer) for layer in self.stock.layers]
         return inputs
 
+    def _drop_rejected(self, uncommitted: int = 0) -> None:
+        """Takes the rows that were not kept out of the layers, and the last `uncommitted` of those that were."""
+        if self._kept is not None:
+            # crop(0) is not a no-op: it trims sliding layers back to their window.
+            self.stock.crop(self._kept - uncommitted - self._nodes)
+        self._nodes, self._kept, self._before = 0, None, []
+
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
     ) -> None:
-        """As in [`TreeCache`]; a path of a chain always is a prefix."""
-        self.stock.crop(
-            counts[0] - self._nodes
-        )  # crop(0) is not a no-op: it trims sliding layers back to their window
-        self._before = []
+        """As in [`TreeCache`]; a path of a chain always is a prefix. What is rejected stays in the layers until the
+        next forward: how much of the path is emitted is not sure before."""
+        self._kept, self._before = counts[0], []
         self.counts = [self.counts[0] + counts[0]]
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
@@ -320,16 +345,39 @@ class ChainCache:
         """A chain is of one sequence, which ends with the generation."""
         raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
 
-    def give_back(self, keep: bool) -> None:
-        """Leaves the cache as plain decoding would at the last committed token, after an interrupted round too."""
-        for layer, contents in zip(self.stock.layers, self._before, strict=False):
-            vars(layer).update(contents)
-        self._before = []
+    def give_back(self, tokens: int | None) -> None:
+        """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too."""
+        if self._kept is None:
+            for layer, contents in zip(self.stock.layers, self._before, strict=False):
+                _restore(layer, contents)
+        self._drop_rejected(0 if tokens is None else self.counts[0] - tokens)
         for layer in self.stock.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+            _own_rows(layer)
 
 
 def _contents(layer: CacheLayerMixin) -> dict[str, Any]:
-    """Attributes of a cache layer; states that it keeps in a dict are those of now."""
+    """What a cache layer needs to forget a forward: its length where rows are only appended, else its attributes, as
+    they are now (tensors are never written in place while the past is recorded)."""
+    if type(layer) in APPENDING_LAYERS:
+        return {"length": layer.get_seq_length()}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+
+
+def _restore(layer: CacheLayerMixin, contents: dict[str, Any]) -> None:
+    if type(layer) not in APPENDING_LAYERS:
+        vars(layer).update(contents)
+        return
+    length = contents["length"]
+    for name, rows in APPENDED.items():
+        if isinstance(states := getattr(layer, name, None), torch.Tensor):
+            setattr(layer, name, states.narrow(rows, 0, min(length, states.shape[rows])))
+
+
+def _own_rows(layer: CacheLayerMixin) -> None:
+    """Copies tensors that share their memory with rows that were dropped."""
+    for states in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+                states[name] = value.clone()

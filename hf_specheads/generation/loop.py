@@ -164,9 +164,9 @@ class RoundLoop:
         self.stats.lossy = bool(generation_config.do_sample) and not self.rule.lossless
         if self.stats.lossy:
             logger.warning_once(LOSSY)
-        chunked, all_layers = generation_config.prefill_chunk_size is not None, self.outputs.hidden_states is not None
-        self.reader = FeatureReader(target, head.feature_layers, chunked, all_layers)
+        self.reader = FeatureReader(head.feature_layers, self.outputs.hidden_states is not None)
         self._target_cache: TreeCache | ChainCache | None = None
+        self.prefilled = 0  # tokens in the cache after the prefill
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.pace: Pace | None = None
@@ -223,16 +223,14 @@ class RoundLoop:
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
         self.close()
-        stock = self.model_kwargs["past_key_values"] if self.batch == 1 else None
-        return self.outputs.result(sequences.padded(), stock)
+        return self.outputs.result(sequences.padded(), self.model_kwargs["past_key_values"])
 
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
         """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
         prompt = self.sequences.padded()
-        outputs = self.target._prefill(prompt, self.config, self.model_kwargs | self.reader.forward_kwargs)
+        outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
-        features = self.reader.prompt_features(outputs)
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
@@ -246,6 +244,7 @@ class RoundLoop:
     def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache:
         """Takes over the target's cache, now that it holds the prompt."""
         stock: Cache = self.model_kwargs["past_key_values"]
+        self.prefilled = stock.get_seq_length()
         positions = root_positions_of(self.model_kwargs, stock.get_seq_length(), self.target.device)
         if self.options.tree.kind == "chain" and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
@@ -302,7 +301,6 @@ class RoundLoop:
         self.outputs.collect(outputs, accepted, prefill)
         for sequence, result in accepted.items():
             self.sequences.append(sequence, result.token_ids)
-        self.stats.new_tokens = sum(map(self.sequences.new_tokens, range(self.batch))) / self.batch
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
@@ -335,6 +333,7 @@ class RoundLoop:
         ended = ended if self.stepwise is None else self.stepwise.ended(ended)
         kept = [index for index, sequence in enumerate(accepted) if sequence not in ended]
         self.sequences.end(ended)
+        self.stats.new_tokens = sum(map(self.sequences.new_tokens, range(self.batch))) / self.batch
         self.sequences.stream(None if self.stepwise is None else self.stepwise.steps)
         if not ended or not kept:
             return rows
@@ -346,8 +345,10 @@ class RoundLoop:
         return rows.select_sequences(index)
 
     def close(self) -> None:
-        """Removes what was hung on the target, and gives transformers' cache its contents back, after errors too."""
-        self.reader.close()
-        if self._target_cache is not None:
-            self._target_cache.give_back(keep=self.batch == 1)
-            self._target_cache = None
+        """Gives transformers' cache its contents back, after errors too: of a single sequence, what plain decoding has
+        in it when it emits the last token that was emitted here; of a batch nothing."""
+        if self._target_cache is None:
+            return
+        emitted = self.sequences.emitted_tokens(0) if self.batch == 1 else 0
+        cache, self._target_cache = self._target_cache, None
+        cache.give_back(self.prefilled + max(emitted - 1, 0) if self.batch == 1 else None)

@@ -69,9 +69,9 @@ class EmittedOutputs:
             if entries is not None:
                 del entries[sequence][tokens:]
 
-    def scores_by_step(self, steps: int) -> tuple[torch.Tensor, ...] | None:
-        """Scores [B, V] of the first `steps` steps, as plain `generate` hands them to stopping criteria."""
-        return None if self.scores is None else _by_step([entries[:steps] for entries in self.scores])
+    def scores_at(self, step: int) -> torch.Tensor | None:
+        """Scores [B, V] of a step, the first is 1; `None` if not asked for."""
+        return None if self.scores is None else _at_step(self.scores, step - 1)
 
     def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
@@ -90,6 +90,9 @@ def _by_step(sequences: list[list[torch.Tensor]] | None) -> tuple[torch.Tensor, 
     """Entries [B, V] per step from those [1, V] per sequence and step."""
     if sequences is None:
         return None
+    return tuple(_at_step(sequences, step) for step in range(max(map(len, sequences))))
+
+
+def _at_step(sequences: list[list[torch.Tensor]], step: int) -> torch.Tensor:
     ended = torch.zeros_like(next(entry for entries in sequences for entry in entries))
-    steps = range(max(map(len, sequences)))
-    return tuple(torch.cat([one[step] if step < len(one) else ended for one in sequences]) for step in steps)
+    return torch.cat([entries[step] if step < len(entries) else ended for entries in sequences])

@@ -57,9 +57,10 @@ class Pace:
     def plain_seconds(self) -> float:
         """Of a plain step. While there are two at most the faster counts: the first warms up what the second finds
         warm."""
-        if not self.plain:
+        plain = list(self.plain)  # another thread may add to it
+        if not plain:
             return float("inf")
-        return min(self.plain) if len(self.plain) <= PLAIN_STEPS_BEFORE_A_VERDICT else statistics.median(self.plain)
+        return min(plain) if len(plain) <= PLAIN_STEPS_BEFORE_A_VERDICT else statistics.median(plain)
 
     @property
     def round_seconds(self) -> float:

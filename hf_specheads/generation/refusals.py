@@ -19,7 +19,6 @@ from ..errors import UnsupportedGenerationError
 from ..target.positions import rope_limit
 from .options import DraftingOptions
 from .sampling import TokenSampler, out_of_step
-from .sequences import pad_token_of
 from .verification.rules import RULES
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -206,13 +205,10 @@ def _refuse_batch(
     target: PreTrainedModel, options: DraftingOptions, batch_size: int, config: GenerationConfig, cache: Cache
 ) -> None:
     """What does not go with several sequences at once, which accept different numbers of tokens."""
-    ends_early = config._eos_token_tensor is not None or config.stop_strings or config.max_time
-    no_padding = pad_token_of(config._pad_token_tensor, config._eos_token_tensor) is None
     reasons = {
         "heads.loop = 'transformers'": options.loop == "transformers",
         "a cache that holds tokens already": cache.get_seq_length() > 0,
         "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
-        "sequences that may end early without a pad_token_id": bool(ends_early and no_padding),
         str(tree_problem_of(target, cache)): tree_problem_of(target, cache) is not None,
     }
     for what, applies in reasons.items():

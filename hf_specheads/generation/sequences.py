@@ -61,6 +61,11 @@ class Sequences:
         """How many tokens a sequence has got so far."""
         return len(self._new[sequence])
 
+    def emitted_tokens(self, sequence: int) -> int:
+        """How many tokens of a sequence have left this call: those the streamer was given, if there is one."""
+        appended = len(self._new[sequence])
+        return appended if self.streamer is None else min(appended, self._streamed)
+
     def at_step(self, step: int) -> torch.Tensor:
         """All sequences as plain `generate` has them after `step` new tokens, int64 [B, T + step]: padded on the right
         where one ended before."""
@@ -74,8 +79,8 @@ class Sequences:
         complete = complete if steps is None else min(steps, complete)
         for step in range(self._streamed, complete):
             tokens = [new[step] if step < len(new) else self.pad_token_id for new in self._new]
+            self._streamed = step + 1
             self.streamer.put(torch.tensor(tokens))
-        self._streamed = max(self._streamed, complete)
         if not self.active:
             self.streamer.end()
 

@@ -2,7 +2,9 @@
 
 In a batch plain `generate` asks criteria about all sequences at once, one step after the other, while ours are of
 different lengths. Criteria that look at one sequence alone and have no state are asked about it as it goes; others
-([`stepwise.StepwiseCriteria`]) about a step as soon as every sequence has come to it.
+([`stepwise.StepwiseCriteria`]) about a step as soon as every sequence has come to it. So is every criterion of a call
+without an end-of-sequence token, in which plain `generate` pads nothing: sequences that a criterion has ended go on
+until all have.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ OF_A_BLOCK = (MaxLengthCriteria, EosTokenCriteria)
 OF_ONE_SEQUENCE = (*OF_A_BLOCK, MaxTimeCriteria, StopStringCriteria)  # by class: a subclass may do anything
 
 
+def pads_ended(criteria: StoppingCriteriaList) -> bool:
+    """Whether plain `generate` pads sequences that have ended before others."""
+    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+
 class StopRule:
     """Stopping criteria split into those a block of tokens can be cut by, and those that must see every token.
 
@@ -31,7 +38,8 @@ class StopRule:
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int = 1):
         self.criteria = criteria
-        self.in_step = batch > 1 and any(type(c) not in OF_ONE_SEQUENCE for c in criteria)
+        out_of_step = OF_ONE_SEQUENCE if pads_ended(criteria) else OF_A_BLOCK
+        self.in_step = batch > 1 and any(type(c) not in out_of_step for c in criteria)
         self.per_token = not self.in_step and any(type(c) not in OF_A_BLOCK for c in criteria)
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: int | None = min(lengths, default=None)

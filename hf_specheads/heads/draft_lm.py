@@ -7,7 +7,6 @@ root and the drafted tokens are appended during a round and dropped at its end.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
@@ -28,6 +27,7 @@ from ..unroll.rows import DraftedPass, TrainingRows, row_positions
 from ..unroll.streams import visible_rows
 from .base import DraftHead
 from .placement import Placement
+from .stand_in import StandIn
 
 __all__ = ["DraftLanguageModel", "DraftLanguageModelConfig"]
 
@@ -239,7 +239,8 @@ class DraftLanguageModel(DraftHead):
         if target is not None:
             heads.check_target(target)
             heads.remember_target(target)
-        return heads.train(model.training)
+        heads.training = model.training  # of the shared model no part changes its mode
+        return heads
 
     # ------------------------------------------------------------------ the target
     def check_sizes(self, target: PreTrainedModel) -> None:
@@ -321,35 +322,36 @@ class DraftLanguageModel(DraftHead):
         last_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """States, of which a language model hands none on ([B, Q, 0]), and draft logits [B, Q, V]."""
-        with self._pruned_output():
-            logits = self._logits(
-                token_ids,
-                attention_mask=mask,
-                position_ids=self._within_context(positions),
-                past_key_values=cache,
-                use_cache=True,
-                **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
-            )
+        logits = self._logits(
+            self._pruned_model(),
+            token_ids,
+            attention_mask=mask,
+            position_ids=self._within_context(positions),
+            past_key_values=cache,
+            use_cache=True,
+            **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
+        )
         logits = logits[:, -1:] if last_only else logits
         return logits.new_zeros(*logits.shape[:2], 0), logits.float()
 
-    @contextlib.contextmanager
-    def _pruned_output(self) -> Iterator[None]:
-        """The wrapped model computes the logits of the draft vocabulary alone while this lasts. Its code may scale or
-        cap them, so the model itself is called, with a forward of ours on its `lm_head` (others may share it)."""
-        if self.pruned_token_ids is None:
-            yield
-            return
-        lm_head = self.language_model.get_output_embeddings()
-        lm_head.forward = self._projection(0)
-        try:
-            yield
-        finally:
-            del lm_head.forward
+    def _pruned_model(self) -> nn.Module:
+        """The wrapped model, or a stand-in for it that computes the logits of the draft vocabulary alone.
 
-    def _logits(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        The model's code may scale or cap logits, so that code is run; the model itself, which others may share, is
+        left as it is.
+        """
+        if self.pruned_token_ids is None:
+            return self.language_model
+        rows = self._projection(0)
+        known = self._pruned.get("model")
+        if known is None or known.project is not rows:
+            lm_head = self.language_model.get_output_embeddings()
+            known = self._pruned["model"] = StandIn(self.language_model, lm_head, rows)
+        return known.model
+
+    def _logits(self, model: nn.Module, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         token_ids = token_ids.clamp_max(self.config.vocab_size - 1)
-        return self.language_model(token_ids, **inputs, return_dict=True).logits[..., : self.shared_vocabulary]
+        return model(token_ids, **inputs, return_dict=True).logits[..., : self.shared_vocabulary]
 
     @property
     def _keeps_logits(self) -> bool:
@@ -380,6 +382,7 @@ class DraftLanguageModel(DraftHead):
         padding = documents[:, 1:-1] == -1
         documents[:, 1:-1] = torch.where(padding, rows.documents[:, :-1], documents[:, 1:-1])
         logits = self._logits(
+            self.language_model,
             token_ids,
             attention_mask=additive_mask(visible_rows(documents)[:, None], self.dtype),
             position_ids=self._within_context(row_positions(documents)),

@@ -10,10 +10,12 @@ Row j of a head pairs feature f_j with the embedding of token x_{j+1}:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 
 def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch.Tensor:
@@ -37,55 +39,65 @@ def asked_hidden_states(layers: tuple[int, ...]) -> Any:
 
 
 class FeatureReader:
-    """Collects the features of every target forward of one generation.
-
-    Asking a forward for single hidden states (`output_hidden_states=-1` or a list) survives `torch.compile`; only a
-    chunked prefill, which returns its last chunk alone, needs forward hooks on the decoder.
+    """Asks the target's forwards of one generation for features, and reads them.
 
     Args:
-        target: The target model.
         layers: Hidden states that make up a feature, see `DraftHead.feature_layers`.
-        chunked_prefill: Whether `generation_config.prefill_chunk_size` is set.
         all_layers: Whether the caller asked for all hidden states anyway.
+
+    Attributes:
+        forward_kwargs: Arguments of every forward of the target.
     """
 
-    def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], chunked_prefill: bool, all_layers: bool):
+    def __init__(self, layers: tuple[int, ...], all_layers: bool):
         self.layers = layers
+        # Single hidden states (`output_hidden_states=-1` or a list) survive `torch.compile`.
         self.forward_kwargs: dict[str, Any] = {
             "output_hidden_states": True if all_layers else asked_hidden_states(layers)
         }
-        self._chunks: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        self._hooks = [self._record(target, layer) for layer in layers] if chunked_prefill else []
 
-    def _record(self, target: PreTrainedModel, layer: int) -> Any:
-        """Hook that keeps one hidden state of every chunk: what enters a layer, or what the decoder returns."""
-        decoder, chunks = target.get_decoder(), self._chunks[layer]
-        layers = next(getattr(decoder, name) for name in ("layers", "h") if hasattr(decoder, name))
-        entered = layer % (len(layers) + 1)  # one hidden state more than layers
-        if entered == len(layers):
-            return decoder.register_forward_hook(
-                lambda module, args, output: chunks.append(
-                    output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-                )
-            )
-        return layers[entered].register_forward_pre_hook(
-            lambda module, args, kwargs: chunks.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
+    def prefill(
+        self, target: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[ModelOutput, torch.Tensor | None]:
+        """transformers' own prefill, which may be chunked.
 
-    def prompt_features(self, outputs: Any) -> torch.Tensor | None:
-        """Features of the prefill, [B, T, F]; removes the hooks, which only the prefill needs."""
-        chunks = self._chunks
-        self.close()
-        if not any(chunks.values()):
-            return self.features(outputs)
-        return torch.cat([torch.cat(chunks[layer], dim=1) for layer in self.layers], dim=-1)
+        Args:
+            target: The target.
+            input_ids: int64 [B, T], the prompt.
+            config, model_kwargs: As `generate` prepared them.
+
+        Returns:
+            Outputs of the last chunk, and the features [B, T, F] of all of them; `None` for heads that read none.
+        """
+        recorded = _Recorded(target, self.features)
+        outputs = type(target)._prefill(recorded, input_ids, config, model_kwargs | self.forward_kwargs)
+        chunks = [chunk for chunk in recorded.kept if chunk is not None]
+        return outputs, torch.cat(chunks, dim=1) if chunks else None
 
     def features(self, outputs: Any) -> torch.Tensor | None:
         """Features of one forward over N nodes, [B, N, F]; `None` for heads that read none."""
         return select_hidden_states(outputs.hidden_states, self.layers) if self.layers else None
 
-    def close(self) -> None:
-        """Removes the hooks, if any."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._chunks = [], {layer: [] for layer in self.layers}
+
+class _Recorded:
+    """A target of whose every forward something is kept; the target itself, which others may be using, is not touched.
+
+    Args:
+        target: The target; whatever else is asked of this object, it answers.
+        read: What to keep of the outputs.
+
+    Attributes:
+        kept: Of every forward so far.
+    """
+
+    def __init__(self, target: PreTrainedModel, read: Callable[[ModelOutput], torch.Tensor | None]):
+        self._target, self._read = target, read
+        self.kept: list[torch.Tensor | None] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        outputs = self._target(*args, **kwargs)
+        self.kept.append(self._read(outputs))
+        return outputs

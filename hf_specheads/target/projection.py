@@ -27,7 +27,7 @@ class Projection:
     bias: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return nn.functional.linear(hidden.to(self.weight), self.weight, self.bias)
 
 
 def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
