@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "own cache": {},
 }
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
+WITHOUT = "plain generate fails"  # of transformers alone, so there is nothing to compare with
 REFUSALS = (UnsupportedGenerationError, WrongTargetError)
 
 
@@ -79,8 +80,12 @@ def grow_uncompiled(
 def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     """What a kind of rounds gives with a target: `outcome` and, where it is a refusal or an error, its `sentence`."""
     inputs = inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
-    expected = generate(target, inputs)
-    options: dict[str, Any] = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    cache = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    try:
+        expected = generate(target, inputs, **cache)
+    except Exception as error:
+        return {"outcome": WITHOUT, "sentence": _first_line(error)}
+    options = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
     try:
         heads = oracle(target, inputs, expected, **KINDS[kind])
         heads.adaptive, heads.compiled = False, kind == "compiled"
@@ -89,13 +94,17 @@ def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     except REFUSALS as refusal:
         return {"outcome": REFUSED, "sentence": str(refusal)}
     except Exception as error:
-        return {"outcome": CRASHED, "sentence": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        return {"outcome": CRASHED, "sentence": _first_line(error)}
     if not torch.equal(got, expected):
         return {"outcome": WRONG, "sentence": f"{int((got != expected).sum())} tokens differ"}
     accepted = [number for sequence in heads.last_stats.num_accepted for number in sequence]
     if max(accepted) < 2 or min(accepted) > 3:
         return {"outcome": CRASHED, "sentence": f"these rounds show nothing, they accept {accepted}"}
     return {"outcome": IDENTICAL}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def measure_family(model_type: str) -> Result:
@@ -129,7 +138,7 @@ def counts(rows: Result) -> Result:
     """Families per kind of rounds and outcome."""
     built = [row for row in rows.values() if "not_built" not in row]
     return {
-        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WRONG, CRASHED)}
+        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED)}
         for kind in KINDS
         for number in [Counter(row[kind]["outcome"] for row in built)]
     }

@@ -67,6 +67,7 @@ _DOTS_3 = {
     "rope_parameters": {"sliding_attention": _DEFAULT_ROPE, "indexed_attention": _DEFAULT_ROPE},
 }  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
+    "axk1": {"num_key_value_heads": 4},
     "axk2": _SPARSE,
     "bailing_hybrid": {"layer_types": _LINEAR_AND_FULL},
     "bamba": {"attn_layer_indices": [1, 3]},
