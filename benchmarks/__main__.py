@@ -21,6 +21,7 @@ from .oracles import render as oracles
 from .results import RESULTS, Result
 from .speed import batch, cache, compiled, context, quantised, speedup, vocabulary
 from .speed import round as round_
+from .targets import families
 from .training import step
 from .trees import choose, kinds, tune
 
@@ -30,7 +31,7 @@ from .trees import choose, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods, acceptance,
-    n_alpha, training_curve, step,
+    n_alpha, training_curve, step, families,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

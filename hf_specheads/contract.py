@@ -68,6 +68,7 @@ class DraftingContract:
     exact_seed: bool
     loop: str
     adaptive: bool
+    probe: bool
     compiled: bool
     profile: bool
     trace: bool

@@ -47,7 +47,8 @@ class GenerationStats:
             (`heads.adaptive`); no rounds, so without effect on the numbers above.
         plain_because: Why there were some, in one sentence.
         new_tokens: Tokens emitted, the mean over the sequences of a batch.
-        target_forwards: Forwards of the target, the prefill included.
+        target_forwards: Forwards of the target, the prefill included; those of the probe are not.
+        probe_seconds: Wall seconds of trying drafts on the target (`heads.probe`), in the first call of a process.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
         host_syncs: Times the host waited for the device.
         lossy: Whether the text may differ from what the target alone would have generated (typical acceptance with
@@ -62,6 +63,7 @@ class GenerationStats:
     plain_because: str | None = None
     new_tokens: float = 0.0
     target_forwards: int = 0
+    probe_seconds: float = 0.0
     draft_forwards: int = 0
     host_syncs: int = 0
     lossy: bool = False

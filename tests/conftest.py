@@ -40,6 +40,12 @@ def every_round_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests count forwards and plant bugs that the probe would refuse; it has tests of its own."""
+    monkeypatch.setattr(DraftHead, "probe", False)
+
+
+@pytest.fixture(autouse=True)
 def blocked_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections to other machines fail at once; loopback stays open for processes of one training."""
     connect = socket.socket.connect

@@ -26,6 +26,7 @@ from .compiled import bucket, compiled_rounds
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import Pace, pace_of
+from .probe import RoundKind, refuse_by_probe
 from .refusals import refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
@@ -119,14 +120,25 @@ def run_rounds(
             "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
         )
     refuse_processors(options, logits_processor, generation_config, input_ids.shape[0])
+    probe_seconds = 0.0
+    if options.probe:
+        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs["past_key_values"])
+        probe_seconds = refuse_by_probe(model, replace(kind, features=draft_head.feature_layers))
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
     prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
     loop = RoundLoop(model, draft_head, options, *prepared)
+    loop.stats.probe_seconds = probe_seconds
     try:
         return loop.run()
     finally:
         loop.close()
+
+
+def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
+    """What the target is asked to verify in a call."""
+    rolled_back = options.tree.kind == "chain" and tree_problem_of(target, cache) is not None
+    return RoundKind(options.tree.kind != "chain", batch > 1, options.compiled, rolled_back)
 
 
 class RoundLoop:

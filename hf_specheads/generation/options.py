@@ -15,7 +15,8 @@ class DraftingOptions:
     Attributes:
         tree: The draft tree in force.
         verification: Name of a rule in `verification.rules.RULES`.
-        posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, compiled, profile, trace: As in `DraftHead`.
+        posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace: As in
+            `DraftHead`.
     """
 
     tree: DraftTreeConfig
@@ -25,6 +26,7 @@ class DraftingOptions:
     exact_seed: bool
     loop: str
     adaptive: bool
+    probe: bool
     compiled: bool
     profile: bool
     trace: bool

@@ -49,6 +49,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             so far, and try again now and then ([`generation.pace`]). The tokens do not depend on it, unless they are
             drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only
             with `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
+        probe: Before the first call with a target, try a small draft tree on it and compare its logits with plain
+            decoding's ([`generation.probe`]); a target that would give another text is refused.
         compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
             for that. How, says the target's `generation_config.compile_config`.
         profile: Record wall seconds by stage in `last_stats.seconds`; every stage then waits for the devices.
@@ -64,6 +66,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     # Saved tensors that are no floating-point weights, with their types.
     integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
     adaptive: bool = True
+    probe: bool = True
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -1,0 +1,1 @@
+"""Which targets take draft heads, and how."""

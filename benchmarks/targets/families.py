@@ -1,0 +1,177 @@
+"""Every family of causal language models of transformers under draft heads: the same text, or a refusal.
+
+    python -m benchmarks families [MODEL_TYPE ...]
+
+Of every class that `AutoModelForCausalLM` knows, a tiny random target generates greedily, in fp32, by itself and with
+heads that know its text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains,
+trees in a batch of prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees
+after a `DynamicCache()` that the caller handed in. Each gives the text of plain generation, or is refused by a sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
+from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.tree.draft_tree import DraftTree
+from tests.support.families import NOT_BUILT, families, varied_target
+from tests.support.stubs import StubHead
+from tests.support.targets import prompt
+
+from ..results import Result, footnote, markdown_table
+
+NEW = 30
+LENGTHS = (19, 7, 13)
+# The true token is mostly the favourite, sometimes further down, sometimes missing.
+MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
+KINDS: dict[str, dict[str, Any]] = {
+    "tree": {},
+    "chain": {"kind": "chain", "depth": 4},
+    "batch": {},
+    "compiled": {},
+    "own cache": {},
+}
+IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
+WITHOUT = "plain generate fails"  # of transformers alone, so there is nothing to compare with
+REFUSALS = (UnsupportedGenerationError, WrongTargetError)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which families."""
+    parser.add_argument("families", nargs="*", default=[], help="model types, default all", metavar="MODEL_TYPE")
+
+
+def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Prompts, padded on the left."""
+    longest = max(lengths)
+    rows = [torch.nn.functional.pad(prompt(n, seed=seed), (longest - n, 0)) for seed, n in enumerate(lengths)]
+    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
+    return {"input_ids": torch.cat(rows), "attention_mask": mask}
+
+
+def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    """Greedy text, [B, T + NEW]."""
+    return target.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def oracle(target: PreTrainedModel, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree: Any) -> StubHead:
+    """Heads that know the texts of a batch."""
+    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
+    return StubHead(target, [text[start:] for text, start in zip(texts, starts, strict=True)], MIXED, **tree)
+
+
+def grow_uncompiled(
+    rounds: CompiledRounds, head: Any, cache: Any, tree: Any, token_ids: Any, features: Any, depth: int
+) -> DraftTree:
+    """Drafts of heads that look their text up, which cannot be compiled; the target's forward is what counts."""
+    return grow_tree(head, cache, tree, token_ids, features, depth)
+
+
+def outcome_of(kind: str, target: PreTrainedModel) -> Result:
+    """What a kind of rounds gives with a target: `outcome` and, where it is a refusal or an error, its `sentence`."""
+    inputs = inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
+    cache = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    try:
+        expected = generate(target, inputs, **cache)
+    except Exception as error:
+        return {"outcome": WITHOUT, "sentence": _first_line(error)}
+    options = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    try:
+        heads = oracle(target, inputs, expected, **KINDS[kind])
+        heads.adaptive, heads.compiled = False, kind == "compiled"
+        with mock.patch.object(CompiledRounds, "grow", grow_uncompiled):
+            got = generate(target, inputs, assistant_model=heads, **options)
+    except REFUSALS as refusal:
+        return {"outcome": REFUSED, "sentence": str(refusal)}
+    except Exception as error:
+        return {"outcome": CRASHED, "sentence": _first_line(error)}
+    if not torch.equal(got, expected):
+        return {"outcome": WRONG, "sentence": f"{int((got != expected).sum())} tokens differ"}
+    accepted = [number for sequence in heads.last_stats.num_accepted for number in sequence]
+    if max(accepted) < 2 or min(accepted) > 3:
+        return {"outcome": CRASHED, "sentence": f"these rounds show nothing, they accept {accepted}"}
+    return {"outcome": IDENTICAL}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+
+
+def measure_family(model_type: str) -> Result:
+    """One family: class and outcome per kind of rounds, or why transformers makes no such target here."""
+    if (reason := NOT_BUILT.get(model_type)) is not None:
+        return {"not_built": reason}
+    target = varied_target(model_type, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :])
+    target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
+    torch._dynamo.reset()
+    outcomes = {kind: outcome_of(kind, target) for kind in KINDS}
+    gc.collect()
+    return {"class": type(target).__name__, **outcomes}
+
+
+def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
+    """All of them."""
+    rows = {}
+    for model_type in args.families or families():
+        rows[model_type] = measure_family(model_type)
+        tell(f"{model_type}: {_said(rows[model_type])}")
+    return {"families": rows, "counts": counts(rows), "new_tokens": NEW}
+
+
+def _said(row: Result) -> str:
+    if "not_built" in row:
+        return row["not_built"]
+    return "; ".join(" ".join([kind, *row[kind].values()]) for kind in KINDS)
+
+
+def counts(rows: Result) -> Result:
+    """Families per kind of rounds and outcome."""
+    built = [row for row in rows.values() if "not_built" not in row]
+    return {
+        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED)}
+        for kind in KINDS
+        for number in [Counter(row[kind]["outcome"] for row in built)]
+    }
+
+
+def texts_agree(result: Result) -> bool:
+    """Whether nothing is wrong and nothing crashes."""
+    return not any(numbers[WRONG] or numbers[CRASHED] for numbers in result["counts"].values())
+
+
+def table(result: Result) -> str:
+    """One row per family, and the sentences of the refusals."""
+    sentences: dict[str, int] = {}
+    rows = []
+    for model_type, row in result["families"].items():
+        if "not_built" in row:
+            rows.append((f"`{model_type}`", f"not built: {row['not_built']}", *["-"] * len(KINDS)))
+            continue
+        rows.append((f"`{model_type}`", f"`{row['class']}`", *(_cell(row, kind, sentences) for kind in KINDS)))
+    total = ("all", "", *(_total(result["counts"][kind]) for kind in KINDS))
+    said = [f"{number}. {sentence}" for sentence, number in sentences.items()]
+    text = markdown_table(("model type", "class", *KINDS), [total, *rows])
+    facts = footnote(result, f"greedy, fp32, {result['new_tokens']} tokens, random weights")
+    return "\n".join([text, "Refusals:", "", *said, facts])
+
+
+def _cell(row: Result, kind: str, sentences: dict[str, int]) -> str:
+    found = row[kind]
+    if found["outcome"] == IDENTICAL:
+        return "same text"
+    sentence = found["sentence"].replace(row["class"], "TARGET")
+    return f"{found['outcome']} ({sentences.setdefault(sentence, len(sentences) + 1)})"
+
+
+def _total(numbers: Result) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in numbers.items() if number)

@@ -1,0 +1,272 @@
+"""Does this target verify drafts as it decodes? Tried once on the target itself, before its first rounds.
+
+Signatures and layer types do not tell whether a forward heeds masks and positions that are given to it: some targets
+hide tokens by masks of their own, made from slots, and the text would be wrong without an error. So a short random
+context is decoded token by token, as plain generation does, and verified as a round would, from the same prefill; the
+logits must be the same up to rounding. That costs four forwards, three of them of at most five tokens, once per class,
+config, attention and kind of rounds in a process (`last_stats.probe_seconds`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..cache.target import ChainCache, TreeCache, layer_windows
+from ..errors import UnsupportedGenerationError
+from ..target.features import asked_hidden_states
+from ..tree.draft_tree import DraftTree
+
+SHORT_CONTEXT = 16
+BEYOND_WINDOW = 8  # tokens of the context beyond a sliding window
+LONGEST_CONTEXT = 512  # windows that are longer cannot be exceeded cheaply
+PADDING = 3  # of the first sequence of a batch
+EARLIER = 2  # tokens that the second one has committed less than the first
+# Root, its child off the path, its child on the path, that one's child, and a child of the one off the path.
+TREE, TREE_PATH = (-1, 0, 0, 2, 1), (0, 2, 3)
+CHAIN, CHAIN_PATH = (-1, 0, 1), (0, 1, 2)
+FULL_PRECISION_TOLERANCE = 1e-3
+LOW_PRECISION_ROUNDINGS = 64  # steps of a low-precision type by which logits may differ, in units of their spread
+
+_verdicts: dict[tuple, str | None] = {}
+
+
+@dataclass(frozen=True)
+class RoundKind:
+    """What matters of a call's rounds.
+
+    Attributes:
+        tree: Whether nodes have siblings; otherwise chains are verified.
+        ragged: Whether the sequences of a batch have committed different numbers of tokens.
+        static: Whether the cache has a fixed size, all of which is shown (compiled rounds).
+        rolled_back: Whether transformers' own cache is used, and rejected tokens are taken out of it.
+        features: Hidden states that the heads read.
+    """
+
+    tree: bool
+    ragged: bool = False
+    static: bool = False
+    rolled_back: bool = False
+    features: tuple[int, ...] = ()
+
+
+def refuse_by_probe(target: PreTrainedModel, kind: RoundKind) -> float:
+    """Tries a kind of rounds on a target unless it has been tried in this process. Returns the seconds that took.
+
+    Raises:
+        UnsupportedGenerationError: if the target's logits would not be those of plain decoding, or its hidden states
+            are no features.
+    """
+    started = time.perf_counter()
+    if (problem := probe_problem(target, kind)) is None:
+        return time.perf_counter() - started
+    way_out = "drop `assistant_model`"
+    if kind.ragged and probe_problem(target, replace(kind, ragged=False)) is None:
+        way_out = f"generate one sequence at a time, or {way_out}"
+    elif kind.tree and not kind.ragged and probe_problem(target, replace(kind, tree=False)) is None:
+        way_out = f"draft a chain instead, `heads.with_tree(kind='chain')`, or {way_out}"
+    raise UnsupportedGenerationError(
+        f"draft heads are not supported for {type(target).__name__} here: tried on {_words(kind)}, {problem}; "
+        f"{way_out}."
+    )
+
+
+def _words(kind: RoundKind) -> str:
+    shape = "a small draft tree" if kind.tree else "a short chain of drafts"
+    return f"{shape} in a batch of different lengths" if kind.ragged else shape
+
+
+def probe_problem(target: PreTrainedModel, kind: RoundKind) -> str | None:
+    """How a target's logits under a kind of rounds differ from plain decoding, in words; `None` if they do not.
+
+    Errors are not remembered: they may have been of the moment.
+    """
+    if target.training:
+        return None  # dropout: nothing to compare
+    config = target.config.get_text_config(decoder=True)
+    key = (type(target), config.to_json_string(), config._attn_implementation, target.dtype, kind)
+    if key not in _verdicts:
+        doing = "decode from tokens, mask and positions alone"
+        try:
+            probe = _Probe(target, kind)
+            doing = "verify several tokens in one forward"
+            _verdicts[key] = probe.feature_problem() or difference(probe.decoded, probe.verified(), target.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            return f"it could not {doing} ({said.rstrip('.')})"
+    return _verdicts[key]
+
+
+def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """How logits differ by more than rounding, in words; `None` if they do not.
+
+    Args:
+        expected, got: [..., V], in any type.
+        dtype: That they were computed in. The root mean square of the difference is measured in the logits' own
+            spread; in a low-precision type a quarter of what is allowed must leave the favourites alone.
+    """
+    expected, got = expected.double(), got.double().to(expected.device)
+    spread = (expected - expected.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+    shift = (got - expected).square().mean(-1).sqrt() / spread.clamp_min(1e-12)
+    if dtype in (torch.float32, torch.float64):
+        wrong, allowed = ~(shift <= FULL_PRECISION_TOLERANCE), FULL_PRECISION_TOLERANCE
+    else:
+        allowed = LOW_PRECISION_ROUNDINGS * torch.finfo(dtype).eps
+        other_favourite = got.argmax(-1) != expected.argmax(-1)
+        wrong = ~(shift <= allowed) | (other_favourite & (shift > allowed / 4))
+    if not bool(wrong.any()):
+        return None
+    return (
+        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} is "
+        "rounding)"
+    )
+
+
+class _Probe:
+    """A random context, its prefill, and the logits `decoded` [B, 3, V] of the path that rounds will verify."""
+
+    def __init__(self, target: PreTrainedModel, kind: RoundKind):
+        self.target, self.kind = target, kind
+        self.parents, self.path = (TREE, TREE_PATH) if kind.tree else (CHAIN, CHAIN_PATH)
+        self.batch = 2 if kind.ragged else 1
+        accepted = inspect.signature(target.forward).parameters
+        self.takes_positions = "position_ids" in accepted
+        self.keeps_logits = "logits_to_keep" in accepted
+        self.hidden_states = {"output_hidden_states": asked_hidden_states(kind.features)}
+        self.length = context_length(target)
+        self.tokens = _tokens(target, self.batch, self.length + len(self.parents))
+        self.mask: torch.Tensor | None = None
+        if kind.ragged:
+            self.mask = torch.ones_like(self.tokens[:, : self.length])
+            self.mask[0, :PADDING] = 0
+        self.decoded = self._decode()
+
+    @torch.no_grad()
+    def _forward(self, cache: Any, first: int, end: int) -> torch.Tensor:
+        """One stock forward of some columns, as plain generation does; logits of the newest ones, [B, <= 3, V]."""
+        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        if self.mask is not None:
+            inputs["attention_mask"] = torch.nn.functional.pad(self.mask, (0, end - self.length), value=1)
+        if self.takes_positions:
+            inputs["position_ids"] = self._positions()[:, first:end]
+        if self.keeps_logits:
+            inputs["logits_to_keep"] = EARLIER + 1
+        outputs = self.target(self.tokens[:, first:end], **inputs, **self.hidden_states)
+        self.states = outputs.hidden_states if self.kind.features else None
+        return outputs.logits[:, -EARLIER - 1 :]
+
+    def feature_problem(self) -> str | None:
+        """Why the hidden states of the last forward are no features, or `None`."""
+        for layer in self.kind.features:
+            shape = self.states[layer].shape
+            if len(shape) != 3:
+                return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, H]"
+        return None
+
+    def _positions(self) -> torch.Tensor:
+        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).repeat(self.batch, 1)
+        if self.mask is not None:
+            positions[0] = (positions[0] - PADDING).clamp_min(0)
+        return positions
+
+    def _decode(self) -> torch.Tensor:
+        """Prefill, the root its last token, and two steps. Row 1 of a batch has its path in the prompt's end."""
+        cache = DynamicCache(config=self.target.config.get_text_config(decoder=True))
+        if self.kind.rolled_back:
+            self._forward(cache, 0, self.length - 1)
+            self.prefilled = copy.deepcopy(cache)
+            prompt = self._forward(cache, self.length - 1, self.length)
+        else:
+            cache.activate_past_recording()  # rounds begin before the end of this prompt, where windows reach further back
+            prompt = self._forward(cache, 0, self.length)
+            self.prefilled = copy.deepcopy(cache)
+        steps = [self._forward(cache, at, at + 1)[:, -1:] for at in (self.length, self.length + 1)]
+        decoded = torch.cat([prompt[:, -1:], *steps], dim=1)
+        if self.kind.ragged:
+            decoded[1] = prompt[1]
+        return decoded
+
+    @torch.no_grad()
+    def verified(self) -> torch.Tensor:
+        """The same logits from one forward over the nodes, on the caches of rounds."""
+        root = self.length - 1
+        paths = [self.tokens[0, root : root + 3]]
+        if self.kind.ragged:
+            paths.append(self.tokens[1, root - EARLIER : root + 1])
+        token_ids = self.tokens[:, -len(self.parents) :].clone()  # those off the path
+        for row, path in enumerate(paths):
+            token_ids[row, list(self.path)] = path
+        tree = _tree(self.parents, token_ids)
+        if self.kind.rolled_back:
+            return self._rolled_back(tree)
+        cache = self._tree_cache()
+        outputs = self.target(token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree))
+        return outputs.logits[:, list(self.path)]
+
+    def _tree_cache(self) -> TreeCache:
+        """The prompt in slots, less the tokens that count as not committed yet: what such slots hold does not matter."""
+        lengths = [self.length - 1, self.length - 1 - EARLIER][: self.batch]
+        positions = torch.tensor([[length] for length in lengths], device=self.tokens.device)
+        if self.kind.ragged:
+            positions[0] -= PADDING
+        capacity = self.length + len(self.parents) if self.kind.static else None
+        call = (self.batch, self.mask, positions, self.target.dtype, capacity)
+        cache = TreeCache(self.prefilled, self.target, *call)
+        cache.counts = lengths
+        if cache.lengths is not None or self.kind.ragged:
+            cache.lengths = torch.tensor(lengths, device=self.tokens.device)
+        return cache
+
+    def _rolled_back(self, chain: DraftTree) -> torch.Tensor:
+        """A chain of which only the root is kept, and the rest of the path after that."""
+        root = self.length - 1
+        cache = ChainCache(self.prefilled, None, torch.tensor([[root]]).to(self.tokens.device), self.takes_positions)
+        wrong = chain.token_ids.clone()
+        wrong[:, 1:] = self.tokens[:, -2:]
+        logits = []
+        for tokens, count in ((wrong, 1), (chain.token_ids[:, 1:], 2)):
+            nodes = torch.arange(count, device=tokens.device)[None]
+            inputs = cache.forward_inputs(_tree(CHAIN[: tokens.shape[1]], tokens))
+            outputs = self.target(tokens, use_cache=True, return_dict=True, **inputs)
+            logits.append(outputs.logits[:, :count])
+            cache.keep_paths(nodes, [count], torch.tensor([count]), True)
+        return torch.cat(logits, dim=1)
+
+
+def context_length(target: PreTrainedModel) -> int:
+    """Tokens of the probe's context: beyond every window that is not too long for that."""
+    config = target.config.get_text_config(decoder=True)
+    stated = [value for name, value in vars(config).items() if "window" in name and isinstance(value, int)]
+    windows = [int(window) for window in (*layer_windows(target), *stated) if window]
+    limit = getattr(config, "max_position_embeddings", None) or LONGEST_CONTEXT
+    longest = min(LONGEST_CONTEXT, limit - len(TREE))
+    lengths = [window + BEYOND_WINDOW + PADDING + EARLIER for window in windows]
+    return min(max([SHORT_CONTEXT, *(length for length in lengths if length <= longest)]), longest)
+
+
+def _tokens(target: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
+    """int64 [batch, length] at random, none that the config names (those of images and the like)."""
+    config = target.config.get_text_config(decoder=True)
+    named = {value for source in (target.config, config) for name, value in vars(source).items()
+             if "token" in name and isinstance(value, int)}  # fmt: skip
+    drawn = torch.randint(config.vocab_size, (4 * batch * length,), generator=torch.Generator().manual_seed(0))
+    plain = [token for token in drawn.tolist() if token not in named]
+    return torch.tensor(plain[: batch * length]).view(batch, length).to(target.device)
+
+
+def _tree(parents: tuple[int, ...], token_ids: torch.Tensor) -> DraftTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    shape = token_ids.shape
+    rows = torch.tensor([parents, depths], device=token_ids.device)
+    scores = torch.zeros(shape, device=token_ids.device)
+    return DraftTree(token_ids, rows[0].expand(shape), rows[1].expand(shape), scores, max(depths))
