@@ -137,6 +137,6 @@ def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwar
 def _load_assistant_model(
     original: Callable, model: Any, assistant_model: Any = None, assistant_tokenizer: Any = None
 ) -> Any:
-    if isinstance(assistant_model, DraftHead):
+    if isinstance(assistant_model, DraftingContract):
         return assistant_model, None
     return original(model, assistant_model, assistant_tokenizer)

@@ -1,8 +1,8 @@
 """The device that accelerator tests run on: CUDA where there is one, else an emulation that `accelerator.cpp` builds.
 
-The emulation is the device `pretend`, two of them. Its numbers are the CPU's, so it says nothing of kernels, streams or
-graphs; it says whether tensors of several devices meet, what the host waits for, and whether a time was taken without
-waiting. It stays in a process for good: import this module only where it may ([`test_accelerator`] starts one).
+The emulation is the device `pretend`, two of them. Its numbers are the CPU's, so it says nothing of kernels, streams
+or graphs; it says whether tensors of several devices meet, what the host waits for, and whether a time was taken
+without waiting. It stays in a process for good: import this module only where it may ([`test_accelerator`] starts one).
 """
 
 from __future__ import annotations
