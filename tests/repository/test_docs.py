@@ -117,11 +117,13 @@ def test_words() -> None:
 # ---------------------------------------------------------------------- numbers
 # What a measurement looks like in prose: ratios, tau, shares, times, sizes of memory, throughputs, small differences.
 MEASURED = re.compile(
-    r"\d+(?:\.\d+)?x\b|\btau(?: of| is| below| above)?\s+\d|\d[\d.]*(?: to \d[\d.]*)?\s?%|\b\d+(?:\.\d+)?e-\d+"
+    r"\d+(?:\.\d+)?x\b|\btau(?: of| is| below| above)?\s+\d|\d[\d.]*(?: to \d[\d.]*)?\s?%"
+    r"|\b\d+(?:\.\d+)?e-\d+"
     r"|\d[\d.]*\s(?:tokens/s|ms|s|seconds|minutes|hours|MB|GB|TFLOP)\b|\d\s(?:times|per cent) (?:as|faster|slower|of)\b"
 )
 RENDERED = r"<!-- (results|table|value)[: ].*?<!-- (?:/\1|end \1?)[^>]*?-->|<!-- table .*?<!-- end .*?-->"
-NOT_MEASURED = (  # rules of the code, tolerances of tests, and facts of others: sentences that hold without a measurement
+# Rules of the code, tolerances of tests, and facts of others: sentences that hold without a measurement.
+NOT_MEASURED = (
     "only when the time that such trials have lost is below 2 % of the time since",
     "Gradients equal those of dense masks to 1e-5.",
     "less than 95% of the favourites stay",
@@ -142,7 +144,7 @@ def measured_in_prose(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "model_cards/README.md"])
 def test_measured_numbers_come_from_results(name: str) -> None:
-    """`<!-- value:result.path:.2f -->1.23<!-- /value -->`, which `python -m benchmarks --render` fills in, or a table."""
+    """Filled in by `python -m benchmarks --render`: `<!-- value:result.path:.2f -->1.23<!-- /value -->`, or a table."""
     assert not measured_in_prose((ROOT / name).read_text(encoding="utf-8"))
 
 
