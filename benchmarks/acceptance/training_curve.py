@@ -98,7 +98,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """One line per heads, tau over compute; a warm-started line leaves from where the line of its start ends."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, one in result["curves"].items():
         before = result["curves"].get(one["starts_from"], {"points": []})["points"][-1:]
@@ -108,7 +108,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"{AXES[result['axis']]}, warm start included")
     axes.set_ylabel("acceptance length (tau)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper", fontsize=8)  # beside the curves, which fill the panel
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 

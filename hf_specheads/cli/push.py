@@ -1,7 +1,8 @@
 """Upload heads to the Hub: weights, config, a model card rendered from facts, and its figures.
 
 Facts of training and speed are read from `training_facts.json` and `eval_results.json` beside the heads. What you
-wrote into the card on the Hub stays. Log in with `hf auth login`, or set HF_TOKEN.
+wrote into the card on the Hub stays. Log in with `hf auth login`, or set HF_TOKEN. With --to-folder the repository is
+written to a folder, and nobody is asked.
 """
 
 from __future__ import annotations
@@ -11,39 +12,58 @@ import json
 from pathlib import Path
 
 from .arguments import add_heads_arguments, load_heads_from
+from .display import emit, note
+
+CARD = ("base_model", "license", "datasets", "language", "tags")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Source, repository, how to commit, and facts for the card."""
     parser.add_argument("heads", help="folder or Hub id of the heads; any layout that can be read")
-    parser.add_argument("repository", help="Hub id to push to; made if it does not exist")
+    parser.add_argument(
+        "repository", nargs="?",
+        help="Hub id to push to, made if it does not exist; with --to-folder the card's name for it (there by default "
+             "the folder's)",
+    )  # fmt: skip
+    parser.add_argument("--to-folder", type=Path, metavar="DIR", help="write the repository there, without a network")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
     parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, made if it does not exist")
-    parser.add_argument("--create_pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument("--commit_message", metavar="TEXT")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument("--commit-message", metavar="TEXT", help="first line of the commit (default: 'Upload ...')")
     parser.add_argument("--token", help="access token (default: the one you logged in with)")
-    parser.add_argument("--max_shard_size", default="50GB", metavar="SIZE")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file of weights")
     parser.add_argument(
-        "--custom_generate", action="store_true", help="also upload the code for generate(custom_generate=...)"
+        "--custom-generate", action="store_true", help="also write the code for generate(custom_generate=...)"
     )
     facts = parser.add_argument_group("facts for the model card")
-    facts.add_argument("--base_model", metavar="ID", help="the target's Hub id, if it was trained with a local copy")
-    facts.add_argument("--results", type=Path, nargs="+", help="files that `specheads eval --json` wrote")
+    facts.add_argument("--base-model", metavar="ID", help="the target's Hub id, if it was trained with a local copy")
+    facts.add_argument("--results", type=Path, nargs="+", help="files with what `specheads eval --json` printed")
     facts.add_argument("--license", metavar="ID", help="licence of these weights")
     facts.add_argument("--datasets", nargs="+", metavar="ID", help="data sets on the Hub")
-    facts.add_argument("--language", nargs="+", metavar="CODE")
-    facts.add_argument("--tags", nargs="+")
+    facts.add_argument("--language", nargs="+", metavar="CODE", help="languages of the texts, e.g. en")
+    facts.add_argument("--tags", nargs="+", metavar="TAG", help="more tags")
     add_heads_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the heads, so that nothing damaged is pushed, and uploads them."""
-    card = {name: getattr(args, name) for name in ("base_model", "license", "datasets", "language", "tags")}
+    """Loads the heads, so that nothing damaged is pushed, and uploads them or writes them to a folder."""
+    refuse_wrong_place(args)
+    card = {name: getattr(args, name) for name in CARD if getattr(args, name) is not None}
     if args.results:
-        card["evaluations"] = [
-            {"task": file.stem, **json.loads(file.read_text(encoding="utf-8"))} for file in args.results
-        ]
+        card["evaluations"] = [read_results(file) for file in args.results]
     heads = load_heads_from(args, args.heads)
+    options = {"max_shard_size": args.max_shard_size, "custom_generate": args.custom_generate, **card}
+    facts = {"class": type(heads).__name__, "method": heads.config.method}
+    if args.to_folder is not None:
+        from ..publishing.push import write_repository
+
+        folder = write_repository(heads, args.to_folder, args.repository or args.to_folder.resolve().name, **options)
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        text = f"wrote {facts['class']} ({facts['method']}) to {folder}: {', '.join(files)}"
+        emit(args, {**facts, "folder": str(folder), "files": files}, text)
+        return 0
+    note(args, f"Uploading to {args.repository} ...")
     commit = heads.push_to_hub(
         args.repository,
         private=args.private or None,
@@ -51,9 +71,36 @@ def run(args: argparse.Namespace) -> int:
         create_pr=args.create_pr,
         commit_message=args.commit_message,
         token=args.token,
-        max_shard_size=args.max_shard_size,
-        custom_generate=args.custom_generate,
-        **{name: value for name, value in card.items() if value is not None},
+        **options,
     )
-    print(f"pushed {type(heads).__name__} ({heads.config.method}) to {commit.pr_url or commit.commit_url}")
+    url = commit.pr_url or commit.commit_url
+    emit(args, {**facts, "url": url}, f"pushed {facts['class']} ({facts['method']}) to {url}")
     return 0
+
+
+def refuse_wrong_place(args: argparse.Namespace) -> None:
+    """Refuses a call that says no place, or a folder that holds something else.
+
+    Raises:
+        ValueError: without a repository and a folder.
+        FileExistsError: for a folder that is not empty.
+    """
+    if args.to_folder is None and args.repository is None:
+        raise ValueError("say where to push: `specheads push HEADS OWNER/NAME`, or pass --to-folder DIR.")
+    folder = args.to_folder
+    if folder is None or args.overwrite or not folder.exists():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder or pass --overwrite.")
+
+
+def read_results(file: Path) -> dict:
+    """Results as `specheads eval --json` prints them, named after the file.
+
+    Raises:
+        ValueError: for a file that holds something else.
+    """
+    try:
+        return {"task": file.stem, **json.loads(file.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} holds no results of `specheads eval --json`: {error}") from error

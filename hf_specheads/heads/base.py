@@ -17,6 +17,7 @@ from ..errors import CheckpointValueError, WarmStartError, WrongTargetError, ref
 from ..generation.verification.rules import RULES
 from ..metrics import GenerationStats
 from ..publishing.card.facts import Published
+from ..publishing.card.render import save_card
 from ..publishing.push import push_heads
 from ..target.adapter import adapter_identity, load_adapter
 from ..target.borrowed import Binding, BorrowedModules
@@ -290,13 +291,15 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
         """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
         machine. Target weights are never saved, but an adapter is that the target was trained with together with
-        these heads."""
+        these heads. A model card is written beside the weights; a README.md that is there keeps its text."""
         push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
         hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
         self.write_trees()
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self.config, Path(save_directory), self._binding.target)
         saved = super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            save_card(save_directory)
         if push:
             self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
         return saved

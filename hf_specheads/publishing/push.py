@@ -77,18 +77,11 @@ def push_heads(
     **card: Any,
 ) -> CommitInfo:
     """See [`DraftHead.push_to_hub`]."""
-    if unknown := sorted(set(card) - CARD_ARGUMENTS):
-        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(CARD_ARGUMENTS)}.")
+    refuse_unknown_facts(card)
     api = HfApi(token=token, library_name="hf-specheads")
     with tempfile.TemporaryDirectory() as temporary:
-        folder, source = Path(temporary), facts_from or heads.name_or_path
-        heads.save_pretrained(folder, max_shard_size=max_shard_size)
-        name_target(folder / "config.json", base_model)
-        if source and os.path.isdir(source):
-            _copy_facts(Path(source), folder)
-        for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
-            if (facts := card.pop(field, None)) is not None:
-                (folder / name).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+        folder, options = Path(temporary), {"base_model": base_model, "facts_from": facts_from}
+        card = save_with_facts(heads, folder, max_shard_size=max_shard_size, **options, **card)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id=repo_id, branch=revision, exist_ok=True)
@@ -104,6 +97,70 @@ def push_heads(
             create_pr=create_pr,
             delete_patterns=list(REPLACED),
         )
+
+
+def write_repository(
+    heads: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    max_shard_size: int | str = "50GB",
+    custom_generate: bool = False,
+    base_model: str | None = None,
+    facts_from: str | os.PathLike[str] | None = None,
+    **card: Any,
+) -> Path:
+    """Writes what [`push_heads`] would upload into a folder, without asking the Hub for anything.
+
+    Args:
+        heads: The heads.
+        folder: Made if it does not exist; text of a README.md in it stays.
+        repo_id: Where the folder will be uploaded to, for the card and `custom_generate`.
+        max_shard_size, custom_generate, base_model, facts_from, **card: As for [`DraftHead.push_to_hub`].
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: for an unknown fact.
+    """
+    refuse_unknown_facts(card)
+    folder, options = Path(folder), {"base_model": base_model, "facts_from": facts_from}
+    card = save_with_facts(heads, folder, max_shard_size=max_shard_size, **options, **card)
+    if custom_generate:
+        write_custom_generate(folder, repo_id)
+    complete_folder(folder, repo_id, None, **card)
+    return folder
+
+
+def refuse_unknown_facts(card: dict[str, Any]) -> None:
+    """Refuses facts that no card has a place for."""
+    if unknown := sorted(set(card) - CARD_ARGUMENTS):
+        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(CARD_ARGUMENTS)}.")
+
+
+def save_with_facts(
+    heads: PreTrainedModel,
+    folder: Path,
+    *,
+    max_shard_size: int | str,
+    base_model: str | None,
+    facts_from: str | os.PathLike[str] | None,
+    **card: Any,
+) -> dict[str, Any]:
+    """Saves heads, and beside them the facts that lie where they came from or are given; returns the other facts."""
+    source, card_path = facts_from or heads.name_or_path, folder / "README.md"
+    had_card = card_path.is_file()
+    heads.save_pretrained(folder, max_shard_size=max_shard_size)
+    if not had_card:
+        card_path.unlink()  # rendered anew, when all facts are there
+    name_target(folder / "config.json", base_model)
+    if source and os.path.isdir(source):
+        _copy_facts(Path(source), folder)
+    for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
+        if (facts := card.pop(field, None)) is not None:
+            (folder / name).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+    return card
 
 
 def complete_folder(
@@ -182,7 +239,8 @@ def name_target(config: Path, base_model: str | None) -> None:
 def _copy_facts(source: Path, folder: Path) -> None:
     """Facts of training and measurement, and the card, that lie beside the heads."""
     for name in (TRAINING_FACTS, EVAL_RESULTS, "README.md"):
-        if (source / name).is_file() and source.resolve() != folder.resolve():
+        kept = name == "README.md" and (folder / name).is_file()
+        if (source / name).is_file() and source.resolve() != folder.resolve() and not kept:
             shutil.copyfile(source / name, folder / name)
 
 

@@ -63,7 +63,7 @@ def test_body(folder: Path, poss_heads: PossHead) -> None:
     parameters = sum(parameter.numel() for parameter in poss_heads.parameters())
     assert collect_facts(folder).num_parameters == parameters
     for words in ("# poss-heads", "POSS draft heads (2 specialists of 2 draft positions each",
-                  'load_heads("poss-heads")',
+                  'load_heads("path/to/poss-heads")',
                   'from_pretrained("lab/target"', "| held-out functions | 3.21 | 1.83 | 100.0 | 183.4 |",
                   "| held-out functions | 0.90 | 0.75 |", "dynamic, depth 6, 16 nodes", "arXiv:2506.03566",
                   "`arguments.learning_rate` | 3e-05", "`hours` | 1.25", "commit 0123abc", "torch 2.99"):  # fmt: skip

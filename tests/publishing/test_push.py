@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_specheads import AutoDraftHead, PossHead, load_heads
 from hf_specheads.cli import main
 from hf_specheads.heads.auto import METHODS
-from hf_specheads.publishing.card.render import BEGIN, END
+from hf_specheads.publishing.card.render import BEGIN, END, write_card
 from hf_specheads.publishing.figures import FIGURES
 from hf_specheads.target.adapter import ADAPTER_FOLDER, add_adapter
 
@@ -250,3 +250,79 @@ def test_the_command(hub: HubEndpoint, folder: Path, tmp_path: Path) -> None:
     assert hub.repos[name].private and "| chat | 2.20 | 1.30 |" in card_of(hub, name)[1]
     assert hub.run(main, ["push", str(tmp_path), name]) == 2
     assert hub.run(main, ["push", str(folder), name, "--token", "hf_wrong"]) == 2
+
+
+# ------------------------------------------------------------------ into folders
+def test_a_whole_repository_in_a_folder_without_a_network(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """What a push uploads, but for what only the Hub knows."""
+
+    def asked(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.socket.connect", asked)
+    out = tmp_path / "out"
+    words = ["push", str(folder), "org/name", "--to-folder", str(out), "--custom-generate", "--license", "mit"]
+    assert main([*words, "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    code = ("custom_generate/generate.py", "custom_generate/requirements.txt")
+    facts = ("training_facts.json", "eval_results.json")
+    assert files == sorted(["README.md", "config.json", "model.safetensors", *facts, *code, *FIGURES.values()])
+    card = (out / "README.md").read_text()
+    assert 'load_heads("org/name")' in card and "These weights: mit." in card and "| greedy | 3.20" in card
+    assert 'REPOSITORY = "org/name"' in (out / "custom_generate" / "generate.py").read_text()
+    assert load_heads(out).config.method == "poss"
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    (out / "README.md").write_text(f"{card}\n## Mine\n\nkept\n")
+    assert main([*words, "--overwrite"]) == 0
+    assert "## Mine\n\nkept" in (out / "README.md").read_text()
+
+
+def test_a_push_must_say_where_to(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["push", str(folder)]) == 2
+    assert "say where to push" in capsys.readouterr().err
+    (folder / "broken.json").write_text("[")
+    assert main(["push", str(folder), "--to-folder", str(folder / "x"), "--results", str(folder / "broken.json")]) == 2
+    assert "holds no results" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ save_pretrained
+def test_saving_writes_the_card(poss_heads: PossHead, tmp_path: Path) -> None:
+    poss_heads.save_pretrained(tmp_path / "heads")
+    text = (tmp_path / "heads" / "README.md").read_text()
+    assert (
+        BEGIN in text
+        and "# heads\n" in text
+        and yaml.safe_load(text.split("---")[1])["library_name"] == "hf-specheads"
+    )
+    poss_heads.save_pretrained(tmp_path / "heads")
+    assert (tmp_path / "heads" / "README.md").read_text() == text
+    poss_heads.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other" / "README.md").exists()
+
+
+@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\ntags: [mine]\n---\n"])
+def test_saving_keeps_the_text_of_a_readme(poss_heads: PossHead, tmp_path: Path, metadata: str) -> None:
+    """A README without the markers is the user's, all of it; metadata it lacks are added, as peft does."""
+    _with_readme(tmp_path / "heads", f"{metadata}# My heads\n\nMy words.\n")
+    poss_heads.save_pretrained(tmp_path / "heads")
+    text = (tmp_path / "heads" / "README.md").read_text()
+    assert text.endswith("# My heads\n\nMy words.\n") and BEGIN not in text
+    found = yaml.safe_load(text.split("---")[1])
+    assert found["library_name"] == "hf-specheads" and "draft-head" in found["tags"]
+    assert not metadata or (found["license"] == "mit" and found["tags"][0] == "mine")
+
+
+def test_saving_keeps_what_an_earlier_card_says(folder: Path) -> None:
+    """Facts that only a push was given do not vanish with the next save."""
+    write_card(folder, limits=["Knows no Greek."], license="mit")
+    before = (folder / "README.md").read_text()
+    load_heads(folder).save_pretrained(folder)
+    assert (folder / "README.md").read_text() == before and "Knows no Greek." in before
+
+
+def test_metadata_that_cannot_be_read_do_not_keep_heads_from_being_saved(poss_heads: PossHead, tmp_path: Path) -> None:
+    _with_readme(tmp_path / "heads", "---\na: [\n---\nText\n")
+    poss_heads.save_pretrained(tmp_path / "heads")
+    assert (tmp_path / "heads" / "README.md").read_text() == "---\na: [\n---\nText\n"
+    assert (tmp_path / "heads" / "model.safetensors").exists()

@@ -112,3 +112,55 @@ def test_words() -> None:
         text = path.read_text(encoding="utf-8")
         for pattern in BANNED:
             assert not (match := re.search(pattern, text)), f"{name}: {match[0]!r}"
+
+
+# ---------------------------------------------------------------------- numbers
+# What a measurement looks like in prose: ratios, tau, shares, times, sizes of memory, throughputs, small differences.
+MEASURED = re.compile(
+    r"\d+(?:\.\d+)?x\b|\btau(?: of| is| below| above)?\s+\d|\d[\d.]*(?: to \d[\d.]*)?\s?%"
+    r"|\b\d+(?:\.\d+)?e-\d+"
+    r"|\d[\d.]*\s(?:tokens/s|ms|s|seconds|minutes|hours|MB|GB|TFLOP)\b|\d\s(?:times|per cent) (?:as|faster|slower|of)\b"
+)
+RENDERED = r"<!-- (results|table|value)[: ].*?<!-- (?:/\1|end \1?)[^>]*?-->|<!-- table .*?<!-- end .*?-->"
+# Rules of the code, tolerances of tests, and facts of others: sentences that hold without a measurement.
+NOT_MEASURED = (
+    "only when the time that such trials have lost is below 2 % of the time since",
+    "Gradients equal those of dense masks to 1e-5.",
+    "less than 95% of the favourites stay",
+    "of trees within 2 % of it the smallest",
+    "differ by 1e-6 relative to values of 5",
+)
+
+
+def measured_in_prose(text: str) -> list[str]:
+    """Measured numbers that no result file renders, each with the words around it."""
+    text = re.sub(RENDERED, "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    text = " ".join(" ".join(line for line in text.splitlines() if not line.startswith("|")).split())
+    for sentence in NOT_MEASURED:
+        text = text.replace(sentence, "")
+    return [text[max(0, found.start() - 60) : found.end() + 30] for found in MEASURED.finditer(text)]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "model_cards/README.md"])
+def test_measured_numbers_come_from_results(name: str) -> None:
+    """Filled in by `python -m benchmarks --render`: `<!-- value:result.path:.2f -->1.23<!-- /value -->`, or a table."""
+    assert not measured_in_prose((ROOT / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    ["contexts gain 2.0x to 2.2x", "it has tau 4.2 there", "tau\nof 4",
+     "keeps 98.8 to 99.6% of the rows", "takes 45 s", "at 310 tokens/s",
+     "at most 1.5e-05 of a logit", "needs 12 MB", "is 3 times as fast", "saves 40 %"],
+)  # fmt: skip
+def test_numbers_in_prose_are_found(claim: str) -> None:
+    assert measured_in_prose(f"Some words, and it {claim}, they say.")
+    rendered = "It is <!-- value:a.b:.2f -->1.23x<!-- /value --> so, `depth 4 %` too.\n| 1.2x |\n"
+    assert not measured_in_prose(rendered)
+
+
+def test_sentences_that_are_no_measurements_are_still_there() -> None:
+    """An allowance for a sentence that is gone would let another number in."""
+    documents = " ".join(" ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in DOCUMENTS)
+    assert not [sentence for sentence in NOT_MEASURED if sentence not in documents]

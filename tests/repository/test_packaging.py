@@ -21,7 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "hf_specheads", "trainer")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "hf_specheads", "trainer", "model_cards")
+DEMO_PAIR = ("target", "poss3")  # of `model_cards/`, installed as `hf_specheads.demo_pair`
+MOST_BYTES = 25_000_000  # of the wheel
 
 REPORT = """
 import json, sys
@@ -105,7 +107,7 @@ def test_every_package_is_listed() -> None:
         for top in ("hf_specheads", "trainer")
         for folder in (ROOT / top).rglob("__init__.py")
     }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"hf_specheads.demo_pair"}
 
 
 def test_dependencies_are_floors() -> None:
@@ -168,8 +170,15 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
         for path in (ROOT / top).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
+    expected |= {
+        f"hf_specheads/demo_pair/{path.relative_to(ROOT / 'model_cards').as_posix()}"
+        for name in DEMO_PAIR
+        for path in (ROOT / "model_cards" / name).iterdir()
+        if path.is_file()
+    }
     packed = {name for name in names if ".dist-info/" not in name}
     assert packed == expected
+    assert wheel.stat().st_size < MOST_BYTES
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -181,6 +190,8 @@ def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     assert report["package"].startswith(inside) and report["trainer"].startswith(inside)
     assert report["trainer"].endswith(os.path.join("hf_specheads", "trainer", "__init__.py"))
     assert run(tmp_path / "env" / "bin" / "specheads", "--version", cwd=tmp_path).startswith("hf-specheads ")
+    demo = run(tmp_path / "env" / "bin" / "specheads", "demo", "--limit", "1", "--max-new-tokens", "8", cwd=tmp_path)
+    assert "All 1 texts are identical to plain generate." in demo
 
 
 def test_editable_install_in_an_empty_environment(sources: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...configuration import DraftHeadConfig
-from .facts import CardFacts
+from .facts import CardFacts, is_hub_id
 
 # Of a training run, what a reader of a card wants; the file next to the weights has everything.
 TRAINING_LEFT_OUT = ("versions", "commit", "target", "method", "parameters", "log_history", "num_specialists", "name",
@@ -57,16 +57,22 @@ def target_link(facts: CardFacts) -> str:
     return f"{link} (revision `{revision}`)" if revision else link
 
 
+def _place(name: str) -> str:
+    """What loads a model: its Hub id, else a folder that only the reader knows."""
+    return name if is_hub_id(name) else f"path/to/{name}"
+
+
 def usage(facts: CardFacts) -> str:
     """Python lines that load and generate."""
-    target = facts.target_name or ("path/to/target" if facts.is_heads else facts.name)
+    own = _place(facts.name)
+    target = _place(facts.target_name or "target") if facts.is_heads else own
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         *(["from hf_specheads import load_heads"] if facts.is_heads else []),
         "",
         f'target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")',
         f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
-        *([f'heads = load_heads("{facts.name}")'] if facts.is_heads else []),
+        *([f'heads = load_heads("{own}")'] if facts.is_heads else []),
         *(["heads.load_target_adapter(target)"] if facts.config.get("target_adapter") else []),
         'inputs = tokenizer("...", return_tensors="pt").to(target.device)',
         f"out = target.generate(**inputs, {'assistant_model=heads, ' if facts.is_heads else ''}max_new_tokens=256)",

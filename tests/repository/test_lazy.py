@@ -1,0 +1,137 @@
+"""What an import or a short command loads, counted in modules: clocks differ from machine to machine."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_specheads
+import hf_specheads.trainer
+from hf_specheads.cli import COMMANDS
+from hf_specheads.heads.auto import HEADS
+from hf_specheads.registration import MODEL_TYPES
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "matplotlib", "accelerate", "huggingface_hub", "numpy")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Modules that some code loads into a fresh interpreter."""
+    program = f"""
+import json, sys
+try:
+    {code}
+except SystemExit:
+    pass
+print("\\n" + json.dumps(sorted(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def heavy(modules: set[str]) -> set[str]:
+    return modules.intersection(HEAVY)
+
+
+def main(*words: str) -> str:
+    return f"from hf_specheads.cli import main; main({list(words)!r})"
+
+
+# ---------------------------------------------------------------------- what is loaded
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    modules = loaded_by("import hf_specheads")
+    assert {name for name in modules if name.startswith("hf_specheads")} == {
+        "hf_specheads", "hf_specheads.registration", "hf_specheads.version",
+    }  # fmt: skip
+    assert not heavy(modules)
+
+
+def test_importing_it_costs_nothing_on_top_of_an_auto_class() -> None:
+    auto = "from transformers import AutoModelForCausalLM"
+    assert len(loaded_by(f"import hf_specheads; {auto}")) <= len(loaded_by(auto)) + 5
+
+
+def test_heads_load_what_any_model_of_transformers_does() -> None:
+    """And not peft, its trainer, data sets or figures."""
+    modules = loaded_by("from hf_specheads import load_heads, PossHead")
+    for name in ("peft", "datasets", "matplotlib", "pandas", "transformers.trainer"):
+        assert name not in modules, name
+    model = loaded_by("from transformers import PreTrainedModel")
+    assert len({name for name in modules - model if not name.startswith("hf_specheads")}) < 150
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_loads_neither_torch_nor_transformers(command: str | None) -> None:
+    assert not heavy(loaded_by(main(*([command] if command else []), "--help")))
+
+
+def test_env_loads_torch_alone() -> None:
+    """Which knows the devices."""
+    assert heavy(loaded_by(main("env"))) <= {"torch", "numpy"}
+
+
+def test_a_wrong_option_is_told_at_once() -> None:
+    assert not heavy(loaded_by(main("eval", "--target", "x")))
+
+
+# ---------------------------------------------------------------------- what is there all the same
+def outside(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("first", ["import hf_specheads", "import transformers, hf_specheads",
+                                   "from transformers import AutoConfig; import hf_specheads"])  # fmt: skip
+def test_auto_classes_know_heads_from_the_import_on(poss_heads, tmp_path: Path, first: str) -> None:
+    poss_heads.save_pretrained(tmp_path / "heads")
+    code = f"""
+{first}
+from transformers import AutoConfig, AutoModel, GenerationMixin
+config = AutoConfig.from_pretrained({str(tmp_path / "heads")!r})
+assert AutoConfig.for_model("specheads_eagle").method == "eagle"
+heads = AutoModel.from_pretrained({str(tmp_path / "heads")!r})
+assert hasattr(GenerationMixin._assisted_decoding, "_specheads_original")
+print(type(config).__name__, type(heads).__name__)
+"""
+    assert outside(code) == "PossHeadConfig PossHead"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "from hf_specheads.heads.poss import PossHead",
+        "from hf_specheads import PossHead",
+    ],
+)
+def test_whoever_has_heads_has_the_hook(way: str) -> None:
+    code = f"{way}; from transformers import GenerationMixin as G"
+    assert outside(f"{code}; print(G._assisted_decoding._specheads_original.__name__)") == "_assisted_decoding"
+
+
+def test_the_stand_ins_are_of_all_families() -> None:
+    assert sorted(MODEL_TYPES) == sorted(HEADS)
+
+
+def test_the_finder_leaves_when_it_has_done_its_work() -> None:
+    code = "import hf_specheads, sys; n = len(sys.meta_path); from transformers import AutoConfig"
+    assert (
+        outside(f"{code}; print(n - len([f for f in sys.meta_path if 'AfterAuto' in type(f).__name__]) == n)")
+        == "True"
+    )
+
+
+@pytest.mark.parametrize("package", [hf_specheads, hf_specheads.trainer], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_python_does(package) -> None:
+    """The imports `if TYPE_CHECKING` are those of the table of modules, each under its own name."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.asname: (node.module, alias.name) for node in block.body for alias in node.names}
+    assert seen == {name: (module, name) for name, module in package._MODULE_OF.items()}
+    assert set(dir(package)) >= set(package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        package.nonsense  # noqa: B018
