@@ -5,8 +5,8 @@
 
 The first writes chats (`tasks/`) as JSONL, the second prints how long they are in tokens.
 
-The library's text is split by file into train and held-out, by a hash of the relative path: the split does not depend on
-the order of the files, on the machine or on which optional folders (`test`, `idlelib`, ...) an installation leaves out.
+The library's text is split by file into train and held-out, by a hash of the relative path: so the split does not
+depend on the order of the files, on the machine or on which optional folders (`test`, ...) an installation leaves out.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m hf_specheads.trainer.shipped_pair.right_answers --target runs/target/final --per_family 50
 
-Prints the shares at each temperature, and writes them with `--output`; `--answers` also writes every answer and what is
-wrong with it.
+Prints the shares at each temperature, and writes them with `--output`; `--answers` also writes every answer and what
+is wrong with it.
 """
 
 import argparse

@@ -54,8 +54,8 @@ MUTATIONS = {
     "a line goes": change(r"(?m)^.+\n", lambda match, rng: ""),
     "the last word is cut": change(r"\w+\W*$", lambda match, rng: match[0][0]),
 }
-# Answers of these families are judged by what they do: the sentence in front of code is free, and a doctest, a limit or an
-# assert may hold with another number too. Most of such changes must be found all the same.
+# Answers of these families are judged by what they do: the sentence in front of code is free, and a doctest or an
+# assert may hold with another number too. A good part of such changes must be found all the same.
 FREE = {
     "fields to json": ("a word goes", "a word doubles its first letter", "a line goes"),
     "python function": ("a word goes", "a word doubles its first letter", "a digit changes", "a line goes"),
