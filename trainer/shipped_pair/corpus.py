@@ -1,16 +1,28 @@
-"""Corpus of the shipped pair: the Python standard library's source, split by file into train and held-out.
+"""Corpus of the shipped pair: chats with right answers, and the Python standard library's source.
 
-The split is decided by a hash of the relative path, so it does not depend on the order of the files, on the
-machine or on which optional folders (`test`, `idlelib`, ...) an installation leaves out.
+    python -m hf_specheads.trainer.shipped_pair.corpus --output runs/held_out.jsonl --held_out --per_family 20
+    python -m hf_specheads.trainer.shipped_pair.corpus --tokenizer runs/tokenizer --statistics
+
+The first writes chats (`tasks/`) as JSONL, the second prints how long they are in tokens.
+
+The library's text is split by file into train and held-out, by a hash of the relative path: so the split does not
+depend on the order of the files, on the machine or on which optional folders (`test`, ...) an installation leaves out.
 """
 
+import argparse
 import hashlib
+import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .chat import chat_tokens, prompt_tokens
+from .tasks import FAMILIES, Example, Family, examples
 
 HELD_OUT_PER_MILLE = 25
 # Tables rather than programs: thousands of near-identical lines that any model learns by heart.
@@ -95,3 +107,73 @@ class PackedBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = self.blocks[index].long()
         return {"input_ids": ids, "labels": ids}
+
+
+def distinct_examples(family: Family, count: int, seed: int = 0, held_out: bool = False) -> Iterator[Example]:
+    """The first `count` chats of a family that differ in what is asked."""
+    seen: set[str] = set()
+    for example in examples(family, seed, held_out):
+        if len(seen) == count:
+            return
+        asked = json.dumps([example.prompt, example.thinking])
+        if asked not in seen:
+            seen.add(asked)
+            yield example
+
+
+def write_examples(path: Path, per_family: int, seed: int = 0, held_out: bool = False) -> int:
+    """Writes chats of all families as JSONL, families taking turns; `Example.from_row` reads a line back.
+
+    Returns:
+        How many were written.
+    """
+    columns = [list(distinct_examples(family, per_family, seed, held_out)) for family in FAMILIES]
+    rows = [example.to_row() for row in zip(*columns, strict=True) for example in row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(rows)
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The chats that [`write_examples`] wrote."""
+    return [Example.from_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def statistics(
+    family: Family, tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0, held_out: bool = False
+) -> dict[str, Any]:
+    """Lengths of a family's chats in tokens: least, mean and most of `prompt` and `answer`; share with `thinking`."""
+    lengths: dict[str, list[int]] = {"prompt": [], "answer": []}
+    thinking = 0
+    for example in distinct_examples(family, count, seed, held_out):
+        _, mask = chat_tokens(example, tokenizer)
+        prompt = len(prompt_tokens(example, tokenizer))
+        lengths["prompt"].append(prompt)
+        lengths["answer"].append(sum(mask[prompt:]))
+        thinking += example.thinking
+    summary = {name: (min(found), round(sum(found) / count, 1), max(found)) for name, found in lengths.items()}
+    return {"family": family.name, **summary, "thinking": thinking / count}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", type=Path, help="JSONL file to write chats to")
+    parser.add_argument("--statistics", action="store_true", help="print lengths in tokens instead")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer of the statistics")
+    parser.add_argument("--per_family", type=int, default=200, help="chats of each family")
+    parser.add_argument("--held_out", action="store_true", help="held-out values and phrasings")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.statistics != (args.tokenizer is not None) or args.statistics == (args.output is not None):
+        parser.error("give either --output FILE, or --statistics with --tokenizer FOLDER")
+    if args.output is not None:
+        print(f"{write_examples(args.output, args.per_family, args.seed, args.held_out)} chats in {args.output}")
+        return
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    for family in FAMILIES:
+        print(json.dumps(statistics(family, tokenizer, args.per_family, args.seed, args.held_out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,52 +1,59 @@
-"""Trains the shipped target: a byte-level BPE tokenizer and a deep, narrow Llama on standard-library source.
+"""Trains the shipped target: byte-level BPE and a deep, narrow Llama, on chats and the standard library's source.
 
-    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 800
+    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 5000 --minutes 50
 
-Resumes from the newest checkpoint in the output folder when there is one.
+Resumes from the newest checkpoint in the output folder when there is one, so that a long training can be cut into
+calls of some minutes each with the same arguments. Each call leaves the model so far in `final`, with its share of
+right answers on held-out chats.
 """
 
 import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
+from .chat import END_OF_TEXT, TURN_END
+from .corpus import fingerprint, read_split
+from .mixture import MixtureBlocks, text_stream
 from .optimizer import MatrixMomentum
+from .right_answers import right_answers, shares
+from .tokenizer import VOCABULARY, train_tokenizer, training_texts
 
-END_OF_TEXT = "<|endoftext|>"
 FACTS = "training_facts.json"
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `texts`; one special token serves as beginning, end and padding."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        texts, vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=2048,
-    )
+class TimeLimit(TrainerCallback):
+    """Saves a checkpoint and ends the call after some minutes."""
+
+    def __init__(self, minutes: float):
+        self.ends_at = time.monotonic() + 60 * minutes
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if time.monotonic() >= self.ends_at:
+            control.should_save = control.should_training_stop = True
+        return control
 
 
-def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 24) -> LlamaForCausalLM:
-    """A randomly initialised target: 24 layers of width 256, because speculation pays where one draft layer is
-    cheap next to the target's many; a small vocabulary, because drafting cost is mostly the `lm_head`."""
+def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 20) -> LlamaForCausalLM:
+    """A randomly initialised target: many layers of width 256, because speculation pays where one draft layer is cheap
+    next to the target's many; a small vocabulary, because drafting cost is mostly the `lm_head`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -57,56 +64,57 @@ def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 24
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT]),
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
 
 
-def earlier_tokens(init_from: Path | None) -> int:
-    """Training tokens of the target a run continues from."""
-    facts = init_from / FACTS if init_from is not None else None
-    return json.loads(facts.read_text())["tokens_seen"] if facts is not None and facts.exists() else 0
+def earlier_facts(folder: Path | None) -> dict[str, Any]:
+    """Facts of a target that was trained before; empty without one."""
+    facts = folder / FACTS if folder is not None else None
+    return json.loads(facts.read_text(encoding="utf-8")) if facts is not None and facts.exists() else {}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--max_steps", type=int, default=800)
-    parser.add_argument("--num_hidden_layers", type=int, default=24, help="2 gives a small assistant to compare with")
+    parser.add_argument("--max_steps", type=int, default=5000, help="of the whole training, all calls together")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call; then call again to go on")
+    parser.add_argument("--num_hidden_layers", type=int, default=20, help="2 gives a small assistant to compare with")
     parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
-    parser.add_argument("--vocab_size", type=int, default=4096)
+    parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
     parser.add_argument("--block_size", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--text_share", type=float, default=0.15, help="of the blocks that are library text alone")
+    parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
+    parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
+    parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the target: about 1.25x on a CPU")
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
-    set_seed(args.seed)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
+def load_tokenizer(args: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer that was named, or was trained by an earlier call; else a new one."""
+    folder = args.init_from or args.tokenizer or args.output_dir / "tokenizer"
+    if folder.exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = train_tokenizer(training_texts(texts), args.vocab_size)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
-    tokenizer_folder = args.init_from or args.tokenizer or args.output_dir / "tokenizer"
-    if tokenizer_folder.exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-    else:
-        tokenizer = train_tokenizer(train_texts, args.vocab_size)
-        tokenizer.save_pretrained(tokenizer_folder)
-    train_blocks = pack_tokens(train_texts, tokenizer, args.block_size, args.seed)
-    held_out_blocks = pack_tokens(held_out_texts, tokenizer, args.block_size, args.seed)[:64]
 
-    if args.init_from is None:
-        target = build_target(tokenizer, args.num_hidden_layers)
-    else:
-        target = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
-    trainer = Trainer(
+def build_trainer(
+    args: argparse.Namespace, target: LlamaForCausalLM, train_blocks: MixtureBlocks, held_out_blocks: MixtureBlocks
+) -> Trainer:
+    """The Trainer of one call."""
+    return Trainer(
         model=target,
         args=TrainingArguments(
             output_dir=str(args.output_dir),
@@ -118,32 +126,69 @@ def main() -> None:
             max_grad_norm=1.0,
             logging_steps=20,
             eval_strategy="steps",
-            eval_steps=200,
-            save_steps=200,
+            eval_steps=args.save_steps,
+            save_steps=args.save_steps,
             save_total_limit=2,
             seed=args.seed,
+            bf16=args.bf16,
+            dataloader_num_workers=args.workers,
             use_cpu=not torch.cuda.is_available(),
             torch_compile=args.compile,
         ),
-        train_dataset=PackedBlocks(train_blocks),
-        eval_dataset=PackedBlocks(held_out_blocks),
+        train_dataset=train_blocks,
+        eval_dataset=held_out_blocks,
         optimizers=(MatrixMomentum(target, args.matrix_lr, args.learning_rate), None),
+        callbacks=[TimeLimit(args.minutes)],
     )
-    started = time.time()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.output_dir)))
+
+
+def answered(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per_family: int) -> dict[str, Any]:
+    """Shares of right answers on held-out chats, greedy and at temperature 1."""
+    if not per_family:
+        return {}
+    target.eval()
+    return {
+        f"temperature {temperature:g}": shares(right_answers(target, tokenizer, per_family, temperature))
+        for temperature in (0.0, 1.0)
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    set_seed(args.seed)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
+    tokenizer = load_tokenizer(args, train_texts)
+    stream, held_out_stream = text_stream(train_texts, tokenizer), text_stream(held_out_texts, tokenizer)
+    blocks = {"block_size": args.block_size, "seed": args.seed, "text_share": args.text_share}
+    train_blocks = MixtureBlocks(tokenizer, stream, num_blocks=args.max_steps * args.batch_size, **blocks)
+    held_out_blocks = MixtureBlocks(tokenizer, held_out_stream, num_blocks=64, held_out=True, **blocks)
+    if args.init_from is None:
+        target = build_target(tokenizer, args.num_hidden_layers)
+    else:
+        target = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    trainer = build_trainer(args, target, train_blocks, held_out_blocks)
+    final, before = args.output_dir / "final", earlier_facts(args.init_from)
+    started, checkpoint = time.time(), get_last_checkpoint(str(args.output_dir))
+    hours = earlier_facts(final).get("hours", 0.0) if checkpoint is not None else before.get("hours", 0.0)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    steps = trainer.state.global_step
+    hours += (time.time() - started) / 3600
     facts = {
         "corpus_fingerprint": fingerprint(train_texts),
-        "train_tokens": train_blocks.numel(),
-        "tokens_seen": args.max_steps * args.batch_size * args.block_size + earlier_tokens(args.init_from),
-        "hours": round((time.time() - started) / 3600, 3),
+        "steps": steps,
+        "tokens_seen": steps * args.batch_size * args.block_size + before.get("tokens_seen", 0),
+        "flops": trainer.state.total_flos + before.get("flops", 0),
+        "hours": round(hours, 3),
         "held_out": trainer.evaluate(),
-        "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
+        "right_answers": answered(target, tokenizer, args.answers_per_family),
+        "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v != float("inf")},
     }
-    final = args.output_dir / "final"
     target.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `nn.Module.to`, which hides its `self`
+    target.config.use_cache = True  # the Trainer turned it off
     target.save_pretrained(final)
     tokenizer.save_pretrained(final)
-    (final / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    (final / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Random choices of one example: reproducible, within its split, and remembered.
 
 Values (words, and the numbers of a calculation) are split by a hash of the value itself, phrasings by their place in a
-list. Both splits hold in every family alike. Digits, units, weekdays and the verbs of a family are its alphabet and
-not values.
+list. Both hold in every family alike. Digits, units, weekdays and the verbs of a family are its alphabet and not
+values.
 """
 
 import hashlib

@@ -47,9 +47,10 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     if not any(isinstance(node, ast.FunctionDef) and node.name == function["name"] for node in ast.parse(code).body):
         return f"the code does not define `{function['name']}`."
     calls = [programs.call(function, arguments) for arguments in inputs]
-    if f">>> {calls[0]}\n" not in code:
-        return f"the doctest does not call {calls[0]}."
-    (outcome,) = sandbox.run_jobs([sandbox.job(code, calls, tested=function["name"])])
+    doctests = sandbox.doctests(code)
+    if calls[0] not in [call for call, _ in doctests]:
+        return f"no doctest calls {calls[0]}."
+    (outcome,) = sandbox.run_jobs([sandbox.job(code, calls, doctests)])
     if "error" in outcome:
         return f"the code fails: {outcome['error']}."
     expected = [repr(programs.value(function, arguments)) for arguments in inputs]

@@ -24,8 +24,8 @@ ASKS = (
     "SQL, please, for this request on the table below. {asked}\n\n{schema}",
 )
 CONDITIONS = {">": "is above", "<": "is below", "=": "is"}
-ROWS = 24  # of each generated table
-TABLES = 3  # generated tables that a query is compared on
+ROWS = 60  # of each generated table: more than a LIMIT on both sides of a condition
+BELOW = (30, 58, 1)  # rows below a condition's number, per generated table: no LIMIT hides a wrong number in all
 MAX_STEPS = 200  # thousands of steps of SQLite's machine
 
 
@@ -115,16 +115,20 @@ def write(draw: Draw) -> Written:
 
 
 def _table(query: dict[str, Any], seed: int) -> sqlite3.Connection:
-    """A generated table in memory: values around the condition's, no number twice in a column; then read-only."""
+    """A generated table in memory, then read-only.
+
+    A column's numbers are consecutive and lie around the condition's; texts repeat, and some groups hold no row that
+    meets the condition.
+    """
     rng = random.Random(seed)
     column, _, wanted = query["condition"]
     data: dict[str, list[Any]] = {"id": list(range(ROWS))}
     for name in query["numbers"]:
         around = wanted if name == column else 50
-        data[name] = [around, *rng.sample([n for n in range(around - 60, around + 61) if n != around], ROWS - 1)]
+        data[name] = rng.sample(range(around - BELOW[seed], around - BELOW[seed] + ROWS), ROWS)
     for name in query["texts"]:
-        words = ["first", "second", "third", *([wanted] * 3 if name == column else [])]
-        data[name] = rng.choices(words, k=ROWS)
+        words = [f"text {i}" for i in range(ROWS // 3)]
+        data[name] = rng.choices([*words, *([wanted] * len(words) if name == column else [])], k=ROWS)
     names = ["id", *query["columns"]]
     base = sqlite3.connect(":memory:")
     base.execute(f"CREATE TABLE {query['table']} ({', '.join(names)})")
@@ -148,7 +152,7 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     if sql is None:
         return "the answer has not exactly one fenced block of SQL."
     ordered = query["kind"] == "rows"
-    for seed in range(TABLES):
+    for seed in range(len(BELOW)):
         base = _table(query, seed)
         try:
             if _result(base, sql, ordered) != _result(base, _sql(query), ordered):

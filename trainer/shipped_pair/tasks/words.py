@@ -66,7 +66,7 @@ Zaragoza Zurich
 THINGS = _words("""
 acorn anchor apron armchair atlas backpack badge bagel balloon banana bandage banner barrel basin basket battery
 beaker bell belt bicycle blanket blender boiler bolt bonnet bookcase bottle bracelet brick bridle broom bucket buckle
-bulb burger button cabinet cable cactus cake camera candle canoe canvas carpet carrot cart cassette ceramic chain
+bulb burger button cabinet cable cactus cake camera candle canoe canvas carpet carrot cart cassette chain
 chair chalkboard chisel clamp clarinet clock cloak cobweb coconut collar comb compass cookie cork cradle crayon
 croissant crown cucumber cupboard curtain cushion dagger diamond doll donut doormat drawer drill drum dumbbell earring
 easel eggplant engine envelope eraser fan faucet feather fiddle flagpole flask flute fork fountain freezer fridge
@@ -98,7 +98,8 @@ storage subway surgery swimming synagogue tannery taxation telephony tennis thea
 translation tunnel tutoring upholstery vaccination viaduct vineyard volleyball voyage warehouse waterfall wedding
 welding wildlife windpark winery woodland workshop wrestling yoga zoology apiary archery astronomy ballet brewery
 cafeteria chess corridor courtyard creche dockyard estuary foundry granary hangar kiosk lagoon marina nunnery oasis
-pagoda rectory rotunda sauna scaffold sundial terrace turnpike veranda wetland wharf
+pagoda rectory rotunda sauna scaffold sundial terrace turnpike veranda wetland wharf aquarium embassy fairground
+funicular
 """)
 COLOURS = _words("""
 amber aqua auburn azure beige black blue bronze brown burgundy charcoal copper coral cream crimson cyan ebony emerald

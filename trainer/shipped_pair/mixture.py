@@ -1,0 +1,94 @@
+"""What the target trains on: blocks of whole chats, and standard-library text where no further chat fits.
+
+A block is decided by seed and place alone, so a run can stop anywhere, go on, and use any number of loading processes.
+"""
+
+import random
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .chat import END_OF_TEXT, chat_tokens
+from .tasks import FAMILIES, example_at
+
+IGNORED = -100
+MOST_CHATS = 64  # in one block
+
+
+def text_stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Token ids of all texts, each followed by the end of text: int32 [tokens]."""
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    stream: list[int] = []
+    for start in range(0, len(texts), 64):
+        for ids in tokenizer(texts[start : start + 64], add_special_tokens=False)["input_ids"]:
+            stream += [*ids, end]
+    return torch.tensor(stream, dtype=torch.int32)
+
+
+class MixtureBlocks(Dataset):
+    """Blocks of `block_size` tokens: `input_ids`, `labels` and `position_ids`, int64 [block_size].
+
+    Positions begin at 0 with every chat or piece of text; without a cache and a padding mask transformers keeps such
+    documents apart, so a chat sees what it sees when it is served. Of a chat the assistant's tokens are labels, of a
+    text all tokens but its first.
+
+    Args:
+        tokenizer: With the chat template, see `tokenizer.py`.
+        stream: Token ids of the text to cut from, int32 [tokens], longer than a block.
+        block_size: Tokens per block.
+        num_blocks: Blocks in all.
+        seed: Of blocks and chats.
+        text_share: Share of the blocks that are text alone.
+        held_out: Held-out chats instead of those for training.
+
+    Raises:
+        ValueError: for a stream that no block can be cut from.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stream: torch.Tensor,
+        block_size: int,
+        num_blocks: int,
+        seed: int = 0,
+        text_share: float = 0.15,
+        held_out: bool = False,
+    ):
+        if len(stream) <= block_size:
+            raise ValueError(f"the text has {len(stream)} tokens, too few for blocks of {block_size}; give more text.")
+        self.tokenizer, self.stream, self.block_size = tokenizer, stream, block_size
+        self.num_blocks, self.seed, self.text_share, self.held_out = num_blocks, seed, text_share, held_out
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rng = random.Random(f"block/{self.held_out}/{self.seed}/{index}")
+        documents = [] if rng.random() < self.text_share else self._chats(rng, index)
+        if left := self.block_size - sum(len(ids) for ids, _ in documents):
+            documents.append(self._text(rng, left))
+        return {
+            "input_ids": torch.tensor([token for ids, _ in documents for token in ids]),
+            "labels": torch.tensor([label for _, labels in documents for label in labels]),
+            "position_ids": torch.cat([torch.arange(len(ids)) for ids, _ in documents]),
+        }
+
+    def _chats(self, rng: random.Random, index: int) -> list[tuple[list[int], list[int]]]:
+        """Ids and labels of chats of random families, until the next one does not fit."""
+        documents: list[tuple[list[int], list[int]]] = []
+        left = self.block_size
+        for place in range(MOST_CHATS):
+            example = example_at(rng.choice(FAMILIES), MOST_CHATS * index + place, self.seed, self.held_out)
+            ids, mask = chat_tokens(example, self.tokenizer)
+            if len(ids) > left:
+                break
+            left -= len(ids)
+            documents.append((ids, [token if chosen else IGNORED for token, chosen in zip(ids, mask, strict=True)]))
+        return documents
+
+    def _text(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+        start = rng.randrange(len(self.stream) - length)
+        ids = self.stream[start : start + length].tolist()
+        return ids, [IGNORED, *ids[1:]]

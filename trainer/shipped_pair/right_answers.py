@@ -1,0 +1,125 @@
+"""Share of right answers of a target, per family, on held-out chats.
+
+    python -m hf_specheads.trainer.shipped_pair.right_answers --target runs/target/final --per_family 50
+
+Prints the shares at each temperature, and writes them with `--output`; `--answers` also writes every answer and what
+is wrong with it.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .chat import END_OF_TEXT, TURN_END, prompt_tokens
+from .tasks import FAMILIES, Example, answer_problem, examples
+
+MAX_NEW_TOKENS = 320  # answers have up to 250
+
+
+def generate_answers(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Example],
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 16,
+) -> list[str]:
+    """The target's answers, as `tasks.answer_problem` takes them.
+
+    Args:
+        target: Model of the chats' format.
+        tokenizer: Its tokenizer.
+        asked: Chats; their last message is not shown to the target.
+        temperature: 0 is greedy; else the target's whole distribution at this temperature.
+        seed: Of the sampling.
+        batch_size: Chats per forward, padded on the left.
+    """
+    torch.manual_seed(seed)
+    ends = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
+    pad = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    answers: list[str] = []
+    for start in range(0, len(asked), batch_size):
+        prompts = [prompt_tokens(example, tokenizer) for example in asked[start : start + batch_size]]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        output = target.generate(
+            ids,
+            attention_mask=mask.to(target.device),
+            max_new_tokens=MAX_NEW_TOKENS,
+            eos_token_id=ends,
+            pad_token_id=pad,
+            **sampling,
+        )
+        answers += tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+    return answers
+
+
+def right_answers(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    per_family: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Held-out chats of every family with the target's answer and what is wrong with it.
+
+    Returns:
+        Per chat `family`, `thinking`, `answer` and `problem` (`None` for a right answer).
+    """
+    asked = [example for family in FAMILIES for example in islice(examples(family, seed, held_out=True), per_family)]
+    answers = generate_answers(target, tokenizer, asked, temperature, seed)
+    return [
+        {
+            "family": example.family,
+            "thinking": example.thinking,
+            "answer": answer,
+            "problem": answer_problem(example, answer),
+        }
+        for example, answer in zip(asked, answers, strict=True)
+    ]
+
+
+def shares(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Share of right answers per family, and of all as `all`."""
+    found = {"all": [result["problem"] is None for result in results]}
+    for result in results:
+        found.setdefault(result["family"], []).append(result["problem"] is None)
+    return {name: round(sum(right) / len(right), 4) for name, right in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--per_family", type=int, default=50, help="held-out chats of each family")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--seed", type=int, default=0, help="of chats and sampling")
+    parser.add_argument("--output", type=Path, help="JSON file for the shares")
+    parser.add_argument("--answers", type=Path, help="JSONL file for all answers")
+    args = parser.parse_args()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    table, lines = {}, []
+    for temperature in args.temperatures:
+        results = right_answers(target, tokenizer, args.per_family, temperature, args.seed)
+        table[f"temperature {temperature:g}"] = shares(results)
+        lines += [json.dumps({"temperature": temperature, **result}, ensure_ascii=False) for result in results]
+    print(json.dumps(table, indent=2))
+    if args.output is not None:
+        args.output.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    if args.answers is not None:
+        args.answers.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
