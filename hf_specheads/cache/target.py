@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from ..tree.draft_tree import DraftTree
 from .masks import additive_mask, slot_mask, tree_position_ids
-from .slots import SlotCache, SlotCacheLayer
+from .slots import SlotCache, SlotCacheLayer, to_device
 
 TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 # Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
@@ -151,14 +151,16 @@ class TreeCache(SlotCache):
         for group in self.groups:
             group.grow(self.capacity)
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: list[int]) -> None:
         self.become_ragged(len(self.counts), self.device)
         super().select_sequences(kept)
+        self.root_positions = self.root_positions[..., to_device(kept, self.device), :]
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[to_device(kept, self.padding_mask.device)]
+
+    def select_buffers(self, kept: list[int]) -> None:
         for group in self.groups:
             group.select_sequences(kept)
-        self.root_positions = self.root_positions[..., kept.to(self.device), :]
-        if self.padding_mask is not None:
-            self.padding_mask = self.padding_mask[kept.to(self.padding_mask.device)]
 
     def give_back(self, keep: bool) -> None:
         """Ends the generation: with `keep`, transformers' cache is what plain decoding would have left."""
@@ -247,8 +249,8 @@ class _Group:
         self.buffer[:, :, :, : old.shape[3]] = old
         self._show()
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
-        self.buffer = self.buffer[:, kept.to(self.buffer.device)]
+    def select_sequences(self, kept: list[int]) -> None:
+        self.buffer = self.buffer[:, to_device(kept, self.buffer.device)]
         self._show()
 
     def move(self, path: torch.Tensor, lengths: int | torch.Tensor) -> None:
@@ -316,7 +318,7 @@ class ChainCache:
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: list[int]) -> None:
         """A chain is of one sequence, which ends with the generation."""
         raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
 
