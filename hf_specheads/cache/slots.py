@@ -25,6 +25,13 @@ def to_device(numbers: list, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def mark_static(buffer: torch.Tensor) -> None:
+    """Tells the compiler that a buffer stays where it is, as long as its cache lives: CUDA graphs write into no other.
+    Without a guard, as the cache of the next call lies elsewhere: graphs are then captured anew, not compiled anew."""
+    if buffer.device.type == "cuda":
+        torch._dynamo.mark_static_address(buffer, guard=False)
+
+
 def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes rows [B, heads, R, width] into slots int64 [B, R] of a buffer [B, heads, C, width], in place.
 
@@ -72,6 +79,9 @@ class SlotCacheLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+        if self.cache.static:
+            mark_static(self.keys)
+            mark_static(self.values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from ..tree.draft_tree import DraftTree
 from .masks import additive_mask, slot_mask, tree_position_ids
-from .slots import SlotCache, SlotCacheLayer, to_device
+from .slots import SlotCache, SlotCacheLayer, mark_static, to_device
 
 TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 # Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
@@ -142,10 +142,14 @@ class TreeCache(SlotCache):
             for name in ("keys", "values"):
                 states = getattr(layer, name)
                 by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
+        # Of tensors that share a buffer, a compiler that writes into one of them copies all.
+        together = 1 if self.static else TENSORS_PER_GROUP
         for members in by_shape.values():
-            for first in range(0, len(members), TENSORS_PER_GROUP):
-                part = members[first : first + TENSORS_PER_GROUP]
+            for first in range(0, len(members), together):
+                part = members[first : first + together]
                 self.groups.append(_Group(part, self.counts[0], self.capacity))
+                if self.static:
+                    mark_static(getattr(part[0][0], part[0][2]))
 
     def grow(self) -> None:
         for group in self.groups:
