@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from .tree.draft_tree import DraftTree
+
+
+def devices_of(*models: torch.nn.Module) -> tuple[torch.device, ...]:
+    """Devices that hold weights of models."""
+    return tuple({weight.device: None for model in models for weight in model.parameters()})
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Waits until devices have done all they were given, so that a clock of the host can be read."""
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
 
 
 def acceptance_length(num_accepted: list[list[int]]) -> float:
@@ -50,11 +64,14 @@ class GenerationStats:
         target_forwards: Forwards of the target, the prefill included; those of the probe are not.
         probe_seconds: Wall seconds of trying drafts on the target (`heads.probe`), in the first call of a process.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
-        host_syncs: Times the host waited for the device.
+        host_syncs: Times the engine made the host wait for the device: to read what was accepted, and in draws that
+            check their distribution. What processors and criteria of the call wait for, plain `generate` does too,
+            and is not among them; nor is the waiting that `heads.profile` asks for.
         lossy: Whether the text may differ from what the target alone would have generated (typical acceptance with
             `do_sample=True`); otherwise it has exactly the target's distribution.
         seconds: Wall seconds by stage, filled when `heads.profile` is set: `prefill`, `draft`, `target`, `total`, ...
         trees: One draft tree per round, on the CPU, when `heads.trace` is set.
+        devices: Devices of target and heads, which every stage waits for when profiling.
     """
 
     num_accepted: list[list[int]] = field(default_factory=list)
@@ -70,6 +87,7 @@ class GenerationStats:
     seconds: dict[str, float] = field(default_factory=dict)
     trees: list[DraftTree] = field(default_factory=list)
     profile: bool = False
+    devices: tuple[torch.device, ...] = ()
 
     @property
     def rounds(self) -> int:
@@ -101,12 +119,14 @@ class GenerationStats:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of a block to `seconds[name]` when profiling."""
+        """Adds the wall time of a block to `seconds[name]` when profiling, until the devices are done with it."""
         if not self.profile:
             yield
             return
+        wait_for(self.devices)
         started = time.perf_counter()
         try:
             yield
         finally:
+            wait_for(self.devices)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -17,6 +17,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 SMALLEST_CAPACITY = 64
 
 
+def to_device(numbers: list, device: torch.device) -> torch.Tensor:
+    """Integers of the host on a device, int64: one copy, which the host does not wait for where it need not."""
+    tensor = torch.tensor(numbers)
+    if device.type in ("cpu", "meta", "mps"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def mark_static(buffer: torch.Tensor) -> None:
+    """Tells the compiler that a buffer stays where it is, as long as its cache lives: CUDA graphs write into no other.
+    Without a guard, as the cache of the next call lies elsewhere: graphs are then captured anew, not compiled anew."""
+    if buffer.device.type == "cuda":
+        torch._dynamo.mark_static_address(buffer, guard=False)
+
+
 def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes rows [B, heads, R, width] into slots int64 [B, R] of a buffer [B, heads, C, width], in place.
 
@@ -64,6 +79,9 @@ class SlotCacheLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+        if self.cache.static:
+            mark_static(self.keys)
+            mark_static(self.values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -90,10 +108,10 @@ class SlotCacheLayer(CacheLayerMixin):
             buffer[:, :, : old.shape[2]] = old
             setattr(self, name, buffer)
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
-        """Keeps only some sequences of the batch, int64 [B']."""
-        kept = kept.to(self.keys.device)
-        self.keys, self.values = self.keys[kept], self.values[kept]
+    def select_sequences(self, kept: list[int]) -> None:
+        """Keeps only some sequences of the batch."""
+        index = to_device(kept, self.keys.device)
+        self.keys, self.values = self.keys[index], self.values[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first, end = self.cache.shown(self.window)
@@ -185,14 +203,18 @@ class SlotCache(Cache):
         """From now on every sequence has a number of committed rows of its own: `lengths`, which are returned."""
         if self.lengths is None:
             self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
-            self.lengths = torch.tensor(self.counts, device=device)
+            self.lengths = to_device(self.counts, device)
         return self.lengths
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
-        """Keeps only some sequences of the batch, int64 [B']."""
+    def select_sequences(self, kept: list[int]) -> None:
+        """Keeps only some sequences of the batch."""
+        self.select_buffers(kept)
+        if self.lengths is not None:
+            self.lengths = self.lengths[to_device(kept, self.lengths.device)]
+            self.counts = [self.counts[sequence] for sequence in kept]
+
+    def select_buffers(self, kept: list[int]) -> None:
+        """Keeps keys and values of these sequences only."""
         for layer in self.layers:
             if layer.is_initialized:
                 layer.select_sequences(kept)
-        if self.lengths is not None:
-            self.lengths = self.lengths[kept.to(self.lengths.device)]
-            self.counts = [self.counts[sequence] for sequence in kept.tolist()]

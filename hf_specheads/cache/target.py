@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from ..tree.draft_tree import DraftTree
 from .masks import additive_mask, slot_mask, tree_position_ids
-from .slots import SlotCache, SlotCacheLayer
+from .slots import SlotCache, SlotCacheLayer, mark_static, to_device
 
 TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 # Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
@@ -143,26 +143,33 @@ class TreeCache(SlotCache):
             ours.is_initialized, ours.dtype, ours.device = True, layer.keys.dtype, layer.keys.device
             self.layers.append(ours)
             for name in ("keys", "values"):
-                key = getattr(layer, name)
-                by_shape[(key.shape[1], key.shape[3], key.dtype, key.device)].append((ours, layer, name))
+                states = getattr(layer, name)
+                by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
+        # Of tensors that share a buffer, a compiler that writes into one of them copies all.
+        together = 1 if self.static else TENSORS_PER_GROUP
         for members in by_shape.values():
-            for first in range(0, len(members), TENSORS_PER_GROUP):
-                group = _Group(members[first : first + TENSORS_PER_GROUP], self.counts[0], self.capacity)
+            for first in range(0, len(members), together):
+                part = members[first : first + together]
+                group = _Group(part, self.counts[0], self.capacity)
                 self.groups.append(group)
                 group.empty_stock()
+                if self.static:
+                    mark_static(getattr(part[0][0], part[0][2]))
 
     def grow(self) -> None:
         for group in self.groups:
             group.grow(self.capacity)
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: list[int]) -> None:
         self.become_ragged(len(self.counts), self.device)
         super().select_sequences(kept)
+        self.root_positions = self.root_positions[..., to_device(kept, self.device), :]
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[to_device(kept, self.padding_mask.device)]
+
+    def select_buffers(self, kept: list[int]) -> None:
         for group in self.groups:
             group.select_sequences(kept)
-        self.root_positions = self.root_positions[..., kept.to(self.device), :]
-        if self.padding_mask is not None:
-            self.padding_mask = self.padding_mask[kept.to(self.padding_mask.device)]
 
     def give_back(self, tokens: int | None) -> None:
         """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty."""
@@ -253,8 +260,8 @@ class _Group:
         self.buffer[:, :, :, : old.shape[3]] = old
         self._show()
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
-        self.buffer = self.buffer[:, kept.to(self.buffer.device)]
+    def select_sequences(self, kept: list[int]) -> None:
+        self.buffer = self.buffer[:, to_device(kept, self.buffer.device)]
         self._show()
 
     def move(self, path: torch.Tensor, lengths: int | torch.Tensor) -> None:
@@ -341,7 +348,7 @@ class ChainCache:
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
+    def select_sequences(self, kept: list[int]) -> None:
         """A chain is of one sequence, which ends with the generation."""
         raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from ..contract import DraftingContract
-from ..metrics import GenerationStats
+from ..metrics import GenerationStats, devices_of
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..target.positions import context_limit, rope_limit
 from ..tree.draft_tree import DraftTree
@@ -63,6 +63,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.max_positions = context_limit(target)
         self.rope_limit = rope_limit(target)
         self.stats = head.last_stats = GenerationStats(profile=self.options.profile)
+        if self.options.profile:
+            self.stats.devices = devices_of(target, cast(PreTrainedModel, head))
         self.compiled: CompiledRounds | None = None
         self._proposed: list[int] = []
         self._drafted = False
@@ -115,6 +117,10 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         else:
             tree = grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
         self.stats.draft_forwards += tree.max_depth
+        if self.options.tree.stop_below > 0:
+            self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
+        if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
+            self.stats.host_syncs += 2  # there and back
         return tree.to(rows.token_ids.device)
 
     def get_candidates(

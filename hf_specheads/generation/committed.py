@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cache.slots import to_device
 from .verification.accepted import Accepted
 
 
@@ -74,20 +75,13 @@ class NewRows:
         valid = torch.ones(batch, rows, dtype=torch.bool, device=self.token_ids.device)
         return replace(self, valid=valid, counts=[rows] * batch)
 
-    def select_sequences(self, kept: torch.Tensor) -> NewRows:
-        """Those of some sequences of the batch, int64 [B']."""
-        features = None if self.features is None else self.features[kept.to(self.features.device)]
-        valid = None if self.valid is None else self.valid[kept.to(self.valid.device)]
-        counts = None if self.counts is None else [self.counts[sequence] for sequence in kept.tolist()]
-        return NewRows(self.token_ids[kept.to(self.token_ids.device)], features, valid, counts)
-
-
-def to_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Numbers of the host on a device, int64: one copy, which the host does not wait for."""
-    numbers = torch.tensor(rows)
-    if device.type == "cuda":
-        return numbers.pin_memory().to(device, non_blocking=True)
-    return numbers.to(device)
+    def select_sequences(self, kept: list[int]) -> NewRows:
+        """Those of some sequences of the batch."""
+        index = to_device(kept, self.token_ids.device)
+        features = None if self.features is None else self.features[index.to(self.features.device)]
+        valid = None if self.valid is None else self.valid[index.to(self.valid.device)]
+        counts = None if self.counts is None else [self.counts[sequence] for sequence in kept]
+        return NewRows(self.token_ids[index], features, valid, counts)
 
 
 @dataclass

@@ -14,9 +14,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, logging
 
+from ..cache.slots import to_device
 from ..cache.target import ChainCache, TreeCache, root_positions_of
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
+from ..metrics import wait_for
 from ..target.features import FeatureReader
 from ..target.parallel import as_first_says, parallel_group
 from ..tree.draft_tree import DraftTree
@@ -227,11 +229,12 @@ class RoundLoop:
             with self.stats.stage("commit"):
                 new_rows = self.commit(tree, outputs, accepted)
                 rows = new_rows if tree.num_nodes > 1 else rows.followed_by(new_rows)
-                self.emit(outputs, accepted)
+                self.emit(outputs, accepted, new_rows.token_ids)
                 self.record(tree, accepted, drafts)
             if self.pace is not None:
                 self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)
+        wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
         self.close()
@@ -246,8 +249,8 @@ class RoundLoop:
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
-        self.emit(outputs, accepted, prefill=True)
-        first = torch.tensor([result.token_ids for result in accepted.values()], device=prompt.device)
+        first = to_device([result.token_ids for result in accepted.values()], prompt.device)
+        self.emit(outputs, accepted, first, prefill=True)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
         if self.compiled is not None:
             self.fix_capacities(rows)
@@ -308,11 +311,14 @@ class RoundLoop:
         self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
         return paths.rows(self.reader.features(outputs))
 
-    def emit(self, outputs: ModelOutput, accepted: dict[int, Accepted], prefill: bool = False) -> None:
-        """Appends the emitted tokens, and keeps what the caller asked for."""
+    def emit(
+        self, outputs: ModelOutput, accepted: dict[int, Accepted], token_ids: torch.Tensor, prefill: bool = False
+    ) -> None:
+        """Appends the emitted tokens, with which the rows of `token_ids` [B, *] end, and keeps what the caller asked
+        for."""
         self.outputs.collect(outputs, accepted, prefill)
-        for sequence, result in accepted.items():
-            self.sequences.append(sequence, result.token_ids)
+        for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
+            self.sequences.append(sequence, result.token_ids, row)
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
@@ -351,10 +357,9 @@ class RoundLoop:
             return rows
         if self.pace is not None:
             self.pace.conditions_changed()
-        index = torch.tensor(kept, device=rows.token_ids.device)
-        self.target_cache.select_sequences(index)
-        self.candidates.draft_cache.select_sequences(index)
-        return rows.select_sequences(index)
+        self.target_cache.select_sequences(kept)
+        self.candidates.draft_cache.select_sequences(kept)
+        return rows.select_sequences(kept)
 
     def close(self) -> None:
         """Gives transformers' cache its contents back, after errors too: of a single sequence, what plain decoding has

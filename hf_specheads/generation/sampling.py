@@ -77,6 +77,24 @@ def _processor_of(processor: LogitsProcessor, sequence: int) -> LogitsProcessor:
     return own
 
 
+# `torch.multinomial` looks at its probabilities twice before it draws.
+WAITS_OF_A_DRAW = 2
+NO_DISTRIBUTION = -1  # in the place of a token
+
+
+def refuse_no_distribution(token_id: int) -> None:
+    """A token that was drawn without looking at the probabilities.
+
+    Raises:
+        RuntimeError: if these were none, as `torch.multinomial` does.
+    """
+    if token_id == NO_DISTRIBUTION:
+        raise RuntimeError(
+            "the target's probabilities at a token hold NaN or inf; its logits have overflowed, or a logits processor "
+            "has left no token."
+        )
+
+
 class TokenSampler:
     """Chooses the target's token at a node exactly as plain `generate` would.
 
@@ -119,7 +137,7 @@ class TokenSampler:
         if not self.logits_processor and not self.do_sample:
             return logits.argmax(-1), logits
         scores = self.scores_at_all_nodes(logits)
-        return self._choose(scores.flatten(0, 1)).view(logits.shape[:2]), scores
+        return self.race(scores.softmax(-1)) if self.do_sample else scores.argmax(-1), scores
 
     def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
@@ -143,17 +161,25 @@ class TokenSampler:
             Token int64 [1] and processed scores fp32 [1, V].
         """
         scores = self.scores_at_node(input_ids, logits)
-        return self._choose(scores), scores
-
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         if not self.do_sample:
-            return scores.argmax(-1)
-        return self.draw(scores.softmax(-1))
+            return scores.argmax(-1), scores
+        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0], scores
+
+    @property
+    def waits_at_node(self) -> int:
+        """How often the host waits in [`at_node`]."""
+        return WAITS_OF_A_DRAW if self.do_sample else 0
 
     @staticmethod
-    def draw(probs: torch.Tensor) -> torch.Tensor:
-        """One token per row, int64 [B], from probabilities [B, V]."""
-        return torch.multinomial(probs, num_samples=1)[:, 0]
+    def race(probs: torch.Tensor) -> torch.Tensor:
+        """One token each, int64 [...], from probabilities [..., V], without a wait: [`NO_DISTRIBUTION`] where they are
+        none, for [`refuse_no_distribution`] to find when the tokens are read.
+
+        An exponential race, which is how `torch.multinomial` draws.
+        """
+        arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
+        total = probs.sum(-1)
+        return torch.where((total > 0) & total.isfinite(), (probs / arrivals).argmax(-1), NO_DISTRIBUTION)
 
 
 class DraftSampler:

@@ -37,13 +37,19 @@ class Sequences:
         """Newest token of every active sequence: the root of its next tree."""
         return [self._new[sequence][-1] for sequence in self.active]
 
-    def append(self, sequence: int, token_ids: list[int]) -> None:
-        """Appends emitted tokens."""
+    def append(self, sequence: int, token_ids: list[int], on_device: torch.Tensor) -> None:
+        """Appends emitted tokens.
+
+        Args:
+            sequence: Which of the batch.
+            token_ids: The tokens.
+            on_device: int64 [*], ends with the same tokens, on the device of the prompts.
+        """
         begin, end = self.lengths[sequence], self.lengths[sequence] + len(token_ids)
         if end > self.ids.shape[1]:
             room = max(end, 2 * self.ids.shape[1]) - self.ids.shape[1]
             self.ids = torch.nn.functional.pad(self.ids, (0, room), value=self.pad_token_id)
-        self.ids[sequence, begin:end] = torch.tensor(token_ids, device=self.ids.device)
+        self.ids[sequence, begin:end] = on_device[-len(token_ids) :]
         self._new[sequence] += token_ids
         self.lengths[sequence] = end
 

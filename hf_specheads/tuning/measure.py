@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
-from ..metrics import GenerationStats
+from ..metrics import GenerationStats, devices_of, wait_for
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
@@ -214,13 +214,12 @@ def measure_costs(
     )
 
 
-def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
-    """Wall seconds of a call, until the device is done."""
-    wait = getattr(torch, device.type).synchronize
-    wait()
+def _seconds(devices: Sequence[torch.device], call: Callable[[], Any]) -> float:
+    """Wall seconds of a call, until the devices are done."""
+    wait_for(devices)
     started = time.perf_counter()
     call()
-    wait()
+    wait_for(devices)
     return time.perf_counter() - started
 
 
@@ -234,10 +233,12 @@ def _target_forward(
     features = select_hidden_states(states, heads.feature_layers) if heads.feature_layers else None
     slots = TreeCache(cache, target, 1, None, torch.tensor([[length]], device=ids.device), target.dtype)
 
+    devices = devices_of(target)
+
     def verify(size: int) -> float:
         depths = torch.arange(size, device=ids.device).clamp_max(1)[None]
         tree = DraftTree(ids[:, -1:].expand(1, size), depths - 1, depths, depths.float(), 1)
-        return _seconds(ids.device, lambda: target(tree.token_ids, **slots.forward_inputs(tree), **asked))
+        return _seconds(devices, lambda: target(tree.token_ids, **slots.forward_inputs(tree), **asked))
 
     return verify, features
 
@@ -252,15 +253,16 @@ def _draft_forward(
         features = features.to(heads.device)
     heads.start_draft(cache, ids, features)
     newest = None if features is None else features[:, -1:]
+    devices = (heads.device,)
     room = torch.eye(most_rows, dtype=torch.bool, device=heads.device)[None]
 
     def draft(size: int) -> tuple[float, float]:
         states: list[torch.Tensor] = []
-        first = _seconds(heads.device, lambda: states.append(heads.start_draft(cache, ids[:, -2:], newest)[0]))
+        first = _seconds(devices, lambda: states.append(heads.start_draft(cache, ids[:, -2:], newest)[0]))
         if heads.max_draft_positions == 1:
             return first, 0.0
         parents = states[0].expand(-1, size, *states[0].shape[2:])
         tokens, visible = ids[:, :1].expand(-1, size), room[:, :size, :size]
-        return first, _seconds(heads.device, lambda: heads.extend_draft(cache, 1, tokens, parents, visible))
+        return first, _seconds(devices, lambda: heads.extend_draft(cache, 1, tokens, parents, visible))
 
     return draft

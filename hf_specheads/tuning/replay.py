@@ -29,7 +29,7 @@ STARTS = 5  # walks through a text begin at that many places, so that no tree is
 
 @dataclass(frozen=True)
 class RecordedDrafts:
-    """What heads drafted at T places of texts, for frontiers of K nodes and D draft positions.
+    """What heads drafted at T places of texts, for frontiers of K nodes and D draft positions; on the CPU.
 
     Attributes:
         scores: D tensors [T, F, K]; cumulative log-probabilities of the best K children of the F frontier nodes of
@@ -98,8 +98,8 @@ def record_drafts(
         raise ValueError("nothing can be drafted: give at least one prompt, and leave room for two new tokens.")
     scores, frontiers, children, ranks = zip(*places, strict=True)
     return RecordedDrafts(
-        scores=tuple(torch.stack(level) for level in zip(*scores, strict=True)),
-        frontiers=tuple(torch.stack(level) for level in zip(*frontiers, strict=True)),
+        scores=tuple(torch.stack(level).cpu() for level in zip(*scores, strict=True)),
+        frontiers=tuple(torch.stack(level).cpu() for level in zip(*frontiers, strict=True)),
         true_children=torch.tensor(children),
         true_ranks=torch.tensor(ranks),
         lengths=tuple(lengths),

@@ -79,9 +79,9 @@ def test_rows_of_a_batch_equal_caches_of_their_own(data):
             assert torch.equal(mask[row, 0, :, : seen.shape[1]] == 0, allowed)
             assert (mask[row, 0, :, seen.shape[1] :] < 0).all()
         if batch > 1 and data.draw(st.booleans()):
-            kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1))))
+            kept = sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1)))
             cache.select_sequences(kept)
-            alone, batch = [alone[row] for row in kept.tolist()], len(kept)
+            alone, batch = [alone[row] for row in kept], len(kept)
 
 
 def test_a_fixed_capacity_is_not_exceeded():

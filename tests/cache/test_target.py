@@ -82,9 +82,9 @@ def test_rows_of_a_batch_keep_their_own_paths(data, batch, static):
         kept = [[torch.cat([own, new[row][:, paths[row]]], dim=1) for row, own in enumerate(rows)]
                 for rows, new in zip(kept, tree, strict=True)]  # fmt: skip
         if batch > 1 and data.draw(st.booleans()):
-            chosen = torch.tensor(sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1))))
+            chosen = sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1)))
             cache.select_sequences(chosen)
-            kept = [[rows[row] for row in chosen.tolist()] for rows in kept]
+            kept = [[rows[row] for row in chosen] for rows in kept]
             batch = len(chosen)
         assert cache.counts == [own.shape[1] for own in kept[0]]
         for layer, rows in zip(cache.layers, kept, strict=True):

@@ -21,6 +21,7 @@ from support.distributions import (
     five_token_target,
     largest_error,
     sample,
+    script_draws,
     target_distribution,
 )
 from support.heads import random_heads
@@ -56,7 +57,7 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spoil: Any = None):
         self.wanted: tuple[int, ...] = ()
         self.emitted, self.probability, self.spoil = 0, 1.0, spoil
-        monkeypatch.setattr(torch, "multinomial", self.draw)
+        script_draws(monkeypatch, self.draw)
         for name in ("verify_all_nodes", "verify_token_by_token"):
             monkeypatch.setattr(rules, name, self.wrapped(getattr(rules, name)))
 

@@ -2,7 +2,7 @@
 
 The emulation is the device `pretend`, two of them. Its numbers are the CPU's, so it says nothing of kernels, streams
 or graphs; it says whether tensors of several devices meet, what the host waits for, and whether a time was taken
-without waiting. It stays in a process for good: import this module only where it may ([`test_accelerator`] starts one).
+without waiting. A process keeps it for good, so `test_accelerator` starts one of its own.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ class Seen:
         if what == b"operator":
             self.operators += 1
             return
-        frames = [frame for frame in traceback.extract_stack(sys._getframe(1)) if f"/{OURS}/" in frame.filename]
-        line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
-        (self.waits if what == b"wait" else self.copies).append((name.decode(), line))
+        lines = (
+            f"{Path(frame.f_code.co_filename).name}:{number} {frame.f_code.co_name}"
+            for frame, number in traceback.walk_stack(sys._getframe(1))
+            if f"/{OURS}/" in frame.f_code.co_filename
+        )
+        (self.waits if what == b"wait" else self.copies).append((name.decode(), next(lines, "")))
 
 
 class Emulation:

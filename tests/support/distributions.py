@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_specheads.generation.sampling import TokenSampler
 from support.targets import shared_target
 
 VOCAB = 5
@@ -77,3 +78,13 @@ def chi_square(counts: Counter, expected: dict[Any, float], samples: int) -> tup
 def critical_value(freedom: int, z: float = 4.0) -> float:
     """Wilson and Hilferty's approximation; z = 4 is passed by chance once in 30000 runs (the seed is fixed)."""
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def script_draws(monkeypatch: Any, draw: Any) -> None:
+    """Lets a function of probabilities [rows, V], and of a number that is 1, choose every token, int64 [rows, 1]."""
+
+    def race(probs: torch.Tensor) -> torch.Tensor:
+        return draw(probs.flatten(0, -2), 1).view(probs.shape[:-1])
+
+    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: draw(probs, num_samples))
+    monkeypatch.setattr(TokenSampler, "race", staticmethod(race))

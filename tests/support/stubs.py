@@ -91,10 +91,10 @@ class StubCache(DraftCache):
         counts = self.counts if len(self.counts) == len(self.rows) else self.counts * len(self.rows)
         return list(zip(self.rows, counts, strict=True))
 
-    def select_sequences(self, kept: torch.Tensor) -> None:
-        self.become_ragged(len(self.rows), kept.device)
+    def select_sequences(self, kept: list[int]) -> None:
+        self.become_ragged(len(self.rows), torch.device("cpu"))
         super().select_sequences(kept)
-        self.rows = [self.rows[row] for row in kept.tolist()]
+        self.rows = [self.rows[row] for row in kept]
 
 
 class TableHead(DraftHead):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
+from ..sampling import refuse_no_distribution
 from ..stopping import StopRule
 
 
@@ -61,6 +63,7 @@ def accepted_paths(
     width = path.shape[1]
     results: list[Accepted] = []
     for sequence, (num_accepted, *values) in enumerate(numbers):
+        refuse_no_distribution(values[-1])
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
         kept, stopped = stop.cut(emitted, lengths[sequence])
         nodes = values[:kept]
@@ -85,24 +88,27 @@ def walk(
     step: Callable[[int, torch.Tensor], tuple[int, torch.Tensor, int | None]],
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
+    waits: int = 1,
 ) -> Accepted:
     """From the root down, one step and one stopping check per emitted token.
 
     Args:
         input_ids: int64 [1, T].
         step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], and the child
-            it leads to, `None` for none. Waits for the device once.
+            it leads to, `None` for none.
         stop, earlier_scores: As in [`verify_token_by_token`].
+        waits: How often the host waits in a step.
     """
     result = Accepted(token_ids=[], nodes=[], host_syncs=0)
     node: int | None = 0
     while node is not None and not result.stopped:
         result.nodes.append(node)
         token, scores, node = step(node, input_ids)
-        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+        refuse_no_distribution(token)
+        input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)
         result.token_ids.append(token)
         result.scores.append(scores)
-        result.host_syncs += 1
+        result.host_syncs += waits + stop.per_token
         result.stopped = stops_after(input_ids, result, stop, earlier_scores)
     result.cut = result.stopped and node is not None
     return result

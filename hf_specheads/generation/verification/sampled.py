@@ -107,7 +107,7 @@ def verify_sampled_at_once(
     child = drawn.children[torch.arange(len(drawn.parents), device=tokens.device), accepted.clamp_min(0)]  # [B, E]
     taken.scatter_(1, torch.where(accepted >= 0, child, 0), True)
     best = torch.where(accepted_nodes(tree, taken), tree.depths, -1).argmax(dim=1)
-    bonus = sampler.draw(_bonus_distribution(drawn, scores, residual, best))
+    bonus = sampler.race(_bonus_distribution(drawn, scores, residual, best))
     return accepted_paths(tree, best, bonus, scores if keep_scores else None, lengths, stop)
 
 
@@ -158,10 +158,10 @@ def verify_sampled_token_by_token(
         scores = sampler.scores_at_node(input_ids, logits[:, node])
         probs = scores.softmax(-1)
         if node not in inner:
-            return int(sampler.draw(probs)), scores, None
+            return int(sampler.race(probs)), scores, None
         slot, child_nodes, child_tokens = inner[node]
         accepted, residual = accept_children(probs, drawn.probs[:, slot], tokens[:, slot], uniforms[:, slot])
-        rank, token = torch.cat([accepted, sampler.draw(residual)]).tolist()
+        rank, token = torch.cat([accepted, sampler.race(residual)]).tolist()
         return (token, scores, None) if rank < 0 else (child_tokens[rank], scores, child_nodes[rank])
 
     result = walk(input_ids, step, stop, earlier_scores)

@@ -68,7 +68,8 @@ def verify_token_by_token(
     """Walks from the root with one processor call, one draw and one stopping check per emitted token.
 
     This is plain `generate`'s own sequence of calls, so processors that depend on the tokens so far, processors with
-    state, stopping criteria and seeded draws all behave as without draft heads. One host sync per token.
+    state, stopping criteria and seeded draws all behave as without draft heads. One host sync per token, and those of
+    its draw.
 
     Args:
         tree: Draft tree of B sequences and N nodes; B must be 1, because a processor call advances its own state.
@@ -96,6 +97,6 @@ def verify_token_by_token(
         token = int(chosen)
         return token, scores, children.get((node, token))
 
-    result = walk(input_ids, step, stop, earlier_scores)
+    result = walk(input_ids, step, stop, earlier_scores, 1 + sampler.waits_at_node)
     result.host_syncs += 1 if children else 0
     return [result]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..stopping import StopRule
@@ -108,7 +109,7 @@ def _cut_token_by_token(
     """The accepted tokens up to the one after which a criterion is met."""
     result = Accepted(token_ids=[], nodes=[], host_syncs=whole.host_syncs)
     for token, node, scores in zip(whole.token_ids, whole.nodes, whole.scores, strict=True):
-        input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+        input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)
         result.token_ids.append(token)
         result.nodes.append(node)
         result.scores.append(scores)

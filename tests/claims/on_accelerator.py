@@ -1,0 +1,330 @@
+"""What must hold on any accelerator; `test_accelerator.py` runs this file, part by part.
+
+On CUDA what the emulation alone can tell, waits by line and a slow device, is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from support.accelerator import Emulation
+from support.batches import batch_of
+from support.heads import random_heads
+from support.stubs import CountForwards
+from support.targets import own_target, plain, prompt, shared_target
+from support.trees import TREES
+
+from hf_specheads import AutoDraftHead, UnsupportedGenerationError, load_heads
+from hf_specheads.generation.loop import RoundLoop
+from hf_specheads.heads.auto import METHODS
+from hf_specheads.metrics import wait_for
+from hf_specheads.tuning.measure import _seconds, measure_costs
+
+EMULATION = None if torch.cuda.is_available() else Emulation()
+KIND = "cuda" if EMULATION is None else "pretend"
+DEVICE, COUNT = torch.device(KIND, 0), torch.accelerator.device_count()
+NEW = 16
+emulated = pytest.mark.skipif(EMULATION is None, reason="only the emulation knows what the host waits for")
+several = pytest.mark.skipif(COUNT < 2, reason="needs two devices")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Saved heads of every method for the same target."""
+    made = {}
+    for method in METHODS:
+        made[method] = tmp_path_factory.mktemp(method)
+        random_heads(shared_target(), method).save_pretrained(made[method])
+    return made
+
+
+@pytest.fixture(scope="module")
+def target():
+    return own_target().to(DEVICE)
+
+
+def on(device, inputs):
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def text(target, heads=None, **options):
+    return plain(target, prompt().to(target.device), NEW, assistant_model=heads, **options).tolist()
+
+
+# ---------------------------------------------------------------------- placement
+@pytest.mark.placement
+@pytest.mark.parametrize("method", METHODS)
+def test_loaded_heads_follow_the_target(method, folders, target):
+    """The quickstart: heads are loaded without a word about devices."""
+    expected = text(target)
+    batch, _ = batch_of((9, 4, 14))
+    rows = target.generate(**on(DEVICE, batch), max_new_tokens=NEW, do_sample=False).tolist()
+    for kind in TREES.values():
+        heads = load_heads(folders[method])
+        assert heads.device.type == "cpu"
+        assert text(target, heads.with_tree(**kind.to_dict())) == expected
+        assert heads.device == DEVICE, "a copy with another tree shares the weights"
+        got = target.generate(**on(DEVICE, batch), assistant_model=heads, max_new_tokens=NEW, do_sample=False)
+        assert got.tolist() == rows
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", METHODS)
+def test_sampling_with_a_seed(method, folders, target):
+    ids = prompt().to(DEVICE)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
+    torch.manual_seed(4)
+    expected = target.generate(ids, **options)
+    torch.manual_seed(4)
+    heads = load_heads(folders[method])
+    assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+    drawn = heads.with_tree(kind="chain", children="sampled")
+    assert target.generate(ids, assistant_model=drawn, **options).shape == expected.shape
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", METHODS)
+def test_pruned_heads_follow_too(method, folders, target):
+    heads = load_heads(folders[method]).prune_draft_vocabulary(range(3, 99, 3))
+    assert text(target, heads) == text(target)
+    assert heads.pruned_token_ids.device == DEVICE
+
+
+@pytest.mark.placement
+def test_device_and_dtype_are_said_in_one_line(folders, caplog):
+    target = own_target().to(DEVICE, torch.bfloat16)
+    heads = load_heads(folders["eagle"])
+    heads.config.target = None
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hf_specheads"):
+        heads.bind(target)
+        heads.bind(target)
+    (line,) = [record.message for record in caplog.records if "follow" in record.message]
+    assert f"cpu, torch.float32 to {DEVICE}, torch.bfloat16" in line
+    chosen = load_heads(folders["eagle"], dtype=torch.float32)
+    chosen.config.target = None
+    assert chosen.bind(target).dtype == torch.float32 and chosen.device == DEVICE
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_with_a_device_map_stay(method, folders, target):
+    """They draft where they are if they call nothing of the target's, and are refused before any forward otherwise."""
+    heads = load_heads(folders[method], device_map={"": "cpu"})
+    if not heads.borrows:
+        assert text(target, heads) == text(target)
+    else:
+        with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="device_map"):
+            text(target, heads)
+        assert forwards.count == 0
+    assert heads.device.type == "cpu"
+
+
+@pytest.mark.placement
+def test_fresh_heads(target):
+    assert AutoDraftHead.from_target(target).device == DEVICE
+    stays = AutoDraftHead.from_target(target, "medusa", device="cpu")
+    assert text(target, stays.eval()) == text(target) and stays.device.type == "cpu"
+    moved = own_target()
+    heads = random_heads(moved)
+    assert text(moved.to(DEVICE), heads) == text(moved) and heads.device == DEVICE
+
+
+def spread(devices):
+    """The target over two devices, `lm_head` on the second."""
+    model, (first, second) = own_target(), devices
+    layers = {f"model.layers.{i}": devices[i >= 1] for i in range(2)}
+    ends = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
+    return dispatch_model(model, device_map=layers | ends, main_device=first)
+
+
+@pytest.mark.placement
+@several
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("devices", [(0, 1), (0, "cpu")], ids=["two accelerators", "accelerator and CPU"])
+def test_targets_over_several_devices(devices, method, folders):
+    devices = [torch.device(KIND, device) if device != "cpu" else torch.device("cpu") for device in devices]
+    target = spread(devices)
+    expected = text(target)
+    for kind in ("chain", "dynamic"):
+        heads = load_heads(folders[method])
+        assert text(target, heads.with_tree(**TREES[kind].to_dict())) == expected
+        assert heads.device == devices[1]
+    ids = prompt().to(target.device).expand(2, -1).contiguous()
+    assert plain(target, ids, NEW, assistant_model=heads).tolist() == expected * 2
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_an_offloaded_target(method, folders):
+    """Weights on the CPU, which come to the device for each forward: so do not the heads', which live there."""
+    target = own_target()
+    cpu_offload(target, execution_device=DEVICE)
+    assert next(target.lm_head.parameters()).device.type == "meta"
+    ids = prompt().to(DEVICE)
+    heads = load_heads(folders[method])
+    assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+    assert heads.device == DEVICE
+
+
+# ---------------------------------------------------------------------- waiting
+def rounds_of(target, inputs, heads, **options):
+    """Waits of every round in a steady state, and how many the statistics claim."""
+    marks, begin = [], RoundLoop.begin_round
+
+    def marked(self):
+        marks.append((len(seen.waits), self.stats.host_syncs))
+        return begin(self)
+
+    with pytest.MonkeyPatch.context() as patch, EMULATION.watched() as seen:
+        patch.setattr(RoundLoop, "begin_round", marked)
+        target.generate(**inputs, assistant_model=heads, max_new_tokens=24, **({"do_sample": False} | options))
+    rounds = list(itertools.pairwise(marks))[1:]
+    assert len(rounds) > 3
+    return [(seen.waits[a[0] : b[0]], b[1] - a[1]) for a, b in rounds]
+
+
+def one(device=DEVICE):
+    ids = prompt().to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.waiting
+@emulated
+@pytest.mark.parametrize("kind", ["chain", "dynamic"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_greedy_round_waits_once(method, kind, folders, target):
+    heads = load_heads(folders[method]).with_tree(**TREES[kind].to_dict())
+    for waits, claimed in rounds_of(target, one(), heads):
+        assert len(waits) == claimed == 1, waits
+
+
+@pytest.mark.waiting
+@emulated
+def test_a_greedy_round_of_a_batch_waits_once(folders, target):
+    inputs, _ = batch_of((9, 4, 14))
+    for waits, claimed in rounds_of(target, on(DEVICE, inputs), load_heads(folders["poss"])):
+        assert len(waits) == claimed == 1, waits
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.7}
+DRAWN = {"children": "sampled"}
+CALLS = {
+    "seeded": ({}, {}, SAMPLED, None),
+    "at once": ({"exact_seed": False}, {}, SAMPLED, 1),
+    "drawn chain": ({}, {"kind": "chain", **DRAWN}, SAMPLED, 1),
+    "drawn tree": ({}, {"kind": "static", "choices": ((0,), (1,), (0, 0), (0, 1)), **DRAWN}, SAMPLED, 1),
+    "penalty": ({}, {}, {"repetition_penalty": 1.3}, None),
+    "drawn chain, penalty": ({}, {"kind": "chain", **DRAWN}, SAMPLED | {"repetition_penalty": 1.3}, None),
+    "typical": ({"verification": "typical"}, {}, SAMPLED, 1),
+    "typical, penalty": ({"verification": "typical"}, {}, SAMPLED | {"repetition_penalty": 1.3}, None),
+    "gives up": ({}, {"stop_below": 0.05}, {}, None),
+}
+
+
+@pytest.mark.waiting
+@emulated
+@pytest.mark.parametrize("call", CALLS)
+def test_every_wait_is_counted(call, folders, target):
+    settings, tree, options, expected = CALLS[call]
+    heads = load_heads(folders["eagle"]).with_tree(**tree)
+    for name, value in settings.items():
+        setattr(heads, name, value)
+    torch.manual_seed(0)
+    for waits, claimed in rounds_of(target, one(), heads, **options):
+        assert len(waits) == claimed, waits
+        assert expected is None or claimed == expected
+
+
+@pytest.mark.waiting
+@emulated
+def test_a_sequence_that_ends_costs_no_wait(folders, target):
+    """Sequences of a batch leave one by one; what is kept of the others is known to the host."""
+    inputs, _ = batch_of((9, 4, 14))
+    texts = target.generate(**on(DEVICE, inputs), max_new_tokens=24, do_sample=False)
+    eos = int(texts[0, -12])
+    rounds = rounds_of(target, on(DEVICE, inputs), load_heads(folders["eagle"]), eos_token_id=eos, pad_token_id=0)
+    assert all(len(waits) == claimed == 1 for waits, claimed in rounds), rounds
+
+
+# ---------------------------------------------------------------------- timing
+SLOW = 2e-4  # seconds of an operator, far more than the host needs to launch it
+
+
+@pytest.mark.timing
+@emulated
+@several
+def test_a_clock_waits_for_the_device_that_works():
+    for index in range(COUNT):
+        at = torch.device(KIND, index)
+        tensor = torch.ones(8, device=at)
+        with EMULATION.slow(0.02):
+            began = time.perf_counter()
+            tensor.add_(1)
+            assert time.perf_counter() - began < 0.015, "nobody has waited"
+            assert _seconds((at,), lambda tensor=tensor: tensor.add_(1)) > 0.015
+            tensor.add_(1)
+            wait_for((at,))
+            assert time.perf_counter() - began > 0.06
+
+
+@pytest.mark.timing
+@emulated
+def test_stages_are_what_the_device_took(folders, target):
+    """A chain of 6 drafts six times what a chain of 1 does; if nobody waits, the target's forward pays for all."""
+    seconds = {}
+    for depth in (1, 6):
+        heads = load_heads(folders["eagle"]).with_tree(kind="chain", depth=depth)
+        heads.profile = True
+        plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
+        with EMULATION.watched() as seen:
+            plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
+        with EMULATION.slow(SLOW):
+            plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
+        stats = heads.last_stats
+        stages = sum(value for name, value in stats.seconds.items() if name != "total")
+        assert stats.seconds["total"] >= seen.operators * SLOW and stages <= stats.seconds["total"]
+        seconds[depth] = stats.seconds["draft"] / stats.rounds
+    assert seconds[6] > 3 * seconds[1]
+
+
+@pytest.mark.timing
+def test_costs(folders, target):
+    costs = measure_costs(target, load_heads(folders["poss"]), 20, nodes=(1, 4), rows=(1, 2), repeats=2)
+    assert min(*costs.target.values(), *costs.draft.values(), costs.start) > 0
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "draft-lm"])
+def test_tuning(method, place, folders, target):
+    heads = load_heads(folders[method])
+    ids = [prompt(15, seed=seed).to(DEVICE if place == "device" else "cpu") for seed in range(2)]
+    result = heads.tune(target, ids, max_new_tokens=5, depth=2, top_k=2, confirm=1, repeats=1)
+    assert result.tree == heads.tree_config and result.candidates > 2
+    assert text(target, heads) == text(target)
+
+
+@pytest.mark.timing
+@emulated
+def test_tuning_predicts_what_rounds_cost(folders, target, monkeypatch):
+    """Rounds of chains, on a device that the host runs ahead of."""
+    from hf_specheads.tuning import rounds as timed
+
+    monkeypatch.setattr(timed, "TIMED_CHAINS", (1, 4))
+    monkeypatch.setattr(timed, "TIMED_TREES", ())
+    heads, ids = load_heads(folders["eagle"]), prompt().to(DEVICE)
+    with EMULATION.slow(SLOW):
+        predicted = timed.time_rounds(target, heads, [ids], 1, max_new_tokens=5)
+        for depth in (1, 4):
+            chain = heads.with_tree(kind="chain", depth=depth)
+            chain.profile = True
+            plain(target, ids, 5, assistant_model=chain)
+            stats = chain.last_stats
+            measured = (stats.seconds["total"] - stats.seconds["prefill"]) / stats.rounds
+            assert predicted.of_chain(depth) == pytest.approx(measured, rel=0.3)
