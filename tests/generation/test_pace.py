@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,7 +44,10 @@ def test_drafts_that_do_not_pay_cost_no_more_than_the_trials(cost, tau):
     first_verdict = 5 * max(cost - tau, 0)
     assert seconds <= tokens * (1 + TRIAL_SHARE) + first_verdict + cost
     if tau > 1.05 * cost:
-        assert drafted >= 1490, "drafting pays: nearly every round does"
+        timed = PLAIN_STEPS_BEFORE_A_VERDICT * (
+            1 + math.log2((100 + tokens) / 100)
+        )  # at every doubling of the context
+        assert drafted >= 1500 - timed, "drafting pays: every other round does"
     if tau < 0.95 * cost:
         assert drafted <= 5 + 1500 * TRIAL_SHARE / (cost - tau) + 1
 
@@ -116,7 +121,7 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     for _ in range(3):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
         stats = heads.last_stats
-        assert sum(n + 1 for n in stats.num_accepted[0]) + stats.plain_steps == NEW - 1
+        assert sum(n + 1 for row in stats.num_accepted for n in row) + stats.plain_steps == NEW - 1
         plain_steps, rounds = plain_steps + stats.plain_steps, rounds + stats.rounds
     assert plain_steps > 1 and rounds > 1
 
