@@ -28,7 +28,7 @@ def two_processes(folder: Path, *words: str) -> subprocess.CompletedProcess:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     return subprocess.run(
-        [*launch, str(ROOT / "tests/support/two_ranks.py"), str(folder), *words], capture_output=True, text=True,
+        [*launch, "-m", "support.two_ranks", str(folder), *words], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, timeout=280, check=False,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """One of two processes that hold a tensor-parallel target together, with clocks that disagree.
 
-    python -m torch.distributed.run --nproc_per_node 2 tests/support/two_ranks.py FOLDER [each-for-itself]
+    python -m torch.distributed.run --nproc_per_node 2 -m support.two_ranks FOLDER [each-for-itself]
 
 FOLDER holds `target/` and `heads/`. Every rank writes `rank{n}.json`: the text, what its own clock would have decided
 before every round, and what was done. With `each-for-itself`, every rank follows its own clock.
