@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from support.batches import alone_texts, assert_rows, batch_of, greedy
@@ -9,9 +11,12 @@ from support.heads import random_heads
 from support.stubs import counted
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
+from transformers import CompileConfig, DynamicCache
 
-from hf_specheads import UnsupportedGenerationError
-from hf_specheads.generation.compiled import SMALLEST_BUCKET, bucket
+from hf_specheads import DraftLanguageModel, UnsupportedGenerationError
+from hf_specheads.generation import compiled, loop
+from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bucket
+from hf_specheads.generation.pace import Pace
 
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm")
@@ -83,6 +88,99 @@ def test_a_longer_budget_is_another_capacity(target):
             got, expected = plain(target, ids, new, assistant_model=heads, **eos), plain(target, ids, new, **eos)
             assert torch.equal(got, expected)
         assert len(graphs) == wanted
+
+
+def test_a_cache_that_holds_tokens(target):
+    """Its tokens take slots as well: the capacity is for all of them."""
+    heads = random_heads(target, "poss")
+    graphs = counted(target, heads)
+    cache = DynamicCache(config=target.config)
+    first = plain(target, prompt(SMALLEST_BUCKET - 40), 4, past_key_values=cache)
+    ids = torch.cat([first, prompt(5)], dim=1)
+    expected = plain(target, ids, 60)
+    assert torch.equal(plain(target, ids, 60, past_key_values=cache, assistant_model=heads), expected)
+    assert len(graphs) == 2 and cache.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_prompt_as_embeddings(with_ids, target):
+    heads, ids = random_heads(target), prompt(SMALLEST_BUCKET - 20)
+    counted(target, heads)
+    inputs = {"inputs_embeds": target.get_input_embeddings()(ids).detach(), "attention_mask": torch.ones_like(ids)}
+    inputs |= {"input_ids": ids} if with_ids else {}
+    expected = target.generate(**inputs, max_new_tokens=50, do_sample=False)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=50, do_sample=False, assistant_model=heads), expected)
+
+
+def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_others(target, monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
+    warnings: list[str] = []
+    monkeypatch.setattr(compiled.logger, "warning_once", warnings.append)
+    other = own_target("llama", seed=1)
+    pairs = [(each, random_heads(each, seed=seed)) for each in (target, other) for seed in (3, 4)]
+    for each, heads in pairs:
+        graphs = counted(each, heads)
+        ids = prompt()
+        expected = plain(each, ids, NEW)
+        for depth in (2, 3, 4, 5):
+            heads.tree_config = heads.tree_config.replace(depth=depth)
+            assert torch.equal(plain(each, ids, NEW, assistant_model=heads), expected)
+            assert len(graphs) == 2 * min(depth - 1, 2), "two steps of two trees, whatever other pairs have compiled"
+    assert set(warnings) == {compiled.TOO_MANY}
+
+
+class VirtualClock:
+    """A second at every look, and what a compilation takes besides."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def plain_share(monkeypatch) -> float:
+    """Share of plain steps of six calls whose drafts are always right, when compiling takes as long as it does."""
+    target = own_target("llama")
+    heads = DraftLanguageModel.from_model(target, tree_config={"kind": "chain", "depth": 4})
+    heads.compiled = heads.adaptive = True
+    clock = VirtualClock()
+    torch._dynamo.reset()
+
+    def slow_backend(graph, inputs):
+        clock.now += 41.0
+        return graph.forward
+
+    target.generation_config.compile_config = CompileConfig(backend=slow_backend, mode=None)
+    monkeypatch.setattr(loop, "time", clock)
+    steps = []
+    for seed in range(6):
+        ids = prompt(seed=seed)
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+        steps.append((heads.last_stats.plain_steps, heads.last_stats.rounds))
+    later = steps[1:]
+    return sum(plain for plain, _ in later) / sum(plain + rounds for plain, rounds in later)
+
+
+def test_compiling_is_no_cost_of_a_round(monkeypatch):
+    assert plain_share(monkeypatch) < 0.2
+
+
+def test_planted_bug_compiling_counts_as_a_round(monkeypatch):
+    """As it was once: means over all rounds, and a debt without bounds."""
+    monkeypatch.setattr(CompiledRounds, "compiles", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(Pace, "round_seconds", property(lambda self: statistics.fmean(self.drafted or [0.0])))
+    monkeypatch.setattr(Pace, "begin_call", lambda self: None)
+    monkeypatch.setattr(Pace, "record_round", mean_of_all_rounds)
+    assert plain_share(monkeypatch) > 0.8
+
+
+def mean_of_all_rounds(pace: Pace, seconds: float, tokens: float) -> None:
+    pace.rounds += 1
+    pace.drafted.append(seconds)
+    pace.round_tokens += (tokens - pace.round_tokens) / pace.rounds
+    pace.debt = max(pace.debt + seconds - tokens * pace.plain_seconds, 0.0)
 
 
 def test_what_cannot_be_compiled_is_refused():

@@ -1,0 +1,285 @@
+"""Whatever is raised wherever: a cache comes back as plain decoding has it at the last emitted token, nothing is left
+on the target, and the next call works."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.faults import (
+    At,
+    Fault,
+    FaultyCriterion,
+    FaultyProcessor,
+    FaultyStreamer,
+    assert_same_contents,
+    count_of,
+    forward_fault,
+    hooks_of,
+    warm_cache,
+)
+from support.heads import random_heads
+from support.stubs import StubHead, counted
+from support.targets import own_target, plain, prompt
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+
+from hf_specheads.cache import target as target_cache
+from hf_specheads.cache.target import ChainCache, TreeCache, _Group
+from hf_specheads.generation.compiled import CompiledRounds
+
+NEW = 14
+RANKS = (0, 0, None, 1, 0, 0)
+TREES = ("llama", "mistral", "gemma3")  # slots; windows that are in force; both
+CHAINS = ("bloom", "llama4", "lfm2")  # transformers' own cache: rows only, windows, convolutions
+FAMILIES = (*TREES, *CHAINS)
+
+
+class Scene:
+    """A conversation with a target, to be interrupted; every attempt starts from the same cache.
+
+    Args:
+        family: Of the target.
+        tokens: What the cache holds that is handed in; `None` for an internal one.
+    """
+
+    def __init__(self, family: str, tokens: int | None):
+        self.target = own_target(family)
+        self.cache, self.ids = warm_cache(self.target, tokens or 0)
+        self.handed_in = tokens is not None
+        self.text = plain(self.target, self.ids, NEW, past_key_values=copy.deepcopy(self.cache))
+        # transformers hangs hooks of its own on a model that is asked for hidden states, once and for good.
+        self.target(prompt(3), output_hidden_states=True)
+        tree = {"kind": "chain", "depth": 3} if family in CHAINS else {}
+        # Heads know nothing of tokens that came in a cache: for them the text begins after those.
+        self.heads = StubHead(self.target, self.text[:, self.cache.get_seq_length() :], RANKS, **tree)
+        self.hooks = hooks_of(self.target)
+
+    def call(self, **options) -> torch.Tensor:
+        cache = {"past_key_values": self.attempt} if self.handed_in else {}
+        return plain(self.target, self.ids, NEW, **cache, **options)
+
+    def interrupted(self, at: At, error: type[BaseException] = Fault, **options) -> None:
+        """A call that is interrupted; afterwards everything is as it must be."""
+        self.attempt = copy.deepcopy(self.cache)
+        with pytest.raises(error):
+            self.call(assistant_model=self.heads, **options)
+        if self.handed_in:
+            self.check_cache(options.get("streamer"))
+
+    def check_cache(self, streamer: FaultyStreamer | None) -> None:
+        held, prompt_length = self.attempt.get_seq_length(), self.ids.shape[1]
+        if held < prompt_length:  # the prompt's own forward was interrupted
+            assert_same_contents(self.attempt, self.cache)
+            return
+        if streamer is not None:
+            assert held == len(streamer.tokens) - 1
+        assert_same_contents(self.attempt, self.plain_cache(held))
+
+    def plain_cache(self, tokens: int) -> DynamicCache:
+        """What plain decoding has in the cache when it holds so many tokens."""
+        cache = copy.deepcopy(self.cache)
+        plain(self.target, self.ids, tokens - self.ids.shape[1] + 1, past_key_values=cache)
+        return cache
+
+    def check_next_call(self) -> None:
+        assert hooks_of(self.target) == self.hooks
+        self.attempt = copy.deepcopy(self.cache)
+        assert torch.equal(self.call(assistant_model=self.heads), self.text)
+
+
+def every(run, *scene_options) -> int:
+    """Runs a scene with a fault at every moment it can come."""
+    scene = Scene(*scene_options)
+    scene.attempt = copy.deepcopy(scene.cache)
+    count = count_of(lambda at: run(scene, at, None))
+    assert scene.heads.last_stats.acceptance_length > 1.3, "nothing is accepted: a weak test"
+    for k in range(1, count + 1):
+        run(scene, At(k), Fault)
+        if k in (1, 2, count):
+            scene.check_next_call()
+    return count
+
+
+def in_target_forward(scene, at, error):
+    with forward_fault(scene.target, at):
+        scene.call(assistant_model=scene.heads) if error is None else scene.interrupted(at)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 30])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kth_forward_of_the_target_fails(family, tokens):
+    assert every(in_target_forward, family, tokens) > 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kth_forward_fails_in_its_midst(family):
+    """Some layers have written their rows, others have not."""
+
+    def run(scene, at, error):
+        layers = next(part for part in scene.target.modules() if isinstance(part, torch.nn.ModuleList))
+        late = At(None if at.k is None else at.k + 1, at.error)  # the prompt's forward breaks plain decoding as well
+        with forward_fault(layers[1], late):
+            scene.call(assistant_model=scene.heads) if error is None else scene.interrupted(late)
+        at.calls = late.calls - 1
+
+    assert every(run, family, 30) > 3
+
+
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt])
+@pytest.mark.parametrize("family", ["mistral", "lfm2"])
+def test_the_kth_draft_fails(family, error, monkeypatch):
+    def run(scene, at, fault):
+        start = StubHead.start_draft
+        at.error = error
+        with monkeypatch.context() as patch:
+            patch.setattr(StubHead, "start_draft", lambda self, *args: (at(), start(self, *args))[1])
+            scene.call(assistant_model=scene.heads) if fault is None else scene.interrupted(at, error)
+
+    assert every(run, family, 30) > 3
+
+
+OPTIONS = {
+    "streamer": lambda at: {"streamer": FaultyStreamer(at)},
+    "criterion": lambda at: {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(at)])},
+    "processor": lambda at: {"logits_processor": LogitsProcessorList([FaultyProcessor(at)])},
+}
+
+
+def in_option(option):
+    def run(scene, at, error):
+        options = OPTIONS[option](at)
+        if error is None:
+            scene.call(assistant_model=scene.heads, **options)
+        else:
+            scene.interrupted(at, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", ["mistral", "bloom", "llama4", "lfm2"])
+def test_what_the_caller_hands_in_fails(family, option):
+    assert every(in_option(option), family, 30) == NEW
+
+
+def test_a_streamer_that_fails_leaves_what_it_leaves_in_plain_decoding():
+    for family in ("mistral", "lfm2"):
+        scene = Scene(family, 30)
+        for k in range(1, NEW + 1):
+            theirs = copy.deepcopy(scene.cache)
+            with pytest.raises(Fault):
+                plain(scene.target, scene.ids, NEW, past_key_values=theirs, streamer=FaultyStreamer(At(k)))
+            scene.interrupted(None, streamer=FaultyStreamer(At(k)))
+            assert_same_contents(scene.attempt, theirs)
+
+
+def test_compiled_rounds(monkeypatch):
+    scene = Scene("llama", 30)
+    scene.heads = random_heads(scene.target)
+    counted(scene.target, scene.heads)
+    verify = CompiledRounds.verify
+    scene.attempt = copy.deepcopy(scene.cache)
+    assert torch.equal(scene.call(assistant_model=scene.heads), scene.text)
+    for k in (1, 3, 6):
+        at = At(k)
+        monkeypatch.setattr(CompiledRounds, "verify", lambda self, *args, at=at: (at(), verify(self, *args))[1])
+        scene.interrupted(at)
+    scene.check_next_call()
+
+
+def test_a_batch_that_is_interrupted_leaves_an_empty_cache():
+    target = own_target("mistral")
+    ids, cache = torch.cat([prompt(9), prompt(9, seed=2)]), DynamicCache(config=target.config)
+    heads = random_heads(target)
+    with forward_fault(target, At(3)), pytest.raises(Fault):
+        plain(target, ids, NEW, past_key_values=cache, assistant_model=heads)
+    assert cache.get_seq_length() == 0
+    expected = plain(target, ids, NEW)
+    assert torch.equal(plain(target, ids, NEW, past_key_values=cache, assistant_model=heads), expected)
+
+
+# ---------------------------------------------------------------------- memory runs out
+@pytest.mark.parametrize("name", ["__init__", "grow"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_running_out_of_memory_loses_no_rows(family, name, monkeypatch):
+    monkeypatch.setattr(target_cache, "TENSORS_PER_GROUP", 1)
+    monkeypatch.setattr(target_cache, "FIRST_SLOTS", 1)
+    method = getattr(_Group, name)
+
+    def run(scene, at, error):
+        def failing(self, *args):
+            at()
+            method(self, *args)
+
+        at.error = torch.OutOfMemoryError
+        with monkeypatch.context() as patch:
+            patch.setattr(_Group, name, failing)
+            if error is None:
+                scene.call(assistant_model=scene.heads)
+            else:
+                scene.interrupted(at, torch.OutOfMemoryError)
+
+    assert every(run, family, 30) >= 4
+
+
+def test_without_memory_for_copies_rows_stay_in_the_buffers(monkeypatch):
+    scene = Scene("mistral", 30)
+    clone = torch.Tensor.clone
+
+    def no_copies(self, *args, **kwargs):
+        if self.dim() == 4 and self.shape[2] > 8:
+            raise torch.OutOfMemoryError("injected")
+        return clone(self, *args, **kwargs)
+
+    scene.attempt = copy.deepcopy(scene.cache)
+    monkeypatch.setattr(torch.Tensor, "clone", no_copies)
+    scene.call(assistant_model=scene.heads)
+    monkeypatch.undo()
+    assert_same_contents(scene.attempt, scene.plain_cache(scene.ids.shape[1] + NEW - 1))
+
+
+# ---------------------------------------------------------------------- planted
+def fails(run, *scene_options) -> bool:
+    try:
+        every(run, *scene_options)
+    except (AssertionError, RuntimeError, IndexError, ValueError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("family", ["bloom", "llama4", "lfm2"])
+def test_planted_bug_chains_keep_what_was_drafted(family, monkeypatch):
+    monkeypatch.setattr(target_cache, "_restore", lambda layer, contents: None)
+    assert fails(in_option("criterion"), family, 30)
+
+
+def test_planted_bug_a_cache_knows_nothing_of_what_was_emitted(monkeypatch):
+    for cache in (TreeCache, ChainCache):
+        give_back = cache.give_back
+        monkeypatch.setattr(cache, "give_back", lambda self, tokens, old=give_back: old(self, self.counts[0]))
+    for family in ("mistral", "lfm2"):
+        assert fails(in_option("streamer"), family, 30)
+
+
+def test_planted_bug_the_switch_of_sliding_layers_is_left_on(monkeypatch):
+    give_back = ChainCache.give_back
+
+    def left_on(self, tokens):
+        give_back(self, tokens)
+        self.stock.activate_past_recording()
+
+    monkeypatch.setattr(ChainCache, "give_back", left_on)
+    assert fails(in_target_forward, "llama4", 30)
+
+
+def test_planted_bug_rows_are_freed_before_all_are_copied(monkeypatch):
+    def eager(self, members, length, capacity):
+        for _, stock, name in members:
+            setattr(stock, name, getattr(stock, name)[:, :, :0])
+        raise torch.OutOfMemoryError("injected")
+
+    scene = Scene("llama", 30)
+    monkeypatch.setattr(_Group, "__init__", eager)
+    with pytest.raises(AssertionError):
+        scene.interrupted(None, torch.OutOfMemoryError)
