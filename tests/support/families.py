@@ -41,7 +41,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|first_k_dense_replace", 1),
     (r"sliding_window|window_size|attention_window\w*|sliding_window_size", WINDOW),
     ("attention_chunk_size|chunk_size", 16),
-    ("index_topk", 8),
+    ("index_topk", 64),  # longer contexts are refused
     (r"_?(sliding_window_pattern|global_attn_every_n_layers|full_attention_interval)", 2),
     ("max_window_layers", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_seq_length|(model_)?max_length|seq_length", 512),
@@ -98,7 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64,
         "indexer_compress_ratio": 4,
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * LAYERS},
