@@ -178,7 +178,7 @@ class SlotCache(Cache):
     def grow(self) -> None:
         """Gives every layer buffers of the new capacity."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
                 layer.grow(self.capacity)
 
     def become_ragged(self, batch: int, device: torch.device) -> torch.Tensor:
@@ -191,7 +191,7 @@ class SlotCache(Cache):
     def select_sequences(self, kept: torch.Tensor) -> None:
         """Keeps only some sequences of the batch, int64 [B']."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
                 layer.select_sequences(kept)
         if self.lengths is not None:
             self.lengths = self.lengths[kept.to(self.lengths.device)]

@@ -41,7 +41,14 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
     Raises:
         UnsupportedGenerationError: for a call no draft head can serve.
     """
+    text = target.config.get_text_config(decoder=True)
+    both_ways = getattr(text, "use_bidirectional_attention", None)  # "vision": among the tokens of an image only
     reasons = {
+        "targets with layers that attend to images (`cross_attention_layers`)": bool(
+            getattr(text, "cross_attention_layers", None)
+        ),
+        f"prompts that attend in both directions (`use_bidirectional_attention={both_ways!r}`)": both_ways
+        in (True, "all"),
         "beam search": (config.num_beams or 1) > 1,
         "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),

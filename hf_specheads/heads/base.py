@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import CommitInfo
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration import DraftHeadConfig
 from ..contract import DraftingContract, TrainingContract
@@ -92,6 +92,11 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self._borrowed: tuple[BorrowedModules, ...] = ()
         self._bound_to: tuple[PreTrainedModel, ...] = ()
         self._init_vocabulary(config)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """An empty one: `generate` of some targets (Whisper) writes into its assistant's, and heads read none."""
+        return GenerationConfig()
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:

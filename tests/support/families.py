@@ -50,7 +50,16 @@ FLOATS = (("(decoder_|text_)?(initializer_range|init_std|initializer_factor|init
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "tie_word_embeddings": False}
 
+# A dozen that stand for the others, with what can be done with them.
+REPRESENTATIVE = {
+    "llama": "all", "gpt2": "all", "mistral": "all", "gemma4_text": "all", "gpt_oss": "all", "deepseek_v3": "all",
+    "bert": "all", "gpt_neo": "chain", "bloom": "chain", "glm_moe_dsa": "chain", "lfm2": "chain", "git": "alone",
+    "gemma3n_text": "none", "minimax": "none", "mllama": "none", "cpmant": "none", "qwen3_next": "none",
+}  # fmt: skip
+
 # What a class wants besides, or cannot have.
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+_IMAGE_TOKENS = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _SPARSE = {"num_key_value_heads": 4, "index_head_dim": 8, "first_k_dense_replace": 1}
@@ -120,6 +129,14 @@ NOT_BUILT = {
     "musicgen": _AUDIO,
     "musicgen_melody": _AUDIO,
 }
+# Multimodal ones, by `AutoModelForImageTextToText`.
+SPECIAL |= {
+    "llava": {"image_token_index": 98, "image_token_id": 98},
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "qwen3_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "paligemma": {"image_token_index": 98, "image_token_id": 98},
+}
 SPECIAL["qwen4_exp"] = {"text_config": SPECIAL["qwen4_exp_text"]}
 
 
@@ -156,17 +173,20 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     return config
 
 
-def tiny_target(model_type: str, seed: int = 0, scale: float = 0.3, **overrides: Any) -> PreTrainedModel:
-    """A random target of a family of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, in fp32, that never ends by itself.
+def tiny_target(
+    model_type: str, seed: int = 0, scale: float = 0.3, auto: Any = AutoModelForCausalLM, **overrides: Any
+) -> PreTrainedModel:
+    """A random target of a family, in fp32, that never ends by itself.
 
     Args:
-        model_type: Key of the mapping.
+        model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of the mapping of `auto`.
         seed: Of the weights.
         scale: Standard deviation of the weights of linear layers; not every class looks at its `initializer_range`.
+        auto: Class that makes it.
         overrides: Fields of the config.
     """
     torch.manual_seed(seed)
-    target = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), dtype=torch.float32).eval()
+    target = auto.from_config(tiny_config(model_type, **overrides), dtype=torch.float32).eval()
     for module in target.modules():
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             nn.init.normal_(module.weight, std=1.0 if isinstance(module, nn.Embedding) else scale)
