@@ -196,7 +196,7 @@ class SlotCache(Cache):
     def grow(self) -> None:
         """Gives every layer buffers of the new capacity."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
                 layer.grow(self.capacity)
 
     def become_ragged(self, batch: int, device: torch.device) -> torch.Tensor:
@@ -216,5 +216,5 @@ class SlotCache(Cache):
     def select_buffers(self, kept: list[int]) -> None:
         """Keeps keys and values of these sequences only."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
                 layer.select_sequences(kept)

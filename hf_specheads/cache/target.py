@@ -44,14 +44,17 @@ def tree_cache_problem(cache: Cache) -> str | None:
 
     An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
     """
-    if getattr(cache, "offloading", False):
-        return "its cache keeps layers on the CPU (`cache_implementation='offloaded'`)"
-    return _layer_problem(cache, TREE_CACHE_LAYERS)
+    return _offloading_problem(cache) or _layer_problem(cache, TREE_CACHE_LAYERS)
 
 
 def chain_cache_problem(cache: Cache) -> str | None:
     """Why rejected tokens of a chain cannot be taken out of a target cache again, or `None` if they can."""
-    return _layer_problem(cache, CHAIN_CACHE_LAYERS)
+    return _offloading_problem(cache) or _layer_problem(cache, CHAIN_CACHE_LAYERS)
+
+
+def _offloading_problem(cache: Cache) -> str | None:
+    offloads = getattr(cache, "offloading", False)
+    return "its cache keeps layers on the CPU (`cache_implementation='offloaded'`)" if offloads else None
 
 
 def _layer_problem(cache: Cache, known: tuple[type, ...]) -> str | None:

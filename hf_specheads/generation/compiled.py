@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..cache.draft import DraftCache
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
+from ..errors import UnsupportedGenerationError
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
@@ -98,8 +99,17 @@ class CompiledRounds:
                 return step(*args)
             known.add(shape)
             self.compiles = True
-        with torch._dynamo.config.patch(recompile_limit=2 * MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS):
-            return self._steps[step](*args)
+        try:
+            with torch._dynamo.config.patch(
+                recompile_limit=2 * MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS
+            ):
+                return self._steps[step](*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UnsupportedGenerationError(
+                f"`heads.compiled` compiles rounds whole, which torch.compile cannot do for this pair ({reason}); set "
+                "`heads.compiled = False`."
+            ) from error
 
     def grow(
         self,

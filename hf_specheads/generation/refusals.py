@@ -16,7 +16,8 @@ from transformers.generation import GenerationMode
 from ..cache.target import chain_cache_problem, tree_cache_problem
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
-from ..target.positions import rope_limit
+from ..target.positions import rope_limit, sparse_limit
+from ..target.structure import own_mask
 from .options import DraftingOptions
 from .sampling import TokenSampler, out_of_step
 from .verification.rules import RULES
@@ -39,7 +40,14 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
     Raises:
         UnsupportedGenerationError: for a call no draft head can serve.
     """
+    text = target.config.get_text_config(decoder=True)
+    both_ways = getattr(text, "use_bidirectional_attention", None)  # "vision": among the tokens of an image only
     reasons = {
+        "targets with layers that attend to images (`cross_attention_layers`)": bool(
+            getattr(text, "cross_attention_layers", None)
+        ),
+        f"prompts that attend in both directions (`use_bidirectional_attention={both_ways!r}`)": both_ways
+        in (True, "all"),
         "beam search": (config.num_beams or 1) > 1,
         "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),
@@ -131,9 +139,12 @@ def refuse_prepared_call(
         UnsupportedGenerationError: names the obstacle and the way out.
     """
     cache = model_kwargs.get("past_key_values")
-    if not model_kwargs.get("use_cache", True) or not isinstance(cache, Cache):
+    if not model_kwargs.get("use_cache", True):
+        raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
+    if not isinstance(cache, Cache):
         raise UnsupportedGenerationError(
-            f"draft heads need a transformers cache, got {type(cache).__name__}; pass use_cache=True."
+            f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
+            "and draft heads can take back tokens from no other; drop `assistant_model`."
         )
     if cache.is_compileable or type(cache).__name__ == "StaticCache":
         raise UnsupportedGenerationError(
@@ -151,8 +162,9 @@ def refuse_prepared_call(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
             "use heads that read the target's features."
         )
-    if reason := rescaling_rope_problem(target, config):
-        raise UnsupportedGenerationError(reason)
+    for problem_of in (rescaling_rope_problem, sparse_attention_problem):
+        if reason := problem_of(target, config):
+            raise UnsupportedGenerationError(reason)
     if options.compiled:
         _refuse_compiled(target, options, config, cache)
     if batch_size > 1:
@@ -229,6 +241,8 @@ def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
         return "its forward takes no position_ids (positions enter as attention biases)"
     if getattr(config, "alibi", False):
         return "positions enter its attention as biases (alibi), which take no tree"
+    if (module := own_mask(target)) is not None:
+        return f"its attention hides tokens by a mask of its own ({module}), by their slots and not by their positions"
     if config._attn_implementation not in TREE_ATTENTION:
         return (
             f"attention implementation {config._attn_implementation!r} takes no 4D mask "
@@ -248,4 +262,19 @@ def rescaling_rope_problem(target: PreTrainedModel, config: GenerationConfig) ->
     return (
         f"{limit[1]!r} rope of {type(target).__name__} rescales past {limit[0]} tokens, which draft heads cannot "
         f"follow exactly, and this call may reach {config.max_length}; lower max_new_tokens or drop `assistant_model`."
+    )
+
+
+def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """Why a call may come to contexts of which a sparse attention looks at a part, with the mend; `None` if it cannot.
+
+    Which part depends on ties, and they fall otherwise in a forward over several tokens than in one over a single one.
+    """
+    limit = sparse_limit(target)
+    if limit is None or (config.max_length is not None and config.max_length <= limit[0]):
+        return None
+    return (
+        f"attention of {type(target).__name__} picks {limit[0]} tokens of a longer context (`{limit[1]}`), not always "
+        f"the same ones in a forward over several tokens, and this call may reach {config.max_length or 'any length'}; "
+        "lower max_new_tokens or drop `assistant_model`."
     )

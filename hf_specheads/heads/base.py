@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration import DraftHeadConfig
 from ..contract import LOOPS, DraftingContract, Memory, TrainingContract
@@ -111,6 +111,11 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     @loop.setter
     def loop(self, loop: str) -> None:
         self._loop = _one_of("loop", loop, LOOPS)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """An empty one: `generate` of some targets (Whisper) writes into its assistant's, and heads read none."""
+        return GenerationConfig()
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:

@@ -197,6 +197,7 @@ def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
     Only the base of the target's rope is taken over, not its scaling: a head is trained at short positions.
     """
     config = target.config.get_text_config(decoder=True)
+    config = config.per_layer_config[0]  # sizes may differ from layer to layer, and are no fields of the whole then
     width = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or max(width // 64, 1)
     head_dim = getattr(config, "head_dim", None) or width // heads

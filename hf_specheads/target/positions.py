@@ -12,6 +12,19 @@ def context_limit(target: PreTrainedModel) -> int | None:
     return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def sparse_limit(target: PreTrainedModel) -> tuple[int, str] | None:
+    """Tokens up to which a sparse attention looks at all of its context, and the field of the config that says so;
+    `None` for other targets."""
+    config = target.config.get_text_config(decoder=True)
+    blocks = getattr(config, "index_topk_blocks", None) or 0
+    stated = {
+        "index_topk": getattr(config, "index_topk", None),
+        "indexer_budget": getattr(config, "indexer_budget", None),
+        "index_topk_blocks * index_block_size": blocks * (getattr(config, "index_block_size", None) or 0),
+    }
+    return min(((limit, name) for name, limit in stated.items() if limit), default=None)
+
+
 def rope_limit(target: PreTrainedModel) -> tuple[int, str] | None:
     """Tokens past which a rope type changes the angles of *all* rows of a forward, and the type; `None` without one.
 

@@ -41,7 +41,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|first_k_dense_replace", 1),
     (r"sliding_window|window_size|attention_window\w*|sliding_window_size", WINDOW),
     ("attention_chunk_size|chunk_size", 16),
-    ("index_topk", 8),
+    ("index_topk", 64),  # longer contexts are refused
     (r"_?(sliding_window_pattern|global_attn_every_n_layers|full_attention_interval)", 2),
     ("max_window_layers", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_seq_length|(model_)?max_length|seq_length", 512),
@@ -50,7 +50,16 @@ FLOATS = (("(decoder_|text_)?(initializer_range|init_std|initializer_factor|init
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "tie_word_embeddings": False}
 
+# A dozen that stand for the others, with what can be done with them.
+REPRESENTATIVE = {
+    "llama": "all", "gpt2": "all", "mistral": "all", "gemma4_text": "all", "gpt_oss": "all", "deepseek_v3": "all",
+    "bert": "all", "gpt_neo": "chain", "bloom": "chain", "glm_moe_dsa": "chain", "lfm2": "chain", "git": "alone",
+    "gemma3n_text": "none", "minimax": "none", "mllama": "none", "cpmant": "none", "qwen3_next": "none",
+}  # fmt: skip
+
 # What a class wants besides, or cannot have.
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+_IMAGE_TOKENS = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _SPARSE = {"num_key_value_heads": 4, "index_head_dim": 8, "first_k_dense_replace": 1}
@@ -98,7 +107,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64,
         "indexer_compress_ratio": 4,
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * LAYERS},
@@ -119,6 +128,14 @@ NOT_BUILT = {
     "gemma4_unified_assistant": _ASSISTANT,
     "musicgen": _AUDIO,
     "musicgen_melody": _AUDIO,
+}
+# Multimodal ones, by `AutoModelForImageTextToText`.
+SPECIAL |= {
+    "llava": {"image_token_index": 98, "image_token_id": 98},
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "qwen3_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
+    "paligemma": {"image_token_index": 98, "image_token_id": 98},
 }
 SPECIAL["qwen4_exp"] = {"text_config": SPECIAL["qwen4_exp_text"]}
 
@@ -156,17 +173,20 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     return config
 
 
-def tiny_target(model_type: str, seed: int = 0, scale: float = 0.3, **overrides: Any) -> PreTrainedModel:
-    """A random target of a family of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, in fp32, that never ends by itself.
+def tiny_target(
+    model_type: str, seed: int = 0, scale: float = 0.3, auto: Any = AutoModelForCausalLM, **overrides: Any
+) -> PreTrainedModel:
+    """A random target of a family, in fp32, that never ends by itself.
 
     Args:
-        model_type: Key of the mapping.
+        model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of the mapping of `auto`.
         seed: Of the weights.
         scale: Standard deviation of the weights of linear layers; not every class looks at its `initializer_range`.
+        auto: Class that makes it.
         overrides: Fields of the config.
     """
     torch.manual_seed(seed)
-    target = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), dtype=torch.float32).eval()
+    target = auto.from_config(tiny_config(model_type, **overrides), dtype=torch.float32).eval()
     for module in target.modules():
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             nn.init.normal_(module.weight, std=1.0 if isinstance(module, nn.Embedding) else scale)

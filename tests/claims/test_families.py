@@ -1,0 +1,113 @@
+"""Families of targets under draft heads: the same text, or one sentence before the prompt's forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import REPRESENTATIVE, families, tiny_target, varied_target
+from support.stubs import CountForwards
+from transformers import AutoModelForImageTextToText, WhisperConfig, WhisperForConditionalGeneration
+
+from benchmarks.targets.families import (
+    IDENTICAL,
+    LENGTHS,
+    REFUSED,
+    WITHOUT,
+    generate,
+    inputs_of,
+    measure_family,
+    oracle,
+    outcome_of,
+)
+from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError
+
+SERVED = {"all": {"tree", "chain", "batch", "own cache"}, "alone": {"tree", "chain"}, "chain": {"chain"}, "none": set()}
+TEXT_ONLY = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3", "internvl")
+
+
+@pytest.fixture(autouse=True)
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftHead, "probe", True)
+
+
+def text_target(model_type: str):
+    return varied_target(model_type, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :])
+
+
+@pytest.mark.parametrize("model_type", REPRESENTATIVE)
+def test_a_dozen_families(model_type):
+    target = text_target(model_type)
+    for kind in ("tree", "chain", "batch"):
+        found = outcome_of(kind, target)
+        expected = IDENTICAL if kind in SERVED[REPRESENTATIVE[model_type]] else REFUSED
+        assert found["outcome"] in (expected, WITHOUT), (kind, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", families())
+def test_every_family(model_type):
+    row = measure_family(model_type)
+    for kind in ("tree", "chain", "batch", "compiled", "own cache") if "class" in row else ():
+        assert row[kind]["outcome"] in (IDENTICAL, REFUSED, WITHOUT), (kind, row[kind])
+
+
+@pytest.mark.parametrize("model_type", TEXT_ONLY)
+def test_multimodal_targets_with_text_only(model_type):
+    target = tiny_target(model_type, auto=AutoModelForImageTextToText)
+    assert {kind: outcome_of(kind, target)["outcome"] for kind in ("tree", "batch")} == {
+        "tree": IDENTICAL,
+        "batch": IDENTICAL,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"), [("paligemma", "both directions"), ("mllama", "cross_attention_layers")]
+)
+def test_multimodal_targets_that_are_refused(model_type, words):
+    target = tiny_target(model_type, auto=AutoModelForImageTextToText)
+    inputs = inputs_of(LENGTHS[:1])
+    heads = oracle(target, inputs, inputs["input_ids"])
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match=words):
+        generate(target, inputs, assistant_model=heads)
+    assert forwards.count == 0
+
+
+def test_images_are_refused():
+    target = tiny_target("llava", auto=AutoModelForImageTextToText)
+    inputs = inputs_of(LENGTHS[:1])
+    heads = oracle(target, inputs, inputs["input_ids"])
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="pixel_values"):
+        generate(target, inputs, assistant_model=heads, pixel_values=torch.zeros(1, 3, 8, 8))
+    assert forwards.count == 0
+
+
+@pytest.mark.parametrize("limit", [8, 48])
+def test_contexts_of_which_sparse_attention_sees_a_part(limit):
+    """`index_topk` tokens are chosen of longer contexts, and ties fall otherwise in a forward over several tokens."""
+    target = tiny_target("glm_moe_dsa", index_topk=limit)
+    inputs = inputs_of(LENGTHS[:1])
+    heads = oracle(target, inputs, inputs["input_ids"], kind="chain", depth=3)
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="index_topk"):
+        generate(target, inputs, assistant_model=heads)
+    assert forwards.count == 0
+
+
+def test_heads_for_targets_whose_layers_differ():
+    """Gemma 4 has wider attention heads in some layers, which its config names per layer only."""
+    target = text_target("gemma4_text")
+    heads = AutoDraftHead.from_target(target, "eagle").eval()
+    inputs = inputs_of(LENGTHS)
+    assert torch.equal(generate(target, inputs, assistant_model=heads), generate(target, inputs))
+
+
+def test_whisper_is_refused_in_our_words():
+    """It writes into its assistant's generation config before anything else."""
+    config = WhisperConfig(
+        vocab_size=99, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=1500,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    target = WhisperForConditionalGeneration(config).eval()
+    heads = AutoDraftHead.from_target(tiny_target("llama"), "eagle")
+    with pytest.raises(UnsupportedGenerationError, match="encoder-decoder"):
+        target.generate(torch.zeros(1, 8, 3000), assistant_model=heads, max_new_tokens=4)
