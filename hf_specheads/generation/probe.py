@@ -125,8 +125,8 @@ def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) ->
     if not bool(wrong.any()):
         return None
     return (
-        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} is "
-        "rounding)"
+        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} "
+        "is rounding)"
     )
 
 
@@ -135,7 +135,8 @@ class _Probe:
 
     def __init__(self, target: PreTrainedModel, kind: RoundKind):
         self.target, self.kind = target, kind
-        self.parents, self.path = (TREE, TREE_PATH) if kind.tree else (CHAIN, CHAIN_PATH)
+        self.parents: tuple[int, ...] = TREE if kind.tree else CHAIN
+        self.path = TREE_PATH if kind.tree else CHAIN_PATH
         self.batch = 2 if kind.ragged else 1
         accepted = inspect.signature(target.forward).parameters
         self.takes_positions = "position_ids" in accepted
@@ -165,8 +166,8 @@ class _Probe:
 
     def feature_problem(self) -> str | None:
         """Why the hidden states of the last forward are no features, or `None`."""
-        for layer in self.kind.features:
-            shape = self.states[layer].shape
+        for layer in self.kind.features if self.states is not None else ():
+            shape = list(self.states[layer].shape)
             if len(shape) != 3:
                 return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, H]"
         return None
@@ -185,7 +186,8 @@ class _Probe:
             self.prefilled = copy.deepcopy(cache)
             prompt = self._forward(cache, self.length - 1, self.length)
         else:
-            cache.activate_past_recording()  # rounds begin before the end of this prompt, where windows reach further back
+            # Rounds begin before the end of this prompt, where windows reach further back.
+            cache.activate_past_recording()
             prompt = self._forward(cache, 0, self.length)
             self.prefilled = copy.deepcopy(cache)
         steps = [self._forward(cache, at, at + 1)[:, -1:] for at in (self.length, self.length + 1)]
@@ -212,7 +214,7 @@ class _Probe:
         return outputs.logits[:, list(self.path)]
 
     def _tree_cache(self) -> TreeCache:
-        """The prompt in slots, less the tokens that count as not committed yet: what such slots hold does not matter."""
+        """The prompt in slots, less the tokens that count as not committed yet, whose slots do not matter."""
         lengths = [self.length - 1, self.length - 1 - EARLIER][: self.batch]
         positions = torch.tensor([[length] for length in lengths], device=self.tokens.device)
         if self.kind.ragged:

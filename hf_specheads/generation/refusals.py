@@ -125,6 +125,19 @@ def _prompt_learning(target: PreTrainedModel) -> str | None:
     return None
 
 
+def _refuse_cache(target: PreTrainedModel, cache: object) -> None:
+    """Caches that no rejected token can be taken out of."""
+    if not isinstance(cache, Cache):
+        raise UnsupportedGenerationError(
+            f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
+            "and draft heads can take back tokens from no other; drop `assistant_model`."
+        )
+    if cache.is_compileable or type(cache).__name__ == "StaticCache":
+        raise UnsupportedGenerationError(
+            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
+        )
+
+
 def refuse_prepared_call(
     target: PreTrainedModel,
     head: DraftingContract,
@@ -141,15 +154,7 @@ def refuse_prepared_call(
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache", True):
         raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
-    if not isinstance(cache, Cache):
-        raise UnsupportedGenerationError(
-            f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
-            "and draft heads can take back tokens from no other; drop `assistant_model`."
-        )
-    if cache.is_compileable or type(cache).__name__ == "StaticCache":
-        raise UnsupportedGenerationError(
-            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
-        )
+    _refuse_cache(target, cache)
     extra = sorted(
         name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
     )
@@ -275,6 +280,6 @@ def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) 
         return None
     return (
         f"attention of {type(target).__name__} picks {limit[0]} tokens of a longer context (`{limit[1]}`), not always "
-        f"the same ones in a forward over several tokens, and this call may reach {config.max_length or 'any length'}; "
-        "lower max_new_tokens or drop `assistant_model`."
+        f"the same ones in a forward over several tokens, and this call may reach "
+        f"{config.max_length or 'any length'}; lower max_new_tokens or drop `assistant_model`."
     )

@@ -343,10 +343,10 @@ class DraftLanguageModel(DraftHead):
         if self.pruned_token_ids is None:
             return self.language_model
         rows = self._projection(0)
-        known = self._pruned.get("model")
+        known = self._binding.copied.get("model")
         if known is None or known.project is not rows:
             lm_head = self.language_model.get_output_embeddings()
-            known = self._pruned["model"] = StandIn(self.language_model, lm_head, rows)
+            known = self._binding.copied["model"] = StandIn(self.language_model, lm_head, rows)
         return known.model
 
     def _logits(self, model: nn.Module, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -381,13 +381,10 @@ class DraftLanguageModel(DraftHead):
         # The last token before padding has no row of its own, it is the next token of the row before.
         padding = documents[:, 1:-1] == -1
         documents[:, 1:-1] = torch.where(padding, rows.documents[:, :-1], documents[:, 1:-1])
-        logits = self._logits(
-            self.language_model,
-            token_ids,
-            attention_mask=additive_mask(visible_rows(documents)[:, None], self.dtype),
-            position_ids=self._within_context(row_positions(documents)),
-            use_cache=False,
-        )
+        mask = additive_mask(visible_rows(documents)[:, None], self.dtype)
+        positions = self._within_context(row_positions(documents))
+        inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        logits = self._logits(self.language_model, token_ids, **inputs)
         yield DraftedPass(hidden=logits[:, 1:], logits=lambda rows: rows)
 
     @classmethod

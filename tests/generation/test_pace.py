@@ -44,7 +44,9 @@ def test_drafts_that_do_not_pay_cost_no_more_than_the_trials(cost, tau):
     first_verdict = 5 * max(cost - tau, 0)
     assert seconds <= tokens * (1 + TRIAL_SHARE) + first_verdict + cost
     if tau > 1.05 * cost:
-        timed = PLAIN_STEPS_BEFORE_A_VERDICT * (1 + math.log2((100 + tokens) / 100))  # at every doubling of the context
+        timed = PLAIN_STEPS_BEFORE_A_VERDICT * (
+            1 + math.log2((100 + tokens) / 100)
+        )  # at every doubling of the context
         assert drafted >= 1500 - timed, "drafting pays: every other step drafts"
     if tau < 0.95 * cost:
         assert drafted <= 5 + 1500 * TRIAL_SHARE / (cost - tau) + 1
