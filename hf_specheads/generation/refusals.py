@@ -31,6 +31,8 @@ FORWARD_ARGUMENTS = {
 }  # fmt: skip
 # Arguments of multimodal targets that tell the tokens of images from those of text, which are 0.
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+# Those that carry images, videos and sound, or what an encoder has made of them.
+MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
 
 
@@ -158,6 +160,11 @@ def refuse_prepared_call(
     extra = sorted(
         name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
     )
+    if media := sorted(MEDIA.intersection(extra)):
+        raise UnsupportedGenerationError(
+            f"draft heads serve text only, and this prompt has images, videos or sound ({media}); leave them out or drop "
+            "`assistant_model`."
+        )
     if extra and options.loop == "own":
         raise UnsupportedGenerationError(
             f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."

@@ -81,8 +81,10 @@ def test_images_are_refused():
     target = tiny_target("llava", auto=AutoModelForImageTextToText)
     inputs = inputs_of(LENGTHS[:1])
     heads = oracle(target, inputs, inputs["input_ids"])
-    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="pixel_values"):
-        generate(target, inputs, assistant_model=heads, pixel_values=torch.zeros(1, 3, 8, 8))
+    inputs["input_ids"] = torch.cat([torch.full((1, 256), 98), inputs["input_ids"]], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="serve text only"):
+        generate(target, inputs, assistant_model=heads, pixel_values=torch.zeros(1, 3, 224, 224))
     assert forwards.count == 0
 
 

@@ -106,6 +106,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2, "num_experts": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR_AND_FULL},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "longcat_flash": {"qk_head_dim": 8, "head_dim": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8},

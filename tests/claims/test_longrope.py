@@ -1,0 +1,52 @@
+"""Rope that changes past a length: no node of a tree reaches over it while the plain call stays below."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.stubs import StubHead
+from support.targets import own_target, prompt
+
+from hf_specheads.generation import candidates
+
+LIMIT = 48
+LENGTHS = range(20, 35)
+
+
+def target_of(family: str):
+    """With a budget at the limit; both sets of factors differ, so a change of sides changes the text."""
+    like = own_target(family)
+    half = like.config.hidden_size // like.config.num_attention_heads // 2
+    like.config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LIMIT,
+        "short_factor": [1.0] * half, "long_factor": [1.0 + 3 * i for i in range(half)], "partial_rotary_factor": 1.0,
+    }  # fmt: skip
+    like.config.max_position_embeddings, like.config.original_max_position_embeddings = 4 * LIMIT, LIMIT
+    target = type(like)(like.config).eval()
+    target.generation_config = like.generation_config
+    return target
+
+
+def same_texts(family: str) -> list[bool]:
+    """Whether texts of 15 prompts that end at the limit exactly are the same with heads that are always right."""
+    target, same = target_of(family), []
+    for length in LENGTHS:
+        ids = prompt(length, seed=length)
+        options = {"attention_mask": torch.ones_like(ids), "max_length": LIMIT, "do_sample": False}
+        expected = target.generate(ids, **options)
+        # The tree goes on past the budget: what lies there must not change what lies before.
+        beyond = torch.cat([expected, prompt(12, seed=1)], dim=1)
+        heads = StubHead(target, beyond, (0, 0, 1, 0, None, 0), depth=8, top_k=3, total_tokens=20)
+        same.append(torch.equal(target.generate(ids, **options, assistant_model=heads), expected))
+    return same
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_budgets_at_the_limit(family):
+    assert all(same_texts(family))
+
+
+def test_trees_over_the_limit_change_the_text(monkeypatch):
+    """The plant: depth is clipped by the budget and the context only."""
+    monkeypatch.setattr(candidates, "rope_limit", lambda target: None)
+    assert not all(same_texts("llama"))
