@@ -161,12 +161,12 @@ class _Probe:
         if self.keeps_logits:
             inputs["logits_to_keep"] = EARLIER + 1
         outputs = self.target(self.tokens[:, first:end], **inputs, **self.hidden_states)
-        self.states = outputs.hidden_states if self.kind.features else None
+        self.states: tuple[torch.Tensor, ...] = tuple(outputs.hidden_states) if self.kind.features else ()
         return outputs.logits[:, -EARLIER - 1 :]
 
     def feature_problem(self) -> str | None:
         """Why the hidden states of the last forward are no features, or `None`."""
-        for layer in self.kind.features if self.states is not None else ():
+        for layer in self.kind.features:
             shape = list(self.states[layer].shape)
             if len(shape) != 3:
                 return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, H]"
