@@ -21,7 +21,12 @@ from benchmarks.targets.families import (
 )
 from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError
 
-SERVED = {"all": {"tree", "chain", "batch", "own cache"}, "alone": {"tree", "chain"}, "chain": {"chain"}, "none": set()}
+SERVED = {
+    "all": {"tree", "chain", "batch", "own cache"},
+    "alone": {"tree", "chain"},
+    "chain": {"chain"},
+    "none": set(),
+}
 TEXT_ONLY = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3", "internvl")
 
 

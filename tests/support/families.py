@@ -67,7 +67,8 @@ _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _BY_LAYER_TYPE = {"sliding_attention": _DEFAULT_ROPE, "full_attention": _DEFAULT_ROPE}
 # Layers that reuse the keys and values of earlier ones, and heads that are wider in layers of full attention.
 _GEMMA_4 = {
-    "layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2, "global_head_dim": 16, "rope_parameters": _BY_LAYER_TYPE
+    "layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2, "global_head_dim": 16,
+    "rope_parameters": _BY_LAYER_TYPE,
 }  # fmt: skip
 _DOTS_3 = {
     "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16,
@@ -85,7 +86,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v32": _SPARSE,
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "dots3_note": {"text_config": _DOTS_3, "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 32, "adapter_out_dim": 32}, "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32}},
+    "dots3_note": {
+        "text_config": _DOTS_3,
+        "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
     "dots3_note_text": _DOTS_3,
     "emu3": {"vocabulary_map": {"<image>": 98}},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
