@@ -5,8 +5,7 @@
 Of every class that `AutoModelForCausalLM` knows, a tiny random target generates greedily, in fp32, by itself and with
 heads that know its text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains,
 trees in a batch of prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees
-after a `DynamicCache()` that the caller handed in. Each gives the text of plain generation, or is refused by a
-sentence.
+after a `DynamicCache()` that the caller handed in. Each gives the text of plain generation, or is refused.
 """
 
 from __future__ import annotations

@@ -29,8 +29,11 @@ LONGEST_CONTEXT = 512  # windows that are longer cannot be exceeded cheaply
 PADDING = 3  # of the first sequence of a batch
 EARLIER = 2  # tokens that the second one has committed less than the first
 # Root, its child off the path, its child on the path, that one's child, and a child of the one off the path.
-TREE, TREE_PATH = (-1, 0, 0, 2, 1), (0, 2, 3)
-CHAIN, CHAIN_PATH = (-1, 0, 1), (0, 1, 2)
+Nodes = tuple[int, ...]
+TREE: Nodes = (-1, 0, 0, 2, 1)
+TREE_PATH: Nodes = (0, 2, 3)
+CHAIN: Nodes = (-1, 0, 1)
+CHAIN_PATH: Nodes = (0, 1, 2)
 FULL_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_ROUNDINGS = 64  # steps of a low-precision type by which logits may differ, in units of their spread
 
@@ -125,8 +128,8 @@ def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) ->
     if not bool(wrong.any()):
         return None
     return (
-        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} "
-        "is rounding)"
+        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} is "
+        "rounding)"
     )
 
 
@@ -135,7 +138,7 @@ class _Probe:
 
     def __init__(self, target: PreTrainedModel, kind: RoundKind):
         self.target, self.kind = target, kind
-        self.parents: tuple[int, ...] = TREE if kind.tree else CHAIN
+        self.parents = TREE if kind.tree else CHAIN
         self.path = TREE_PATH if kind.tree else CHAIN_PATH
         self.batch = 2 if kind.ragged else 1
         accepted = inspect.signature(target.forward).parameters
@@ -161,13 +164,13 @@ class _Probe:
         if self.keeps_logits:
             inputs["logits_to_keep"] = EARLIER + 1
         outputs = self.target(self.tokens[:, first:end], **inputs, **self.hidden_states)
-        self.states: tuple[torch.Tensor, ...] = tuple(outputs.hidden_states) if self.kind.features else ()
+        self.states: Any = outputs.hidden_states if self.kind.features else ()
         return outputs.logits[:, -EARLIER - 1 :]
 
     def feature_problem(self) -> str | None:
         """Why the hidden states of the last forward are no features, or `None`."""
         for layer in self.kind.features:
-            shape = list(self.states[layer].shape)
+            shape = self.states[layer].shape
             if len(shape) != 3:
                 return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, H]"
         return None
@@ -186,8 +189,7 @@ class _Probe:
             self.prefilled = copy.deepcopy(cache)
             prompt = self._forward(cache, self.length - 1, self.length)
         else:
-            # Rounds begin before the end of this prompt, where windows reach further back.
-            cache.activate_past_recording()
+            cache.activate_past_recording()  # rounds begin before this prompt's end: windows reach further back
             prompt = self._forward(cache, 0, self.length)
             self.prefilled = copy.deepcopy(cache)
         steps = [self._forward(cache, at, at + 1)[:, -1:] for at in (self.length, self.length + 1)]
@@ -214,7 +216,7 @@ class _Probe:
         return outputs.logits[:, list(self.path)]
 
     def _tree_cache(self) -> TreeCache:
-        """The prompt in slots, less the tokens that count as not committed yet, whose slots do not matter."""
+        """The prompt in slots, less what counts as not committed yet: what such slots hold does not matter."""
         lengths = [self.length - 1, self.length - 1 - EARLIER][: self.batch]
         positions = torch.tensor([[length] for length in lengths], device=self.tokens.device)
         if self.kind.ragged:

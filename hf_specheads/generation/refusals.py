@@ -127,19 +127,6 @@ def _prompt_learning(target: PreTrainedModel) -> str | None:
     return None
 
 
-def _refuse_cache(target: PreTrainedModel, cache: object) -> None:
-    """Caches that no rejected token can be taken out of."""
-    if not isinstance(cache, Cache):
-        raise UnsupportedGenerationError(
-            f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
-            "and draft heads can take back tokens from no other; drop `assistant_model`."
-        )
-    if cache.is_compileable or type(cache).__name__ == "StaticCache":
-        raise UnsupportedGenerationError(
-            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
-        )
-
-
 def refuse_prepared_call(
     target: PreTrainedModel,
     head: DraftingContract,
@@ -153,22 +140,8 @@ def refuse_prepared_call(
     Raises:
         UnsupportedGenerationError: names the obstacle and the way out.
     """
-    cache = model_kwargs.get("past_key_values")
-    if not model_kwargs.get("use_cache", True):
-        raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
-    _refuse_cache(target, cache)
-    extra = sorted(
-        name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
-    )
-    if media := sorted(MEDIA.intersection(extra)):
-        raise UnsupportedGenerationError(
-            f"draft heads serve text only, and this prompt has images, videos or sound ({media}); leave them out or drop "
-            "`assistant_model`."
-        )
-    if extra and options.loop == "own":
-        raise UnsupportedGenerationError(
-            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
-        )
+    cache = _usable_cache(target, model_kwargs)
+    _refuse_arguments(options, model_kwargs)
     if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
@@ -183,6 +156,39 @@ def refuse_prepared_call(
         _refuse_batch(target, options, batch_size, config, cache)
     elif problem := tree_problem_of(target, cache):
         _refuse_without_trees(target, options, cache, problem)
+
+
+def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache:
+    """The call's cache, if rounds can take tokens out of it again."""
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True):
+        raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
+    if not isinstance(cache, Cache):
+        raise UnsupportedGenerationError(
+            f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
+            "and draft heads can take back tokens from no other; drop `assistant_model`."
+        )
+    if cache.is_compileable or type(cache).__name__ == "StaticCache":
+        raise UnsupportedGenerationError(
+            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
+        )
+    return cache
+
+
+def _refuse_arguments(options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
+    """What a verifying forward would not get."""
+    extra = sorted(
+        name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
+    )
+    if media := sorted(MEDIA.intersection(extra)):
+        raise UnsupportedGenerationError(
+            f"draft heads serve text only, and this prompt has images, videos or sound ({media}); leave them out or "
+            "drop `assistant_model`."
+        )
+    if extra and options.loop == "own":
+        raise UnsupportedGenerationError(
+            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+        )
 
 
 def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
@@ -287,6 +293,6 @@ def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) 
         return None
     return (
         f"attention of {type(target).__name__} picks {limit[0]} tokens of a longer context (`{limit[1]}`), not always "
-        f"the same ones in a forward over several tokens, and this call may reach "
+        "the same ones in a forward over several tokens, and this call may reach "
         f"{config.max_length or 'any length'}; lower max_new_tokens or drop `assistant_model`."
     )

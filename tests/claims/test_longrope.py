@@ -36,7 +36,7 @@ def same_texts(family: str) -> list[bool]:
         expected = target.generate(ids, **options)
         # The tree goes on past the budget: what lies there must not change what lies before.
         beyond = torch.cat([expected, prompt(12, seed=1)], dim=1)
-        heads = StubHead(target, beyond, (0, 0, 1, 0, None, 0), depth=8, top_k=3, total_tokens=20)
+        heads = StubHead(target, beyond, (0, 0, 1, 0, None, 0, 0, 1), depth=8, top_k=3, total_tokens=20)
         same.append(torch.equal(target.generate(ids, **options, assistant_model=heads), expected))
     return same
 
