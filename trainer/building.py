@@ -186,7 +186,3 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
 
 def _length(dataset: Any) -> int:
     return len(dataset) if dataset is not None else 0
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset) if dataset is not None else 0

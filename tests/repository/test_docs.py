@@ -119,7 +119,8 @@ def test_words() -> None:
 MEASURED = re.compile(
     r"\d+(?:\.\d+)?x\b|\btau(?: of| is| below| above)?\s+\d|\d[\d.]*(?: to \d[\d.]*)?\s?%"
     r"|\b\d+(?:\.\d+)?e-\d+"
-    r"|\d[\d.]*\s(?:tokens/s|ms|s|seconds|minutes|hours|MB|GB|TFLOP)\b|\d\s(?:times|per cent) (?:as|faster|slower|of)\b"
+    r"|\d[\d.]*\s(?:tokens/s|ms|s|seconds|minutes|hours|MB|GB|TFLOP)\b"
+    r"|\d\s(?:times|per cent) (?:as|faster|slower|of)\b"
 )
 RENDERED = r"<!-- (results|table|value)[: ].*?<!-- (?:/\1|end \1?)[^>]*?-->|<!-- table .*?<!-- end .*?-->"
 # Rules of the code, tolerances of tests, and facts of others: sentences that hold without a measurement.
@@ -144,7 +145,7 @@ def measured_in_prose(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "model_cards/README.md"])
 def test_measured_numbers_come_from_results(name: str) -> None:
-    """Filled in by `python -m benchmarks --render`: `<!-- value:result.path:.2f -->1.23<!-- /value -->`, or a table."""
+    """In tables, or as `<!-- value:result.path:.2f -->1.23<!-- /value -->`; `python -m benchmarks --render` fills both."""
     assert not measured_in_prose((ROOT / name).read_text(encoding="utf-8"))
 
 
