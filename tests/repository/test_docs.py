@@ -145,11 +145,7 @@ def measured_in_prose(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "model_cards/README.md"])
 def test_measured_numbers_come_from_results(name: str) -> None:
-<<<<<<< HEAD
     """`python -m benchmarks --render` fills in `<!-- value:result.path:.2f -->1.23<!-- /value -->`, or a table."""
-=======
-    """In tables, or as `<!-- value:result.path:.2f -->1.23<!-- /value -->`; `python -m benchmarks --render` fills both."""
->>>>>>> 33c835cadf4d945d707db0a59068e96865958a21
     assert not measured_in_prose((ROOT / name).read_text(encoding="utf-8"))
 
 
