@@ -14,7 +14,7 @@ from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.borrowed import BorrowedModules
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_specheads")
 
 
 def announce(line: str) -> None:

@@ -55,7 +55,7 @@ def test_rounds_leave_the_cache_of_the_kept_tokens(data, length, family):
         cache.keep_paths(torch.tensor([path]), [len(path)], torch.tensor([len(path)]), path == list(range(len(path))))
         kept = [torch.cat([keys, new[:, :, path]], dim=2) for keys, new in zip(kept, tree, strict=True)]
         assert cache.counts == [kept[0].shape[2]] and cache.root_positions.tolist() == [[kept[0].shape[2]]]
-    cache.give_back(keep=True)
+    cache.give_back(cache.longest)
     fresh = stock_cache(family, kept)
     more = torch.randn(1, 2, 1, 4)
     for index, (ours, theirs) in enumerate(zip(cache.stock.layers, fresh.layers, strict=True)):
@@ -109,7 +109,7 @@ def test_the_stock_cache_holds_nothing_while_its_rows_are_elsewhere():
     states = [torch.randn(2, 2, 7, 4) for _ in range(2)]
     cache = slots_of("gemma3", states)
     assert all(layer.keys.numel() == 0 for layer in cache.stock.layers)
-    cache.give_back(keep=False)
+    cache.give_back(None)
     assert cache.stock.get_seq_length() == 0
     cache.stock.update(states[0], states[0], 0)
     assert torch.equal(cache.stock.layers[0].keys, states[0][:, :, -(WINDOW - 1) :])

@@ -32,7 +32,7 @@ def test_saved_heads_come_back_as_they_were(target, tmp_path: Path, auto, method
 def test_nothing_of_the_target_is_saved(target, poss_heads: PossHead, tmp_path: Path) -> None:
     poss_heads.bind(target)
     poss_heads.save_pretrained(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     saved = load_file(tmp_path / "model.safetensors")
     assert all(key.startswith(("fc.", "layers.")) for key in saved)
     assert target.config.vocab_size not in {size for tensor in saved.values() for size in tensor.shape}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.distributions import script_draws
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -88,7 +89,7 @@ def test_decisions_and_bonus_distributions(case, verify, monkeypatch, recordings
             return wanted[path[len(drawn_from) - 1]]
         return torch.cat([wanted.get(node, torch.zeros(1, 1).long()) for node in range(tree.num_nodes)])
 
-    monkeypatch.setattr(torch, "multinomial", draw)
+    script_draws(monkeypatch, draw)
     last = (False,) if verify is verify_all_nodes else (None,)
     (accepted,) = verify(tree, [3] if verify is verify_all_nodes else ids, logits, sampler, NEVER, *last)
     assert accepted.nodes == path

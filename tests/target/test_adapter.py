@@ -57,7 +57,7 @@ def test_the_text_is_the_adapted_targets(saved: Path) -> None:
 
 
 def test_files_are_pefts_own(saved: Path) -> None:
-    assert sorted(os.listdir(saved)) == ["config.json", "model.safetensors", "target_adapter"]
+    assert sorted(os.listdir(saved)) == ["README.md", "config.json", "model.safetensors", "target_adapter"]
     assert sorted(os.listdir(saved / "target_adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
     ids = prompt()
     wrapped = PeftModel.from_pretrained(own_target("llama"), saved / "target_adapter")

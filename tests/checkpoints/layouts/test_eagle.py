@@ -114,9 +114,9 @@ def test_the_rope_table_follows(tmp_path: Path) -> None:
 
 def test_one_line_says_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {key: value for key, value in LLAMA_CONFIG.items() if key not in ("rope_theta", "rms_norm_eps")}
-    with caplog.at_level(logging.INFO, logger="hf_specheads.checkpoints.load"):
+    with caplog.at_level(logging.INFO, logger="hf_specheads"):
         load_heads(write_checkpoint(tmp_path / "PosS2-x", eagle_tensors(2), config))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_specheads.checkpoints.load"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_specheads"]
     for words in ("poss heads", "2 specialists of 2", "rope_theta=10000.0", "rms_norm_eps=1e-06", "'PosS2-x'"):
         assert words in line
 

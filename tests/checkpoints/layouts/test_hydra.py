@@ -109,10 +109,10 @@ def test_without_a_table_the_config_must_count_the_attention_heads(tmp_path: Pat
 
 def test_what_was_assumed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path, hydra_tensors(prefixed=True), hydra_num_heads=5, hidden_state_offset=2)
-    with caplog.at_level(logging.INFO, logger="hf_specheads.checkpoints.load"):
+    with caplog.at_level(logging.INFO, logger="hf_specheads"):
         heads = load_heads(folder)
     assert heads.feature_layers == (-3,)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_specheads.checkpoints.load"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_specheads"]
     for words in ("hydra heads", "hydra_num_heads=3, as the weights say", "rms_norm_eps=1e-06"):
         assert words in line
 

@@ -72,7 +72,7 @@ def test_heads_inside_of_a_whole_target(tmp_path: Path, prefix: str, caplog: pyt
     tensors, target = medusa_tensors(), own_target("llama")
     target.save_pretrained(tmp_path)
     whole = target.state_dict() | {prefix + key: tensor for key, tensor in tensors.items()}
-    with caplog.at_level("INFO", logger="hf_specheads.checkpoints.load"):
+    with caplog.at_level("INFO", logger="hf_specheads"):
         heads = load_heads(write_checkpoint(tmp_path, whole, json.loads((tmp_path / "config.json").read_text())))
     assert "load the target from" in caplog.text
     assert sorted(heads.state_dict()) == sorted(MedusaHead(heads.config).state_dict())
