@@ -128,8 +128,8 @@ def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) ->
     if not bool(wrong.any()):
         return None
     return (
-        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} is "
-        "rounding)"
+        f"its logits are not those of plain decoding, off by {shift.max():.2g} of their spread (up to {allowed:.2g} "
+        "is rounding)"
     )
 
 
