@@ -145,7 +145,7 @@ def measured_in_prose(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "model_cards/README.md"])
 def test_measured_numbers_come_from_results(name: str) -> None:
-    """In tables, or as `<!-- value:result.path:.2f -->1.23<!-- /value -->`; `python -m benchmarks --render` fills both."""
+    """`python -m benchmarks --render` fills tables and `<!-- value:result.path:.2f -->1.23<!-- /value -->`."""
     assert not measured_in_prose((ROOT / name).read_text(encoding="utf-8"))
 
 
