@@ -114,6 +114,7 @@ def test_a_prompt_as_embeddings(with_ids):
     assert torch.equal(target.generate(**inputs, max_new_tokens=50, do_sample=False, assistant_model=heads), expected)
 
 
+@pytest.mark.slow
 def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_others(target, monkeypatch):
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
     warnings: list[str] = []

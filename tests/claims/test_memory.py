@@ -99,6 +99,7 @@ def left_after(times: int, monkeypatch, compiled: bool) -> tuple[int, list[int]]
         return len(alive.objects), known
 
 
+@pytest.mark.slow
 def test_500_calls_leave_nothing_and_memory_is_flat(monkeypatch):
     left, known = left_after(500, monkeypatch, compiled=True)
     assert left == 0

@@ -42,6 +42,7 @@ def test_clocks_that_disagree_decide_nothing(pair):
     assert first["decided"] != second["decided"], "the clocks agree: a weak test"
 
 
+@pytest.mark.slow
 def test_planted_bug_every_process_follows_its_own_clock(pair):
     """Collectives of different sizes meet: an error, or wrong sums."""
     result = two_processes(pair, "each-for-itself")

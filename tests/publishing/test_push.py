@@ -301,6 +301,14 @@ def test_saving_writes_the_card(poss_heads: PossHead, tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "README.md").exists()
 
 
+def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(poss_heads: PossHead, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "target").mkdir(parents=True)
+    poss_heads.config.target["name"] = "models/target"
+    poss_heads.save_pretrained(tmp_path / "heads")
+    assert "base_model" not in (tmp_path / "heads" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\ntags: [mine]\n---\n"])
 def test_saving_keeps_the_text_of_a_readme(poss_heads: PossHead, tmp_path: Path, metadata: str) -> None:
     """A README without the markers is the user's, all of it; metadata it lacks are added, as peft does."""

@@ -340,6 +340,7 @@ def test_a_recipe_trains_and_the_command_line_loads(workspace, tmp_path: Path, c
     assert facts["method"] == "medusa" and "eval_target_loss" in facts["metrics"]
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
+    parser.set_defaults(quiet=True)  # an option of every command
     target, _, heads = load_pair(parser.parse_args(["--target", str(tmp_path / "target"), "--heads", str(folder)]))
     assert adapter_parameters(target) and text(target, assistant_model=heads) == text(target)
     more = tmp_path / "more"

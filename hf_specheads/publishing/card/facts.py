@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,8 +110,8 @@ class CardFacts:
 
     @property
     def target_on_hub(self) -> bool:
-        """Whether the target's name is one of a Hub repository."""
-        return is_hub_id(self.target_name)
+        """Whether the target's name is one of a Hub repository, and not of a folder here that looks alike."""
+        return is_hub_id(self.target_name) and not os.path.isdir(self.target_name)
 
 
 def is_hub_id(name: str | None) -> bool:
