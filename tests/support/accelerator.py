@@ -72,11 +72,11 @@ class Emulation:
         )
         path = path or sys.modules["torch.utils.cpp_extension"]._get_build_directory("specheads_pretend", False)
         path = Path(path)
-        self.library = ctypes.CDLL(str(path if path.is_file() else next(path.glob("*.so"))))
-        self.library.set_seconds_per_operator.argtypes = [ctypes.c_double]
+        self.emulation = ctypes.CDLL(str(path if path.is_file() else next(path.glob("*.so"))))
+        self.emulation.set_seconds_per_operator.argtypes = [ctypes.c_double]
         self._listener: Any = None
         torch.utils.rename_privateuse1_backend(NAME)
-        self.library.register_hooks()
+        self.emulation.register_hooks()
         torch._register_device_module(NAME, self._module())
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
@@ -89,8 +89,8 @@ class Emulation:
             "_is_in_bad_fork": lambda: False,
             "_lazy_init": lambda: None,
             "device_count": lambda: DEVICES,
-            "current_device": self.library.current_device,
-            "set_device": lambda device: self.library.set_device(torch.device(device).index or 0),
+            "current_device": self.emulation.current_device,
+            "set_device": lambda device: self.emulation.set_device(torch.device(device).index or 0),
             "manual_seed": lambda seed: None,  # kernels are the CPU's, and so are their random numbers
             "manual_seed_all": lambda seed: None,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -105,7 +105,7 @@ class Emulation:
 
     def _synchronize(self, device: Any = None) -> None:
         index = None if device is None else torch.device(device).index
-        self.library.synchronize(self.library.current_device() if index is None else index)
+        self.emulation.synchronize(self.emulation.current_device() if index is None else index)
 
     @contextmanager
     def watched(self) -> Iterator[Seen]:
@@ -113,22 +113,22 @@ class Emulation:
         seen = Seen()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
         self._listener = kind(seen)  # kept: the library calls it
-        self.library.listen(self._listener)
+        self.emulation.listen(self._listener)
         try:
             yield seen
         finally:
-            self.library.listen(None)
+            self.emulation.listen(None)
 
     @contextmanager
     def slow(self, seconds: float) -> Iterator[None]:
         """Every operator takes the device so long meanwhile; only who waits for the device notices."""
-        self.library.set_seconds_per_operator(seconds)
+        self.emulation.set_seconds_per_operator(seconds)
         try:
             yield
         finally:
-            self.library.set_seconds_per_operator(0.0)
+            self.emulation.set_seconds_per_operator(0.0)
             for index in range(DEVICES):
-                self.library.synchronize(index)
+                self.emulation.synchronize(index)
 
 
 def waited(call: Any) -> float:
