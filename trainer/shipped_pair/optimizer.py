@@ -1,7 +1,8 @@
 """Optimiser of the shipped target: orthogonalised momentum for matrices, AdamW for everything else.
 
 Meant for small deep networks and few tokens. `torch.optim.Muon` does the same, but orthogonalises one matrix at a time
-and in bf16; here matrices of one shape are stacked and stay in fp32, for CPUs without bf16 units.
+and updates weights in their own precision; here matrices of one shape are stacked, and low-precision weights are
+rounded from an fp32 copy, so that small updates are not lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Nearest (semi-)orthogonal matrices by a quintic Newton-Schulz iteration.
 
     Args:
-        matrices: fp32 [n, rows, columns].
+        matrices: [n, rows, columns], fp32 or bf16 (where the hardware multiplies bf16 fast).
         steps: Iterations; five leave singular values between about 0.7 and 1.2.
     """
     a, b, c = NEWTON_SCHULZ
@@ -43,6 +44,9 @@ class MatrixMomentum(torch.optim.Optimizer):
         momentum: Nesterov momentum of the matrices.
         betas: AdamW's.
         weight_decay: Decoupled decay of the matrices.
+
+    Weights of lower precision than fp32 have an fp32 copy in the state, which is updated and then rounded; their
+    updates are orthogonalised in their own precision.
     """
 
     def __init__(
@@ -65,6 +69,17 @@ class MatrixMomentum(torch.optim.Optimizer):
         super().__init__(groups, {"momentum": momentum, "betas": betas})
 
     @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch does, but leaves the state in fp32: torch casts it to the parameters' precision."""
+        super().load_state_dict(state_dict)
+        saved = iter(key for group in state_dict["param_groups"] for key in group["params"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                for name, value in state_dict["state"].get(next(saved), {}).items():
+                    if torch.is_tensor(value):
+                        self.state[p][name] = value.to(p.device, torch.float32).clone()
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = closure() if closure is not None else None
@@ -73,27 +88,46 @@ class MatrixMomentum(torch.optim.Optimizer):
             update(group, [(p, p.grad) for p in group["params"] if p.grad is not None])
         return loss
 
+    def _master(self, p: nn.Parameter) -> torch.Tensor:
+        """The fp32 values that updates go to: the parameter itself when it is fp32."""
+        if p.dtype == torch.float32:
+            return p
+        state = self.state[p]
+        if "master" not in state:
+            state["master"] = p.float()
+        return state["master"]
+
+    def _moment(self, p: nn.Parameter, name: str) -> torch.Tensor:
+        """A running mean of the state, fp32, zeros at first."""
+        return self.state[p].setdefault(name, torch.zeros_like(p, dtype=torch.float32))
+
     def _orthogonal_step(self, group: dict, params: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         by_shape = defaultdict(list)
         for p, grad in params:
-            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            momentum.lerp_(grad, 1 - group["momentum"])
-            by_shape[p.shape].append((p, grad.lerp(momentum, group["momentum"])))
+            momentum = self._moment(p, "momentum")
+            momentum.lerp_(grad.float(), 1 - group["momentum"])
+            by_shape[p.shape].append((p, grad.float().lerp(momentum, group["momentum"]).to(p.dtype)))
         for (rows, columns), members in by_shape.items():
             updates = orthogonalise(torch.stack([update for _, update in members]))
             scale = group["lr"] * max(1.0, rows / columns) ** 0.5
             for (p, _), update in zip(members, updates, strict=True):
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+                master = self._master(p)
+                master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+                _round(master, p)
 
     def _adamw_step(self, group: dict, params: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         beta1, beta2 = group["betas"]
-        for p, grad in params:
-            state = self.state[p]
-            if not state:
-                state |= {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
-            state["step"] += 1
-            state["mean"].lerp_(grad, 1 - beta1)
-            state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            mean = state["mean"] / (1 - beta1 ** state["step"])
-            root = (state["square"] / (1 - beta2 ** state["step"])).sqrt_().add_(1e-8)
-            p.addcdiv_(mean, root, value=-group["lr"])
+        for p, low_precision_grad in params:
+            grad, state, master = low_precision_grad.float(), self.state[p], self._master(p)
+            mean, square = self._moment(p, "mean"), self._moment(p, "square")
+            state["step"] = state.get("step", 0) + 1
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = (square / (1 - beta2 ** state["step"])).sqrt_().add_(1e-8)
+            master.addcdiv_(mean / (1 - beta1 ** state["step"]), root, value=-group["lr"])
+            _round(master, p)
+
+
+def _round(master: torch.Tensor, p: nn.Parameter) -> None:
+    if master is not p:
+        p.copy_(master)

@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from .chat import END_OF_TEXT, TURN_END
 from .corpus import fingerprint, read_split
-from .mixture import MixtureBlocks, text_stream
+from .mixture import IGNORED, MixtureBlocks, text_stream
 from .optimizer import MatrixMomentum
 from .right_answers import right_answers, shares
 from .tokenizer import VOCABULARY, train_tokenizer, training_texts
@@ -49,6 +49,26 @@ class TimeLimit(TrainerCallback):
         if time.monotonic() >= self.ends_at:
             control.should_save = control.should_training_stop = True
         return control
+
+
+class ChatTrainer(Trainer):
+    """Computes logits only where a label stands: most of a block is prompts, and the `lm_head` costs as much as four
+    layers."""
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        target: LlamaForCausalLM = self.accelerator.unwrap_model(model)
+        rows = inputs["labels"][:, 1:] != IGNORED
+        hidden = target.model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).last_hidden_state
+        logits = target.lm_head(hidden[:, :-1][rows]).float()
+        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:][rows], reduction="sum")
+        loss = loss / (rows.sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, {"loss": loss}) if return_outputs else loss
 
 
 def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 20) -> LlamaForCausalLM:
@@ -86,17 +106,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
-    parser.add_argument("--block_size", type=int, default=512)
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--block_size", type=int, default=400)
+    parser.add_argument("--batch_size", type=int, default=10)
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--text_share", type=float, default=0.15, help="of the blocks that are library text alone")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
-    parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    parser.add_argument("--bf16", action="store_true", help="weights and forwards in bf16, updates of an fp32 copy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the target: about 1.25x on a CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the target's layers: 2x on a CPU in bf16")
     return parser.parse_args()
 
 
@@ -114,14 +134,15 @@ def build_trainer(
     args: argparse.Namespace, target: LlamaForCausalLM, train_blocks: MixtureBlocks, held_out_blocks: MixtureBlocks
 ) -> Trainer:
     """The Trainer of one call."""
-    return Trainer(
+    return ChatTrainer(
         model=target,
         args=TrainingArguments(
             output_dir=str(args.output_dir),
             max_steps=args.max_steps,
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
-            lr_scheduler_type="cosine",
+            lr_scheduler_type="warmup_stable_decay",  # a run can be ended anywhere: call it with fewer `--max_steps`
+            lr_scheduler_kwargs={"num_decay_steps": args.max_steps // 4},
             warmup_steps=30,
             max_grad_norm=1.0,
             logging_steps=20,
@@ -130,10 +151,9 @@ def build_trainer(
             save_steps=args.save_steps,
             save_total_limit=2,
             seed=args.seed,
-            bf16=args.bf16,
             dataloader_num_workers=args.workers,
             use_cpu=not torch.cuda.is_available(),
-            torch_compile=args.compile,
+            prediction_loss_only=True,
         ),
         train_dataset=train_blocks,
         eval_dataset=held_out_blocks,
@@ -142,11 +162,12 @@ def build_trainer(
     )
 
 
-def answered(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per_family: int) -> dict[str, Any]:
-    """Shares of right answers on held-out chats, greedy and at temperature 1."""
+def answered(folder: Path, tokenizer: PreTrainedTokenizerFast, per_family: int) -> dict[str, Any]:
+    """Shares of right answers of the saved target on held-out chats, greedy and at temperature 1."""
     if not per_family:
         return {}
-    target.eval()
+    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     return {
         f"temperature {temperature:g}": shares(right_answers(target, tokenizer, per_family, temperature))
         for temperature in (0.0, 1.0)
@@ -167,6 +188,12 @@ def main() -> None:
         target = build_target(tokenizer, args.num_hidden_layers)
     else:
         target = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    target.set_attn_implementation("eager")  # fuses when compiled, and its backward is 2x faster than sdpa's on a CPU
+    target.config.use_cache = False
+    if args.bf16:
+        target.to(torch.bfloat16)  # type: ignore[arg-type]
+    if args.compile:
+        target.model.compile()
     trainer = build_trainer(args, target, train_blocks, held_out_blocks)
     final, before = args.output_dir / "final", earlier_facts(args.init_from)
     started, checkpoint = time.time(), get_last_checkpoint(str(args.output_dir))
@@ -174,20 +201,21 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     steps = trainer.state.global_step
     hours += (time.time() - started) / 3600
+    held_out = trainer.evaluate()
+    target.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `nn.Module.to`, which hides its `self`
+    target.config.use_cache = True  # not while training
+    target.save_pretrained(final)
+    tokenizer.save_pretrained(final)
     facts = {
         "corpus_fingerprint": fingerprint(train_texts),
         "steps": steps,
         "tokens_seen": steps * args.batch_size * args.block_size + before.get("tokens_seen", 0),
         "flops": trainer.state.total_flos + before.get("flops", 0),
         "hours": round(hours, 3),
-        "held_out": trainer.evaluate(),
-        "right_answers": answered(target, tokenizer, args.answers_per_family),
+        "held_out": held_out,
+        "right_answers": answered(final, tokenizer, args.answers_per_family),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v != float("inf")},
     }
-    target.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `nn.Module.to`, which hides its `self`
-    target.config.use_cache = True  # the Trainer turned it off
-    target.save_pretrained(final)
-    tokenizer.save_pretrained(final)
     (final / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
