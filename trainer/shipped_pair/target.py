@@ -116,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
     parser.add_argument("--bf16", action="store_true", help="weights and forwards in bf16, updates of an fp32 copy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the target's layers: 2x on a CPU in bf16")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the layers: 2x on a CPU in bf16")
     return parser.parse_args()
 
 
