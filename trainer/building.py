@@ -50,13 +50,14 @@ def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
     if recipe.eval_data is not None:
         held_out = recipe.eval_data.load()
         if not hasattr(held_out, "__len__"):
-            return sources, held_out.take(recipe.eval_examples or 128)
+            return sources, _read(held_out, recipe.eval_examples or Recipe.eval_examples)
         return sources, held_out.select(range(min(recipe.eval_examples or len(held_out), len(held_out))))
     if recipe.eval_examples == 0:
         return sources, None
     train = sources[0]
     if not hasattr(train, "__len__"):
-        return [train.skip(recipe.eval_examples), *sources[1:]], train.take(recipe.eval_examples)
+        held_out = _read(train, recipe.eval_examples)
+        return [train.skip(recipe.eval_examples), *sources[1:]], held_out
     if len(train) <= recipe.eval_examples:
         raise RecipeError(
             f"train_data has {len(train)} examples, too few to hold out eval_examples={recipe.eval_examples}; "
@@ -64,6 +65,13 @@ def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
         )
     first = train.select(range(recipe.eval_examples, len(train)))
     return [first, *sources[1:]], train.select(range(recipe.eval_examples))
+
+
+def _read(stream: Any, count: int) -> Any:
+    """The first examples of a stream as a data set, which every evaluation reads again."""
+    from datasets import Dataset
+
+    return Dataset.from_list(list(stream.take(count)))
 
 
 def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> Any:

@@ -51,8 +51,15 @@ def chat_problem(messages: Any) -> str | None:
     """What is wrong with the messages of a chat, `None` if nothing is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"{messages!r}"
-    wrong = (message for message in messages if not isinstance(message, Mapping) or "role" not in message)
+    wrong = (message for message in messages if not _is_message(message))
     return next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and something in it: templates write a content of `None` as the word."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return message.get("content") is not None or bool(message.get("tool_calls"))
 
 
 def tokenize_chat(
@@ -176,10 +183,8 @@ def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[.
         )
     # Serving opens the think block in the prompt, and the template forgets it in what is past.
     visible, found = upto[len(base) :], THINKING.match(upto[len(base) :])
-    inside = (found["inside"] or "").strip() if found else ""
-    reasoning = reasoning_of(messages[index]) or inside
-    if found:
-        visible = visible[found.end() :]
+    reasoning = reasoning_of(messages[index]) or ((found["inside"] or "").strip() if found else "")
+    visible = visible[found.end() if found else 0 :].lstrip("\n")
     if "</think>" in prompt[len(base) :]:  # switched off
         return _Reply(prompt, visible, natural=False)
     if not reasoning:

@@ -88,6 +88,10 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 eval_dataset = {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
             else:
                 eval_dataset = self._prepared(eval_dataset, args, processing_class)
+        if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
+            # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
+            args.accelerator_config = copy.copy(args.accelerator_config)
+            args.accelerator_config.dispatch_batches = False
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
         super().__init__(
