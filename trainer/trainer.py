@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
 
+from .anchors import count_anchors, sample_anchors
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
 from .data import cut_prompts, default_collator, prepare_dataset
@@ -140,9 +141,21 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             lk_decay=self.args.lk_decay,
             losses=tuple(self.loss_names),
             upstream_masking=self.args.upstream_masking and self.num_passes > 1,
+            anchors=self._anchors(batch, training),
             num_items=num_items,
             separate_backward=separate_backward,
         )
+
+    def _anchors(self, batch: dict[str, torch.Tensor], training: bool) -> torch.Tensor | None:
+        """Rows to draft from, of heads that are trained at some rows only; in evaluation always the same."""
+        if not self.model.trains_at_anchors:
+            return None
+        loss_mask = batch["loss_mask"][:, 1:]
+        if training:
+            generator = self._noise_generator(loss_mask.device, 2)
+        else:
+            generator = torch.Generator(loss_mask.device).manual_seed(self.args.seed)
+        return sample_anchors(loss_mask, self.args.num_anchors, generator)
 
     def features_of(
         self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
@@ -265,8 +278,12 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return torch.Generator(device).manual_seed(int(key.generate_state(1)[0]))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Supervised rows of one optimizer step, over all its batches and processes."""
-        count = sum(torch.count_nonzero(batch["loss_mask"][:, 1:]) for batch in batch_samples)
+        """Supervised rows of one optimizer step, or anchors, over all its batches and processes."""
+        masks = [batch["loss_mask"][:, 1:] for batch in batch_samples]
+        if self.model.trains_at_anchors:
+            count = sum(count_anchors(mask, self.args.num_anchors) for mask in masks)
+        else:
+            count = sum(torch.count_nonzero(mask) for mask in masks)
         count = torch.as_tensor(count, device=device, dtype=torch.float32)
         if self.args.world_size > 1:
             dist.all_reduce(count)
@@ -310,7 +327,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
-            meter.steps += int(unroll.supervised.numel())
+            meter.steps += unroll.num_rounds
         metrics = self.evaluated_losses(meter)
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
