@@ -14,5 +14,6 @@ NESTED = "dflash_config"
 BLOCK_SIZE, MASK_TOKEN, TAPS, TARGET_DEPTH = "block_size", "mask_token_id", "target_layer_ids", "num_target_layers"
 LAYER_TYPES, SLIDING, FULL, WINDOW = "layer_types", "sliding_attention", "full_attention", "sliding_window"
 MULTIPLIER, SOFTCAP, EMBEDDING_SCALE = "output_multiplier", "final_logit_softcapping", "input_embedding_scale"
+NON_CAUSAL = "sliding_window_non_causal"
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
 ZLAB, DEEPSPEC = "DFlashDraftModel", "DSparkModel"

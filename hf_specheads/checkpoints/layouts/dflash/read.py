@@ -192,7 +192,7 @@ def _sliding_fields(raw_config: RawConfig, notes: list[str]) -> dict[str, Any]:
         return {}
     if boolean(raw_config, "use_sliding_window") is False or raw_config.get(keys.WINDOW) is None:
         raise HeadConfigError(f"config.json names sliding layers, and no {keys.WINDOW} is in force; correct one.")
-    both_ways = boolean(raw_config, "sliding_window_non_causal")
+    both_ways = boolean(raw_config, keys.NON_CAUSAL)
     if both_ways is None and boolean(raw_config, "is_causal") is None:
         notes.append(
             "blocks of sliding layers are read both ways, as by NeMo's code (newer code of z-lab's reads them "

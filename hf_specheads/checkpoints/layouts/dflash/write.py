@@ -30,6 +30,8 @@ def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
     depth = target_depth(heads, target)
     nested: dict[str, Any] = {keys.MASK_TOKEN: config.mask_token_id, keys.TAPS: taps(heads, depth)}
     nested |= {"causal_head": True, "causal": True} if config.causal else {}
+    # z-lab's code reads blocks of sliding layers causally unless `is_causal` says otherwise.
+    nested |= {keys.NON_CAUSAL: not config.sliding_causal} if config.sliding_layers else {}
     nested |= {keys.EMBEDDING_SCALE: config.embedding_scale} if config.embedding_scale != 1 else {}
     nested |= {keys.MULTIPLIER: config.logit_multiplier} if config.logit_multiplier != 1 else {}
     nested |= {keys.SOFTCAP: config.logit_softcap} if config.logit_softcap is not None else {}
@@ -38,7 +40,7 @@ def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
         **qwen3_fields(heads, "dflash"),
         keys.BLOCK_SIZE: config.block_size,
         keys.NESTED: nested,
-        **({"is_causal": config.sliding_causal or config.causal} if config.sliding_layers or config.causal else {}),
+        **({"is_causal": config.causal} if config.causal or not config.sliding_causal else {}),
         **({keys.TARGET_DEPTH: depth} if depth is not None else {}),
         "dtype": dtype_name(heads),
     }
