@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
+
+from hf_specheads.contract import TrainingContract
+
+from .arguments import DraftHeadTrainingArguments
 
 
 def sample_anchors(loss_mask: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:
@@ -24,6 +32,30 @@ def sample_anchors(loss_mask: torch.Tensor, most: int, generator: torch.Generato
     return drawn.indices.masked_fill(drawn.values < 0, -1)
 
 
-def count_anchors(loss_mask: torch.Tensor, most: int) -> torch.Tensor:
-    """How many [`sample_anchors`] draws of a batch, int64 scalar."""
-    return torch.count_nonzero(loss_mask, dim=1).clamp_max(most).sum()
+def anchors_of(heads: TrainingContract, batch: dict[str, torch.Tensor], most: int, seed: int) -> torch.Tensor | None:
+    """Rows of a batch to draft from, of heads that are trained at some rows only; `None` for the others.
+
+    Args:
+        heads: The heads.
+        batch: As the collators make it.
+        most: Rows to draw per sequence.
+        seed: Of the draw.
+    """
+    if not heads.trains_at_anchors:
+        return None
+    loss_mask = batch["loss_mask"][:, 1:]
+    return sample_anchors(loss_mask, most, torch.Generator(loss_mask.device).manual_seed(seed))
+
+
+def count_rounds(
+    heads: TrainingContract, batches: Sequence[dict[str, torch.Tensor]], args: DraftHeadTrainingArguments, device: Any
+) -> torch.Tensor:
+    """Rows where rounds start, fp32 scalar, summed over processes: all supervised ones of the batches, or as many as
+    [`anchors_of`] draws."""
+    count = torch.zeros((), device=device)
+    for batch in batches:
+        counts = torch.count_nonzero(batch["loss_mask"][:, 1:], dim=1)
+        count += (counts.clamp_max(args.num_anchors) if heads.trains_at_anchors else counts).sum()
+    if args.world_size > 1:
+        dist.all_reduce(count)
+    return count

@@ -25,6 +25,7 @@ from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask, slot_mask
 from ..cache.slots import SlotCacheLayer
 from ..errors import WrongTargetError
+from ..target.logits import IDENTITY, LogitFunction
 from ..tree.config import DraftTreeConfig
 from ..unroll.blocks import AnchoredAttention, ContextCache
 from ..unroll.rows import DraftedPass, TrainingRows
@@ -79,7 +80,7 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList(self.build_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
         self.rotary_emb = rotary_embedding(config)
-        self._embedding_factor = 1.0
+        self._embedding_factor, self._after = 1.0, self._own_logit_function
 
     def build_layer(self, config: BlockHeadConfig, index: int) -> BlockDecoderLayer:
         """One decoder layer."""
@@ -129,7 +130,24 @@ class BlockHead(DraftHead):
     def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
         super().bind(target, follow=follow)
         self._embedding_factor = self.config.embedding_scale / embedding_scale_of(target.get_input_embeddings())
+        self._after = self._beside(self.borrowed.logit_function)
         return self
+
+    @property
+    def _own_logit_function(self) -> LogitFunction:
+        return LogitFunction(self.config.logit_multiplier, self.config.logit_softcap)
+
+    def _beside(self, theirs: LogitFunction) -> LogitFunction:
+        """What is left to do after the target's own logits, which files of its drafters repeat."""
+        own = self._own_logit_function
+        if own.is_identity or own == theirs:
+            return IDENTITY
+        if theirs.is_identity:
+            return own
+        raise WrongTargetError(
+            f"these {self.config.method} heads make their logits with {own}, and the target has {theirs}; load heads "
+            "trained for this target."
+        )
 
     # ------------------------------------------------------------------ rows, states, logits
     def context_rows(self, features: torch.Tensor) -> torch.Tensor:
@@ -180,12 +198,8 @@ class BlockHead(DraftHead):
         return self.capped(self.project(features))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the target's `lm_head`, scaled and capped as the heads are used to."""
-        config = self.config
-        logits = logits if config.logit_multiplier == 1 else logits * config.logit_multiplier
-        if config.logit_softcap is None:
-            return logits
-        return config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        """The target's logits, scaled and capped where the heads are used to that and the target does not do it."""
+        return self._after(logits)
 
     # ------------------------------------------------------------------ who sees whom
     def block_visible(self, sliding: bool, device: torch.device) -> torch.Tensor:

@@ -46,8 +46,8 @@ class BlockHeadConfig(LayerHeadConfig):
         window_from: What the window counts from: `"query"`: rows less than W positions away; `"anchor"`: rows of the
             context from W positions before the root on, for every row of the block.
         embedding_scale: What the rows of the target's embedding matrix are multiplied by.
-        logit_multiplier: What the logits of the target's `lm_head` are multiplied by.
-        logit_softcap: c of `c tanh(logits / c)`, after that; `None` without.
+        logit_multiplier: What the output of the target's `lm_head` is multiplied by; 1 for what the target does.
+        logit_softcap: c of `c tanh(logits / c)`, after that; `None` for what the target does.
         trained_positions: Draft positions that were trained, `None` if unknown.
     """
 

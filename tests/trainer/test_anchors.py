@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_specheads import load_heads
+from hf_specheads import DFlashHead, EagleHead, load_heads
 from hf_specheads.trainer import Unroll
-from hf_specheads.trainer.anchors import count_anchors, sample_anchors
+from hf_specheads.trainer.anchors import count_rounds, sample_anchors
 
 from .conftest import VOCAB, make_heads
 
@@ -22,7 +23,10 @@ def test_anchors_are_supervised_rows_none_twice() -> None:
         assert anchors.shape == (2, 3) and anchors[1].tolist() == [2, -1, -1]
         assert len(set(anchors[0].tolist())) == 3 and mask[0, anchors[0]].all()
         seen[0, anchors[0]] += 1
-    assert int(count_anchors(mask, 3)) == 4 and int(count_anchors(mask, 9)) == 5
+    batch = {"loss_mask": torch.nn.functional.pad(mask, (1, 0))}
+    for heads, most, rounds in ((DFlashHead, 3, 4), (DFlashHead, 9, 5), (EagleHead, 3, 5)):
+        args = SimpleNamespace(num_anchors=most, world_size=1)
+        assert int(count_rounds(heads, [batch, batch], args, "cpu")) == 2 * rounds
     assert seen[0, mask[0] == 1] == pytest.approx([150.0] * 4, rel=0.15)  # three of four rows each time
     assert (sample_anchors(torch.zeros(1, 4), 3, torch.Generator()) == -1).all()
 
