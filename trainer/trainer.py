@@ -123,7 +123,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         model.config.train_max_length = args.max_length
         self._eval_prompts = eval_prompts
         self._micro_step = 0
-        # Losses of weight 0 are logged only where the paper's three belong to the method.
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training
