@@ -35,6 +35,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
         top_k: K of the top-K loss (HASS: 10).
+        num_anchors: Rows per sequence at which block drafters (DFlash, JetSpec) are trained; the others are trained
+            at all rows (DFlash: 512).
         feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
             EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
         feature_noise_scaling: `"none"` as in EAGLE's paper; `"eagle"` as in the authors' code, which multiplies the
@@ -83,6 +85,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
     pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
+    num_anchors: int = field(default=512, metadata={"help": "Rows per sequence where block drafters draft."})
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
     feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
     embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
@@ -114,6 +117,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
             raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
         _at_least("top_k", self.top_k, 1)
+        _at_least("num_anchors", self.num_anchors, 1)
         _at_least("max_nonfinite_steps", self.max_nonfinite_steps, 1)
         _at_least("loss_chunk_rows", self.loss_chunk_rows, 1)
         _at_least("max_length", self.max_length, 3)

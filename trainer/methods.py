@@ -37,6 +37,8 @@ DEFAULTS: dict[str, MethodDefaults] = {
     "poss-eagle3": MethodDefaults({"token": 1.0}),
     "medusa": MethodDefaults({"next_token": 1.0}, pass_decay=0.8),  # arXiv 2401.10774, 2.2.1
     "hydra": MethodDefaults({"next_token": 1.0}),  # arXiv 2402.05109
+    "dflash": MethodDefaults({"next_token": 1.0}, pass_decay=0.8669),  # arXiv 2602.06036: exp(-1/7), blocks of 16
+    "jetspec": MethodDefaults({"token": 1.0}),  # arXiv 2606.18394
     "draft-lm": MethodDefaults({"token": 1.0}),
 }
 HYDRA_PLUS = MethodDefaults({"token": 1.0})  # the "teacher loss" of the same paper

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
 
+from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
 from .data import cut_prompts, default_collator
@@ -123,7 +123,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         model.config.train_max_length = args.max_length
         self._eval_prompts = eval_prompts
         self._micro_step = 0
-        # Losses of weight 0 are logged only where the paper's three belong to the method.
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training
@@ -179,6 +178,9 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             lk_decay=self.args.lk_decay,
             losses=tuple(self.loss_names),
             upstream_masking=self.args.upstream_masking and self.num_passes > 1,
+            anchors=anchors_of(
+                self.model, batch, self.args.num_anchors, self._seed(2) if training else self.args.seed
+            ),
             num_items=num_items,
             separate_backward=separate_backward,
         )
@@ -302,18 +304,16 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return noisy_embedding(embed_tokens, batch, alpha, self._noise_generator(batch["input_ids"].device, 1))
 
     def _noise_generator(self, device: torch.device, *kind: int) -> torch.Generator:
-        """Seeded by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
+        return torch.Generator(device).manual_seed(self._seed(*kind))
+
+    def _seed(self, *kind: int) -> int:
+        """A seed by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
         step = [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
-        key = np.random.SeedSequence([*step, *kind])
-        return torch.Generator(device).manual_seed(int(key.generate_state(1)[0]))
+        return int(np.random.SeedSequence([*step, *kind]).generate_state(1)[0])
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Supervised rows of one optimizer step, over all its batches and processes."""
-        count = sum(torch.count_nonzero(batch["loss_mask"][:, 1:]) for batch in batch_samples)
-        count = torch.as_tensor(count, device=device, dtype=torch.float32)
-        if self.args.world_size > 1:
-            dist.all_reduce(count)
-        return count
+        """Rows of one optimizer step where rounds start, over all its batches and processes."""
+        return count_rounds(self.model, batch_samples, self.args, device)
 
     # ------------------------------------------------------------------ logging, evaluation
     def reset_losses(self) -> None:
@@ -355,7 +355,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
-            meter.steps += int(unroll.supervised.numel())
+            meter.steps += unroll.num_rounds
         metrics = self.evaluated_losses(meter)
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(

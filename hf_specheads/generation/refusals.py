@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..cache.layers import chain_cache_problem, recurrent_cache_problem, tree_cache_problem
+from ..cache.layers import chain_cache_problem, is_restored, recurrent_cache_problem, tree_cache_problem
 from ..cache.recurrent import cache_name, holds_tokens
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
@@ -151,10 +151,10 @@ def refuse_prepared_call(
     for problem_of in (rescaling_rope_problem, sparse_attention_problem):
         if reason := problem_of(target, config):
             raise UnsupportedGenerationError(reason)
-    if options.loop == "transformers" and is_recurrent(target):
+    if options.loop == "transformers" and goes_back(target, cache):
         raise UnsupportedGenerationError(
-            f"transformers' own loop cannot take tokens out of the state of {type(target).__name__} again; use "
-            "`heads.loop = 'own'`."
+            f"transformers' own loop cannot take tokens out of what {type(target).__name__} keeps here again "
+            f"({type(cache.layers[0]).__name__}); use `heads.loop = 'own'`."
         )
     if options.compiled:
         _refuse_compiled(target, options, config, cache)
@@ -200,7 +200,7 @@ def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_k
 
 def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
     """What cannot be drafted for a target that takes no trees: trees, and chains that cannot be rolled back."""
-    problem_of = recurrent_cache_problem if is_recurrent(target) else chain_cache_problem
+    problem_of = recurrent_cache_problem if goes_back(target, cache) else chain_cache_problem
     if chain_problem := problem_of(cache):
         raise UnsupportedGenerationError(
             f"draft heads are not supported for {type(target).__name__} here: {chain_problem}; use the default cache, "
@@ -255,6 +255,11 @@ def _refuse_batch(
                 f"draft heads do not support a batch of {batch_size} with {type(target).__name__} here ({what}); "
                 "generate one sequence at a time, or mend that."
             )
+
+
+def goes_back(target: PreTrainedModel, cache: Cache) -> bool:
+    """Whether rejected tokens are forgotten by restoring what the cache held before ([`RecurrentCache`])."""
+    return is_recurrent(target) or is_restored(cache)
 
 
 def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
