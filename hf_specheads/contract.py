@@ -87,6 +87,11 @@ class DraftingContract:
         raise NotImplementedError
 
     @property
+    def tree_is_assigned(self) -> bool:
+        """Whether a user has assigned the tree: then every round that drafts drafts it."""
+        raise NotImplementedError
+
+    @property
     def draft_vocabulary(self) -> torch.Tensor | None:
         """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
         raise NotImplementedError

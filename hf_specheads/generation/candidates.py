@@ -53,6 +53,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     ):
         self.head = head if options is not None else head.bind(target)
         self.options = options or DraftingOptions.of(head)
+        self.tree = self.options.tree  # of the round: the loop may take another one
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
@@ -79,7 +80,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """
         if self.max_length is not None and self.max_length - min(lengths) <= 1:
             return 0
-        depth = self.options.tree.depth
+        depth = self.tree.depth
         limits = [self.max_positions]
         if self.rope_limit is not None and context_length < self.rope_limit[0]:
             limits.append(self.rope_limit[0])  # the deepest node stays on the side of the limit that the root is on
@@ -110,14 +111,14 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             rows = rows.with_validity()
         self.draft_cache.begin_round(None if rows.valid is None else rows.valid.to(device), rows.counts)
         sampler = None
-        if self.sampling_processors is not None and self.options.tree.children == "sampled":
+        if self.sampling_processors is not None and self.tree.children == "sampled":
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.options.tree.depth + 2:
-            tree = self.compiled.grow(self.head, self.draft_cache, self.options.tree, token_ids, features, depth)
+        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.tree.depth + 2:
+            tree = self.compiled.grow(self.head, self.draft_cache, self.tree, token_ids, features, depth)
         else:
-            tree = grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
+            tree = grow_tree(self.head, self.draft_cache, self.tree, token_ids, features, depth, sampler)
         self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
-        if self.options.tree.stop_below > 0:
+        if self.tree.stop_below > 0:
             self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
             self.stats.host_syncs += 2  # there and back

@@ -21,14 +21,14 @@ from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..metrics import wait_for
 from ..target.features import FeatureReader
-from ..target.parallel import as_first_says, parallel_group
+from ..target.parallel import number_of_first, parallel_group
 from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
-from .pace import Pace, pace_of
+from .pace import PLAIN, Pace, pace_of
 from .probe import RoundKind, refuse_by_probe
 from .refusals import goes_back, refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sampling import TokenSampler
@@ -187,6 +187,7 @@ class RoundLoop:
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.pace: Pace | None = None
+        self.choice = PLAIN  # of the pace's menu, for the round
         if adaptive:
             self.pace = pace_of(head, target, options, self.batch, generation_config)
             self.pace.begin_call()
@@ -294,8 +295,12 @@ class RoundLoop:
             return False
         if self.pace is None:
             return True
-        drafts = self.pace.drafts(max(self.target_cache.counts))
-        return drafts if self.group is None else as_first_says(drafts, self.group, self.target.device)
+        self.choice = self.pace.choose(max(self.target_cache.counts))
+        if self.group is not None:
+            self.choice = number_of_first(self.choice, self.group, self.target.device)
+        if self.choice != PLAIN:
+            self.candidates.tree = self.pace.menu[self.choice]
+        return self.choice != PLAIN
 
     def draft(self, rows: NewRows) -> DraftTree:
         """The next tree of every active sequence."""
@@ -341,8 +346,8 @@ class RoundLoop:
             self.sequences.append(sequence, result.token_ids, row)
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
-        """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
-        the first of a call, which takes in the prompt, are no measure."""
+        """What the round cost and bought, for the choice of the next trees. Rounds that compile, the first of a call,
+        which takes in the prompt, and those cut short by the budget are no measure."""
         if self.compiled is not None and self.compiled.compiles:
             return
         if isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up:
@@ -350,10 +355,9 @@ class RoundLoop:
         if tree.num_nodes == 1:
             pace.record_plain(seconds)
             return
-        if self.stats.rounds == 1:
-            return
-        emitted = sum(len(result.token_ids) for result in accepted.values())
-        pace.record_round(seconds, emitted / len(accepted))
+        whole = tree.max_depth >= self.candidates.tree.depth or self.candidates.tree.stop_below > 0
+        if self.stats.rounds > 1 and whole and not any(result.cut for result in accepted.values()):
+            pace.record_round(self.choice, seconds, [result.num_accepted for result in accepted.values()])
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

@@ -17,6 +17,7 @@ class DraftingOptions:
         verification: Name of a rule in `verification.rules.RULES`.
         posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace: As in
             `DraftHead`.
+        free_tree: Nobody has assigned a tree, so rounds may draft others than `tree`.
     """
 
     tree: DraftTreeConfig
@@ -30,9 +31,11 @@ class DraftingOptions:
     compiled: bool
     profile: bool
     trace: bool
+    free_tree: bool
 
     @classmethod
     def of(cls, heads: DraftingContract) -> DraftingOptions:
         """What the heads say now."""
-        settings = {field.name: getattr(heads, field.name) for field in fields(cls) if field.name != "tree"}
-        return cls(tree=heads.tree_config, **settings)
+        derived = ("tree", "free_tree")
+        settings = {field.name: getattr(heads, field.name) for field in fields(cls) if field.name not in derived}
+        return cls(tree=heads.tree_config, free_tree=not heads.tree_is_assigned, **settings)

@@ -36,6 +36,11 @@ class TreeChoice(DraftingContract, nn.Module):
         self._chosen_tree = tree
 
     @property
+    def tree_is_assigned(self) -> bool:
+        """Whether a user has assigned the tree in force."""
+        return self._chosen_tree is not None
+
+    @property
     def published_tree(self) -> DraftTreeConfig:
         """The tree the authors of the method use, made for large targets on accelerators."""
         return DraftTreeConfig()

@@ -15,8 +15,8 @@ def parallel_group(target: PreTrainedModel) -> torch.distributed.ProcessGroup | 
     return mesh.get_group() if mesh.size() > 1 else None
 
 
-def as_first_says(decision: bool, group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
-    """The decision of the first process of a group, which all of them take: clocks differ."""
-    told = torch.tensor([decision], dtype=torch.uint8, device=device)
+def number_of_first(number: int, group: torch.distributed.ProcessGroup, device: torch.device) -> int:
+    """What the first process of a group has decided, which all of them follow: clocks differ."""
+    told = torch.tensor([number], dtype=torch.int64, device=device)
     torch.distributed.broadcast(told, group=group, group_src=0)
-    return bool(told)
+    return int(told)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,86 +15,178 @@ from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 
+from hf_specheads import DraftTreeConfig
 from hf_specheads.generation import loop
-from hf_specheads.generation.pace import PLAIN_STEPS_BEFORE_A_VERDICT, TRIAL_SHARE, Pace
+from hf_specheads.generation.menu import trees_to_choose
+from hf_specheads.generation.pace import (
+    MOST_DEBT,
+    PLAIN,
+    PLAIN_STEPS_BEFORE_A_VERDICT,
+    ROUNDS_BETWEEN_PLAIN_STEPS,
+    Acceptance,
+    Pace,
+)
+from hf_specheads.tree.default import CPU_TREE
 
 NEW = 40
 
 
-def simulate(pace: Pace, steps: int, plain_seconds, round_seconds, round_tokens) -> tuple[float, float, int]:
-    """Tokens, seconds and drafted rounds of `steps` steps; costs and gains are functions of the tokens so far."""
+@dataclass
+class World:
+    """What rounds cost, in plain steps, and how often a draft is accepted."""
+
+    accepted: float
+    level: float
+    node: float
+    seed: int = 0
+    noise: float = 0.03
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def seconds(self, tree: DraftTreeConfig | None) -> float:
+        added = 0.0 if tree is None else self.level * tree.depth + self.node * (tree.num_nodes - 1)
+        return (1 + added) * (1 + self.noise * self.random.gauss(0, 1))
+
+    def num_accepted(self, tree: DraftTreeConfig) -> int:
+        """Siblings save a part of what the favourite misses."""
+        siblings = tree.num_nodes / (tree.depth + 1)
+        share = 1 - (1 - self.accepted) * (0.45 + 0.55 / siblings)
+        return next((depth for depth in range(tree.depth) if self.random.random() > share), tree.depth)
+
+    def rate(self, tree: DraftTreeConfig, rounds: int = 2000) -> float:
+        """Tokens per plain step of a tree alone."""
+        return sum(1 + self.num_accepted(tree) for _ in range(rounds)) / sum(self.seconds(tree) for _ in range(rounds))
+
+
+def simulate(pace: Pace, steps: int, world: World, context: int = 100, growing: bool = False) -> tuple[float, float]:
+    """Tokens and seconds of so many steps."""
     tokens = seconds = 0.0
-    drafted = 0
     for _ in range(steps):
-        if pace.drafts(100 + int(tokens)):
-            spent, won = round_seconds(tokens), round_tokens(tokens)
-            pace.record_round(spent, won)
-            drafted += 1
-        else:
-            spent, won = plain_seconds(tokens), 1.0
+        choice = pace.choose(context + growing * int(tokens))
+        if choice == PLAIN:
+            spent, won = world.seconds(None), 1
             pace.record_plain(spent)
+        else:
+            spent, accepted = world.seconds(pace.menu[choice]), world.num_accepted(pace.menu[choice])
+            won = 1 + accepted
+            pace.record_round(choice, spent, [accepted])
         tokens, seconds = tokens + won, seconds + spent
-    return tokens, seconds, drafted
+    return tokens, seconds
 
 
-@settings(max_examples=60, deadline=None)
-@given(cost=st.floats(1.2, 6.0), tau=st.floats(1.0, 3.0))
-def test_drafts_that_do_not_pay_cost_no_more_than_the_trials(cost, tau):
-    pace = Pace()
-    tokens, seconds, drafted = simulate(pace, 1500, lambda t: 1.0, lambda t: cost, lambda t: tau)
-    first_verdict = 5 * max(cost - tau, 0)
-    assert seconds <= tokens * (1 + TRIAL_SHARE) + first_verdict + cost
-    if tau > 1.05 * cost:
-        timed = PLAIN_STEPS_BEFORE_A_VERDICT * (
-            1 + math.log2((100 + tokens) / 100)
-        )  # at every doubling of the context
-        assert drafted >= 1500 - timed, "drafting pays: every other step drafts"
-    if tau < 0.95 * cost:
-        assert drafted <= 5 + 1500 * TRIAL_SHARE / (cost - tau) + 1
+def menu_of(tree: DraftTreeConfig) -> tuple[DraftTreeConfig, ...]:
+    return trees_to_choose(tree, None, lambda tree: None)
+
+
+CHEAP, DEAR, VERY_DEAR = (0.02, 0.002), (0.1, 0.12), (0.4, 0.6)  # a draft level and a node, in plain steps
+
+
+@pytest.mark.parametrize("costs", [CHEAP, (0.05, 0.05), DEAR, (0.2, 0.3), VERY_DEAR], ids=str)
+@pytest.mark.parametrize("accepted", [0.0, 0.4, 0.75, 0.9])
+@pytest.mark.parametrize("start", [CPU_TREE, DraftTreeConfig()], ids=["cpu", "gpu"])
+def test_close_to_the_best_of_the_menu(start, accepted, costs):
+    """Whatever the drafts are worth and rounds cost, and from whichever tree it begins."""
+    menu = menu_of(start)
+    best = max(1.0, *(World(accepted, *costs, noise=0).rate(tree) for tree in menu))
+    rates = []
+    for seed in range(3):
+        pace, world = Pace(menu), World(accepted, *costs, seed=seed)
+        simulate(pace, 200, world)
+        pace.begin_call()
+        tokens, seconds = simulate(pace, 400, world)
+        rates.append(tokens / seconds)
+    assert sum(rates) / 3 >= (0.96 if best == 1 else 0.88) * best, (rates, best)
+
+
+@settings(max_examples=25, deadline=None)
+@given(accepted=st.floats(0.0, 1.0), level=st.floats(0.01, 1.0), node=st.floats(0.0, 1.0), seed=st.integers(0, 9))
+def test_never_far_below_plain_steps(accepted, level, node, seed):
+    pace, world = Pace(menu_of(CPU_TREE)), World(accepted, level, node, seed, noise=0)
+    tokens, seconds = simulate(pace, 400, world)
+    assert tokens / seconds >= 0.93
+    tokens, seconds = simulate(pace, 800, world)
+    assert tokens / seconds >= 0.965
+
+
+def test_an_assigned_tree_is_the_only_one_on_the_menu():
+    pace = Pace((CPU_TREE,))
+    simulate(pace, 200, World(0.8, *CHEAP))
+    assert pace.tried[0].rounds > 150 and len(pace.tried) == 1
+    pace = Pace((CPU_TREE,))
+    simulate(pace, 600, World(0.1, *VERY_DEAR))
+    assert pace.tried[0].rounds < 12
 
 
 def test_drafting_comes_back_when_it_pays_again():
-    """A text that is hard to draft for its first 300 tokens, and easy after."""
-    pace = Pace()
-    worth = lambda tokens: 1.2 if tokens < 300 else 4.0  # noqa: E731
-    _, _, hard = simulate(pace, 300, lambda t: 1.0, lambda t: 2.0, worth)
-    assert hard < 20
-    _, _, easy = simulate(pace, 300, lambda t: 1.0, lambda t: 2.0, lambda t: 4.0)
-    assert easy > 200
+    """A text that is hard to draft for a while, and easy after."""
+    pace, world = Pace(menu_of(CPU_TREE)), World(0.0, *DEAR)
+    simulate(pace, 300, world)
+    assert sum(tried.rounds for tried in pace.tried) < 50
+    world.accepted = 0.95
+    tokens, seconds = simulate(pace, 300, world)
+    assert tokens / seconds > 1.5
 
 
 def test_plain_steps_are_timed_again_when_the_context_has_grown():
-    pace = Pace()
-    simulate(pace, 40, lambda t: 1.0, lambda t: 2.0, lambda t: 4.0)
-    assert pace.rounds == 40 - 2 * PLAIN_STEPS_BEFORE_A_VERDICT  # timed at 100 tokens, and anew at 200
-    assert not pace.drafts(100_000)
+    pace, world = Pace(menu_of(CPU_TREE)), World(0.8, *CHEAP)
+    simulate(pace, 20, world)
+    assert len(pace.plain) == PLAIN_STEPS_BEFORE_A_VERDICT
+    assert pace.choose(100_000) == PLAIN
     pace.record_plain(9.0)
-    assert not pace.drafts(100_001)
+    assert pace.choose(100_001) == PLAIN
     pace.record_plain(90.0)  # a stall
-    assert pace.plain_seconds == 9.0 and pace.drafts(100_002)
+    assert pace.plain_seconds == 9.0 and pace.choose(100_002) != PLAIN
     pace.conditions_changed()
-    assert not pace.drafts(100_003)
+    assert pace.choose(100_003) == PLAIN
+
+
+def test_plain_steps_are_timed_now_and_then():
+    """Or a machine that has become slower would look like rounds that have."""
+    pace, world = Pace((CPU_TREE,)), World(0.8, *CHEAP)
+    simulate(pace, 3 * ROUNDS_BETWEEN_PLAIN_STEPS + 10, world)
+    assert len(pace.plain) == PLAIN_STEPS_BEFORE_A_VERDICT + 3
 
 
 @pytest.mark.parametrize("stall", [100.0, 1e4])
 def test_one_stall_decides_nothing(stall):
-    pace = Pace()
-    simulate(pace, 40, lambda t: 1.0, lambda t: 2.0, lambda t: 4.0)
-    pace.record_round(stall, 1.0)
-    assert pace.drafts(300) and pace.gain > 1
-    pace = Pace()
-    simulate(pace, 40, lambda t: 1.0, lambda t: 3.0, lambda t: 1.5)
+    pace = Pace((CPU_TREE,))
+    simulate(pace, 40, World(0.8, *CHEAP))
+    pace.record_round(0, stall, [0])
+    assert pace.choose(100) == 0 and pace.gain > 1
+    pace = Pace((CPU_TREE,))
+    simulate(pace, 40, World(0.1, *VERY_DEAR))
     pace.record_plain(stall)
-    assert pace.gain < 1
+    assert pace.gain < 1 and pace.best == PLAIN
 
 
 def test_debts_are_never_so_high_that_nothing_is_tried_again():
-    pace = Pace()
-    simulate(pace, PLAIN_STEPS_BEFORE_A_VERDICT + 4, lambda t: 1.0, lambda t: 1000.0, lambda t: 1.0)
-    assert pace.debt <= 4 * 1000.0
-    before = pace.debt
+    pace = Pace(menu_of(DraftTreeConfig()))
+    simulate(pace, 30, World(0.0, 100.0, 100.0))
+    assert pace.debt <= MOST_DEBT
+    pace.debt = 6.0
     pace.begin_call()
-    assert pace.debt == before / 2
+    assert pace.debt == 3.0
+
+
+def test_a_chain_tells_of_others():
+    """Depths that were never tried are chosen by those that were, without a trial each."""
+    menu = tuple(DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in range(1, 9))
+    pace = Pace(menu)
+    simulate(pace, 60, World(0.95, 0.05, 0.05))
+    assert menu[pace.best].depth >= 5
+    assert [round(rate, 1) for rate in Acceptance([50.0, 40.0], [40.0, 10.0]).rates(2)] == [0.8, 0.3]
+
+
+@given(st.sampled_from([CPU_TREE, DraftTreeConfig(), CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5)]),
+       st.integers(1, 6) | st.none())  # fmt: skip
+def test_the_menu(tree, deepest):
+    forbidden = {DraftTreeConfig().replace(depth=2, top_k=3, total_tokens=6)}
+    menu = trees_to_choose(tree, deepest, lambda tree: "no" if tree in forbidden else None)
+    assert menu[0] == tree and len(set(menu)) == len(menu) and not forbidden & set(menu[1:])
+    assert all(one.depth <= (deepest or 8) for one in menu[1:])
+    if tree.kind == "chain":
+        assert {one.kind for one in menu} == {"chain"}
 
 
 class Clock:
@@ -124,6 +217,36 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
         assert sum(n + 1 for row in stats.num_accepted for n in row) + stats.plain_steps == NEW - 1
         plain_steps, rounds = plain_steps + stats.plain_steps, rounds + stats.rounds
     assert plain_steps > 1 and rounds > 1
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "draft-lm"])
+def test_the_text_does_not_depend_on_which_trees_are_drafted(method, do_sample, monkeypatch):
+    """Nobody has assigned a tree, and every round drafts another one."""
+    target, ids = shared_target("llama"), prompt()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": do_sample}
+    heads = random_heads(target, method)
+    heads.adaptive = True
+    heads.forget_tree()
+    assert not heads.tree_is_assigned and heads.with_tree(depth=2).tree_is_assigned
+    drafted = set()
+    choose = Pace.choose
+
+    def choose_any(pace: Pace, context: int) -> int:
+        choice = choose(pace, context)
+        if choice != PLAIN:
+            choice = (choice + pace.rounds) % len(pace.menu)
+            drafted.add(pace.menu[choice])
+        return choice
+
+    monkeypatch.setattr(Pace, "choose", choose_any)
+    monkeypatch.setattr(loop, "time", Clock(1.0, 1.0, 0.1, 2.0, 2.0))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = target.generate(ids, **options)
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+    assert len(drafted) >= 3, "chains and trees of several depths"
 
 
 @pytest.mark.parametrize("family", ["mistral", "bloom"])

@@ -1,0 +1,35 @@
+"""Trees the engine may take in a round where nobody has chosen one: that in force, chains, trees of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..tree.config import DraftTreeConfig
+
+CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
+# Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
+DYNAMIC_TREES = ((2, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
+
+
+def trees_to_choose(
+    tree: DraftTreeConfig, deepest: int | None, problem: Callable[[DraftTreeConfig], str | None]
+) -> tuple[DraftTreeConfig, ...]:
+    """The menu of a call: the tree in force first, then chains by depth, then trees by size.
+
+    Trees besides chains are offered only beside a dynamic tree: where a chain is in force, nothing says that the
+    target can verify more, and fixed trees were chosen with care.
+
+    Args:
+        tree: The tree in force.
+        deepest: Draft positions the heads have, `None` without limit.
+        problem: Says why the heads cannot draft a tree, `None` if they can.
+    """
+    chains = [tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in CHAIN_DEPTHS
+              if depth <= (deepest or depth)]  # fmt: skip
+    wider = [
+        tree.replace(depth=depth, top_k=top_k, total_tokens=nodes)
+        for depth, top_k, nodes in (DYNAMIC_TREES if tree.kind == "dynamic" else ())
+        if depth <= (deepest or depth)
+    ]
+    menu = [tree, *(one for one in (*chains, *wider) if problem(one) is None)]
+    return tuple(dict.fromkeys(menu))
