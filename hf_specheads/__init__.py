@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.eagle3 import Eagle3HeadConfig as Eagle3HeadConfig
     from .heads.hydra import HydraHead as HydraHead
     from .heads.hydra import HydraHeadConfig as HydraHeadConfig
+    from .heads.lookup import LookupHead as LookupHead
+    from .heads.lookup import LookupHeadConfig as LookupHeadConfig
     from .heads.medusa import MedusaHead as MedusaHead
     from .heads.medusa import MedusaHeadConfig as MedusaHeadConfig
     from .heads.poss import PossHead as PossHead
@@ -64,6 +66,7 @@ _MODULES = {
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
     "heads.hydra": ("HydraHead", "HydraHeadConfig"),
+    "heads.lookup": ("LookupHead", "LookupHeadConfig"),
     "heads.medusa": ("MedusaHead", "MedusaHeadConfig"),
     "heads.poss": ("PossHead", "PossHeadConfig"),
     "heads.poss_eagle3": ("PossEagle3Head", "PossEagle3HeadConfig"),

@@ -23,6 +23,7 @@ MODEL_TYPES = (
     "specheads_eagle",
     "specheads_eagle3",
     "specheads_hydra",
+    "specheads_lookup",
     "specheads_medusa",
     "specheads_poss",
     "specheads_poss_eagle3",

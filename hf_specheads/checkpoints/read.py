@@ -69,6 +69,8 @@ def read_heads(folder: Path, name: str, positions: int | None = None, *, headers
     raw_config = read_json(config_file(folder))
     if detect_from_config(raw_config) == OURS:
         own_config(raw_config, positions)  # refused before any weights are read
+        if not HEADS[raw_config["model_type"]].has_weights and not any(folder.glob("*.safetensors*")):
+            return identify(raw_config, Checkpoint({}, (config_file(folder),)), name, positions)
     return identify(raw_config, read_checkpoint(weight_files(folder), headers_only=headers_only), name, positions)
 
 

@@ -73,6 +73,7 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--depth", type=int, metavar="N", help="draft positions")
     tree.add_argument("--top-k", type=int, metavar="N", dest="tree_top_k", help="children considered per node")
     tree.add_argument("--total-tokens", type=int, metavar="N", help="nodes verified per round, the root included")
+    tree.add_argument("--lookup", type=int, metavar="N", help="nodes copied from the text itself, besides")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +93,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 def tree_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Tree options the user gave."""
     values = {"kind": args.kind, "depth": args.depth, "top_k": args.tree_top_k, "total_tokens": args.total_tokens,
-              "choices": args.choices, "children": args.children}  # fmt: skip
+              "choices": args.choices, "children": args.children, "lookup": args.lookup}  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}
 
 

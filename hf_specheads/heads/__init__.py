@@ -4,11 +4,12 @@ Whoever holds draft heads has imported this: here `AutoModel` is told of them an
 """
 
 from .. import dispatch
-from . import auto, draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+from . import auto, draft_lm, eagle, eagle3, hydra, lookup, medusa, poss, poss_eagle3, poss_lora
 from .draft_lm import *  # noqa: F403 (here and below: what the module's `__all__` names)
 from .eagle import *  # noqa: F403
 from .eagle3 import *  # noqa: F403
 from .hydra import *  # noqa: F403
+from .lookup import *  # noqa: F403
 from .medusa import *  # noqa: F403
 from .poss import *  # noqa: F403
 from .poss_eagle3 import *  # noqa: F403
@@ -22,6 +23,7 @@ __all__ += draft_lm.__all__
 __all__ += eagle.__all__
 __all__ += eagle3.__all__
 __all__ += hydra.__all__
+__all__ += lookup.__all__
 __all__ += medusa.__all__
 __all__ += poss.__all__
 __all__ += poss_eagle3.__all__

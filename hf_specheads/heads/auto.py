@@ -18,6 +18,7 @@ from .draft_lm import DraftLanguageModel
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
+from .lookup import LookupHead
 from .medusa import MedusaHead
 from .placement import Placement
 from .poss import PossHead
@@ -31,6 +32,7 @@ METHODS: dict[str, type[DraftHead]] = {
     "eagle3": Eagle3Head,
     "hass": EagleHead,
     "hydra": HydraHead,
+    "lookup": LookupHead,
     "medusa": MedusaHead,
     "poss": PossHead,
     "poss-eagle3": PossEagle3Head,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration import DraftHeadConfig
@@ -66,6 +67,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     published: ClassVar[dict[str, Published]] = {}
     # Saved tensors that are no floating-point weights, with their types.
     integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
+    # Whether a config alone is not yet heads; where it is, the weight file is empty, and may be missing.
+    has_weights: ClassVar[bool] = True
     adaptive: bool = True
     probe: bool = True
     base_model_prefix = ""
@@ -304,6 +307,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             save_adapter_beside(self.config, Path(save_directory), self._binding.target)
         saved = super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
+            if not self.has_weights and self.pruned_token_ids is None:
+                save_file({}, Path(save_directory) / "model.safetensors", metadata={"format": "pt"})
             save_card(save_directory)
         if push:
             self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)

@@ -113,6 +113,7 @@ class TuningResult:
 def describe(tree: DraftTreeConfig) -> str:
     """A tree in a few words."""
     stop = f", stop {tree.stop_below:g}" if tree.stop_below else ""
+    stop += f", lookup {tree.lookup}" if tree.lookup else ""
     if tree.kind == "chain":
         return f"chain, depth {tree.depth}{stop}"
     width = f", top_k {tree.top_k}" if tree.kind == "dynamic" else ""
@@ -235,7 +236,7 @@ def tune(
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
-    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature", "lookup")}
     if tree["children"] == "sampled" and options.get("do_sample"):
         candidates = _trees_of_drawn_children(target, heads, made_for, depth, tree, options)
     else:

@@ -32,6 +32,8 @@ PACKAGE = [
     "HeadLoadError",
     "HydraHead",
     "HydraHeadConfig",
+    "LookupHead",
+    "LookupHeadConfig",
     "MedusaHead",
     "MedusaHeadConfig",
     "OptimalTree",

@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
     "eagle3": LEVELS,
     "poss-eagle3": {**LEVELS, **SPECIALISTS},
+    "lookup": {"longest_ngram": 2, "shortest_ngram": 1},
     "draft-lm": {"num_hidden_layers": 1},
 }
 
