@@ -25,6 +25,8 @@ MODEL_TYPES = (
     "specheads_hydra",
     "specheads_lookup",
     "specheads_medusa",
+    "specheads_mtp",
+    "specheads_peagle",
     "specheads_poss",
     "specheads_poss_eagle3",
     "specheads_poss_lora",

@@ -68,9 +68,12 @@ def read_heads(folder: Path, name: str, positions: int | None = None, *, headers
     """
     raw_config = read_json(config_file(folder))
     if detect_from_config(raw_config) == OURS:
-        own_config(raw_config, positions)  # refused before any weights are read
-        if not HEADS[raw_config["model_type"]].has_weights and not any(folder.glob("*.safetensors*")):
-            return identify(raw_config, Checkpoint({}, (config_file(folder),)), name, positions)
+        config = own_config(raw_config, positions)  # refused before any weights are read
+        elsewhere = HEADS[config.model_type].weights_elsewhere(config)
+        if elsewhere is not None:
+            pruned = config.pruned_vocab_size is not None
+            beside = read_checkpoint(weight_files(folder)).tensors if pruned else {}
+            return identify(raw_config, Checkpoint(elsewhere | beside, (config_file(folder),)), name, positions)
     return identify(raw_config, read_checkpoint(weight_files(folder), headers_only=headers_only), name, positions)
 
 
@@ -87,7 +90,7 @@ def identify(raw_config: RawConfig, checkpoint: Checkpoint, name: str, positions
         layout = layout or detect_from_keys(checkpoint.shapes, raw_config)
         conversion = LAYOUTS[layout].convert(Source(raw_config, checkpoint.tensors, name, positions))
         config, tensors, notes = conversion.config, conversion.tensors, conversion.assumptions
-    _check_against_config(tensors, config)
+    check_against_config(tensors, config)
     check_dtypes(tensors, checkpoint.files[0], HEADS[config.model_type].integer_tensors)
     return StoredHeads(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))
 
@@ -152,7 +155,7 @@ def _check_target(target: object) -> None:
         )
 
 
-def _check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
+def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
     counts = {name: getattr(config, name, None) or 0 for name in COUNTS}
     if getattr(config, "fc_norm", False):  # a norm for each level

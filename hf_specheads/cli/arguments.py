@@ -65,6 +65,9 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
     )
+    parser.add_argument(
+        "--method", choices=("mtp",), help="take the target's own MTP layers; the heads are the target"
+    )
     parser.add_argument("--local-files-only", action="store_true", help="never ask the network")
     tree = parser.add_argument_group("draft tree (default: as tuned or saved with the heads)")
     tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"), help="of tree")
@@ -122,6 +125,7 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
         revision=args.heads_revision,
         local_files_only=args.local_files_only,
         positions_per_specialist=args.positions_per_specialist,
+        method=args.method,
         **kwargs,
         **tree_overrides(args),
     )

@@ -8,7 +8,7 @@ over next tokens like any head's, so that trees, batches, sampling and drawn chi
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -114,7 +114,6 @@ class LookupHead(DraftHead):
 
     config_class = LookupHeadConfig
     config: LookupHeadConfig
-    has_weights = False
     placed: torch.Tensor
     published: ClassVar[dict[str, Published]] = {"lookup": Published("Prompt lookup", LOOKUP_PAPERS)}
 
@@ -130,6 +129,15 @@ class LookupHead(DraftHead):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.placed.dtype
+
+    @classmethod
+    def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor]:
+        """There are none."""
+        return {}
+
+    @property
+    def weights_are_elsewhere(self) -> bool:
+        return True
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import alone_texts, assert_rows, batch_of, greedy
-from support.distributions import VOCAB as FIVE
 from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
 from support.heads import random_heads
 from support.stubs import StubHead
@@ -61,51 +62,35 @@ def test_padding_is_no_text_and_sequences_leave():
     assert lookup.continuations(2, torch.device("cpu")).tolist() == [[1, 2]]
 
 
-def repeating(target: Any) -> torch.Tensor:
-    """A prompt that holds the greedy text after it, so that copying is right: int64 [1, T]."""
-    ids = prompt()
-    for _ in range(3):  # what follows changes with the prompt, and settles
-        ids = torch.cat([ids, plain(target, ids, NEW)[:, ids.shape[1] :], prompt()], dim=1)
-    return ids
+@pytest.fixture
+def known(monkeypatch):
+    """Texts that a call finds before its own, as if the prompt had held them."""
+    texts: list[list[int]] = []
+    begin = TextLookup.begin
+
+    def after_known_texts(lookup: TextLookup, token_ids: torch.Tensor, *args: Any) -> None:
+        begin(lookup, token_ids, *args)
+        lookup.texts = [TextIndex([*itertools.chain(*texts), *text.token_ids]) for text in lookup.texts]
+
+    monkeypatch.setattr(TextLookup, "begin", after_known_texts)
+    return texts
 
 
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_greedy_text_is_the_targets(kind, family):
+def test_greedy_text_is_the_targets(kind, known):
     """Drafts are wrong, right or in the middle of the tree, and the copied path with them."""
-    target = shared_target(family)
-    ids = repeating(target)
-    expected = plain(target, ids, NEW)
-    for ranks in ((None,), (0, 1, None, 0, 2)):
-        heads = StubHead(target, expected, ranks, **TREES[kind].replace(lookup=LOOKUP).to_dict())
-        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
-        sizes = {tree.num_nodes for tree in traced(heads, target, ids)}
-        assert sizes <= {1, TREES[kind].num_nodes, TREES[kind].num_nodes + LOOKUP}
-        assert TREES[kind].num_nodes + LOOKUP in sizes
-
-
-def traced(heads: Any, target: Any, ids: torch.Tensor) -> list:
-    heads.trace = True
-    plain(target, ids, NEW, assistant_model=heads)
-    return heads.last_stats.trees
-
-
-def test_copied_tokens_are_accepted():
-    """Of a text that the prompt holds, whole paths, with heads that know nothing."""
     target, ids = shared_target("llama"), prompt()
-    expected = plain(target, ids, 2 * NEW)
-    heads = StubHead(target, expected, (None,), kind="chain", depth=1, lookup=LOOKUP)
-    text = TextIndex(expected[0].tolist())
-    lookups = TextLookup.begin
-
-    def begin(lookup: TextLookup, *args: Any) -> None:
-        lookups(lookup, *args)
-        lookup.texts = [TextIndex(text.token_ids)]  # as if the prompt had held the answer before
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextLookup, "begin", begin)
-        assert torch.equal(plain(target, ids, 2 * NEW, assistant_model=heads), expected)
-    assert max(heads.last_stats.num_accepted[0]) >= LOOKUP
+    expected = plain(target, ids, NEW)
+    text = expected[0].tolist()
+    known += [text[:-8], [5, *text[-12:-3], 7]]  # right for a while, then wrong
+    tree = TREES[kind].replace(lookup=LOOKUP)
+    for ranks in ((None,), (0, 1, None, 0, 2)):
+        heads = StubHead(target, expected, ranks, **tree.to_dict())
+        heads.trace = True
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+        sizes = {drafted.num_nodes for drafted in heads.last_stats.trees}
+        assert sizes <= {1, tree.num_nodes, tree.most_nodes} and tree.most_nodes in sizes
+        assert max(heads.last_stats.num_accepted[0]) >= LOOKUP
 
 
 @pytest.mark.parametrize("method", ["eagle", "lookup"])
@@ -118,60 +103,55 @@ def test_a_batch(method):
     assert_rows(got, inputs["input_ids"].shape[1], alone_texts(target, alone, max_new_tokens=40))
 
 
-def test_compiled_rounds():
-    target = shared_target("llama")
-    ids = repeating(target)
+def test_compiled_rounds(known):
+    target, ids = shared_target("llama"), prompt()
+    expected = plain(target, ids, NEW)
+    known += [expected[0].tolist()]
     heads = random_heads(target, "eagle", kind="chain", depth=2, lookup=3)
     heads.compiled, heads.adaptive = True, False
-    expected = plain(target, ids, NEW)
     got = plain(target, ids, NEW, assistant_model=heads, compile_config=CompileConfig(backend="eager", mode=None))
     assert torch.equal(got, expected)
+    assert max(heads.last_stats.num_accepted[0]) >= 3
 
 
-@pytest.mark.parametrize("exact_seed", [True, False])
-def test_seeded_samples(exact_seed):
-    target, ids = shared_target("llama"), repeating(shared_target("llama"))
+@pytest.mark.parametrize("method", ["eagle", "lookup"])
+def test_seeded_samples(method, known):
+    target, ids = shared_target("llama"), prompt()
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.3}
     set_seed(5)
     expected = target.generate(ids, **options)
-    heads = random_heads(target, "eagle", lookup=LOOKUP)
-    heads.exact_seed = exact_seed
+    known += [expected[0].tolist()]
+    heads = random_heads(target, method, lookup=LOOKUP)
     set_seed(5)
-    got = target.generate(ids, assistant_model=heads, **options)
-    if exact_seed:
-        assert torch.equal(got, expected)
-    assert got.shape[1] == ids.shape[1] + NEW
+    assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+    assert max(heads.last_stats.num_accepted[0]) >= LOOKUP
 
 
 @pytest.mark.parametrize(
-    ("method", "tree", "exact_seed"),
+    ("method", "tree"),
     [
-        ("eagle", {"depth": 2, "top_k": 2, "total_tokens": 5, "lookup": 3}, False),
-        ("eagle", {"kind": "chain", "depth": 1, "lookup": 3}, True),
-        ("lookup", {"depth": 2, "top_k": 2, "total_tokens": 5}, False),
-        ("lookup", {"kind": "chain", "depth": 3, "children": "sampled"}, False),
-        ("lookup", {"kind": "static", "choices": ((0,), (1,), (0, 0)), "children": "sampled"}, False),
+        ("eagle", {"depth": 1, "top_k": 2, "total_tokens": 3, "lookup": 2}),
+        ("lookup", {"kind": "chain", "depth": 3, "children": "sampled"}),
     ],
 )
-def test_sampled_distribution(method, tree, exact_seed):
+def test_sampled_distribution(method, tree):
     """Of a vocabulary of five, copies are found in most rounds."""
-    samples, length, setting = 200, 5, {"temperature": 0.8, "top_k": 4}
+    samples, length, setting = 80, 4, {"temperature": 0.8, "top_k": 4}
     target = five_token_target()
-    heads = random_heads(target, method, **({"top_k": 4, "total_tokens": 14} | tree))
-    heads.exact_seed, heads.adaptive = exact_seed, False
+    heads = random_heads(target, method, **tree)
+    heads.exact_seed = heads.adaptive = False
     late, expected = slice(-3, -1), {}
     for output, probability in target_distribution(target, setting, length).items():
         expected[output[late]] = expected.get(output[late], 0.0) + probability
     torch.manual_seed(77)
-    counts: dict[tuple[int, ...], int] = {}
-    rounds = 0
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
     for _ in range(samples):
-        found = tuple(sample(target, heads, length, **setting)[late].tolist())
-        counts[found] = counts.get(found, 0) + 1
-        rounds += sum(heads.last_stats.num_accepted[0])
-    assert rounds > 0, "nothing was ever accepted"
+        counts[tuple(sample(target, heads, length, **setting)[late].tolist())] += 1
+        accepted += sum(heads.last_stats.num_accepted[0])
+    assert accepted > samples / 4
     statistic, freedom = chi_square(counts, expected, samples)
-    assert freedom >= 5 and FIVE == 5
+    assert freedom >= 4
     assert statistic < critical_value(freedom)
 
 

@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
     "eagle3": LEVELS,
     "poss-eagle3": {**LEVELS, **SPECIALISTS},
+    "peagle": {**LEVELS, "num_hidden_layers": 2},
+    "mtp": {"native": False},
     "lookup": {"longest_ngram": 2, "shortest_ngram": 1},
     "draft-lm": {"num_hidden_layers": 1},
 }

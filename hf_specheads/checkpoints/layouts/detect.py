@@ -15,6 +15,7 @@ from .fields import RawConfig
 from .hydra import read as hydra
 from .keys import EMBEDDING, FC, FIRST_LAYER, INPUT_NORM, LM_HEAD
 from .medusa import read as medusa
+from .peagle import read as peagle
 from .speculators import keys as speculators_keys
 from .speculators import read as speculators
 
@@ -23,14 +24,20 @@ EAGLE = "eagle"
 EAGLE3 = "eagle3"
 HYDRA = "hydra"
 MEDUSA = "medusa"
+PEAGLE = "peagle"
 POSS = "poss"
+NATIVE = "native"
 SPECULATORS = "speculators"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
-LAYOUTS = {SPECULATORS: speculators, HYDRA: hydra, MEDUSA: medusa, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle}
+LAYOUTS = {
+    SPECULATORS: speculators, HYDRA: hydra, MEDUSA: medusa, PEAGLE: peagle, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle,
+}  # fmt: skip
 TITLES = {
-    OURS: "this package's own layout", SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
-    MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", POSS: "PosS's layout", EAGLE: "EAGLE's layout",
+    OURS: "this package's own layout", NATIVE: "the checkpoint of the target they belong to",
+    SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
+    MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", PEAGLE: "P-EAGLE's layout",
+    POSS: "PosS's layout", EAGLE: "EAGLE's layout",
 }  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,8 +55,8 @@ def detect_from_config(config: RawConfig) -> str | None:
     kind = config.get(speculators_keys.KIND)
     if kind is not None and kind not in speculators_keys.KINDS:
         raise UnknownFormatError(_not_read(f"a `speculators` model of type {kind!r}"))
-    if config.get("mask_token_id") is not None or "dflash_config" in config:
-        raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
+    if "dflash_config" in config:
+        raise UnknownFormatError(_not_read("a parallel drafter (DFlash)"))
     if (arch := config.get("hydra_head_arch")) in ("cross-attn", "eagle-attn"):
         raise UnknownFormatError(_not_read(f"Hydra heads of the unpublished kind {arch!r}"))
     return None if kind is None else SPECULATORS
@@ -61,8 +68,8 @@ def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
     Raises:
         UnknownFormatError: for everything else, naming what it looks like.
     """
-    if parallel := [key for key in shapes if key == "mask_hidden" or key.startswith("parallel_draft_heads.")]:
-        raise UnknownFormatError(_not_read(f"a parallel drafter (P-EAGLE or ModelOpt's, with {parallel[0]!r})"))
+    if parallel := [key for key in shapes if key.startswith("parallel_draft_heads.")]:
+        raise UnknownFormatError(_not_read(f"a parallel drafter (ModelOpt's, with {parallel[0]!r})"))
     for name, module in LAYOUTS.items():
         if module is not eagle and module.recognises(shapes, config):
             return name
@@ -97,6 +104,6 @@ def _not_read(what: str) -> str:
 
 
 __all__ = [
-    "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "SPECULATORS", "TITLES", "detect_from_config",
+    "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "PEAGLE", "POSS", "SPECULATORS", "TITLES", "detect_from_config",
     "detect_from_keys",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from ....errors import CheckpointKeysError, HeadConfigError, UnknownFormatError
 from ..eagle import read as eagle
 from ..eagle3 import read as eagle3
 from ..fields import Conversion, RawConfig, Source, Tensors, boolean, renamed, with_our_prefix
+from ..peagle import read as peagle
 from . import keys
 
 
@@ -36,7 +37,9 @@ def convert(source: Source) -> Conversion:
     raw_config = source.raw_config
     kind = raw_config.get(keys.KIND, keys.EAGLE_KIND)
     if kind not in keys.KINDS:
-        raise UnknownFormatError(f"these are a `speculators` model of type {kind!r}; types eagle and eagle3 are read.")
+        raise UnknownFormatError(
+            f"these are a `speculators` model of type {kind!r}; types eagle, eagle3 and peagle are read."
+        )
     layer = raw_config.get(keys.LAYER_CONFIG)
     if not isinstance(layer, dict):
         raise HeadConfigError(f"config.json has {keys.LAYER_CONFIG}={layer!r}, expected an object.")
@@ -48,6 +51,9 @@ def convert(source: Source) -> Conversion:
     if kind == keys.EAGLE_KIND:
         tensors = _eagle_tensors(raw_config, source.tensors)
         conversion = eagle.convert(Source(flat, tensors, source.name))
+    elif kind == keys.PEAGLE_KIND:
+        flat |= {field: raw_config[field] for field in keys.PEAGLE_FIELDS if field in raw_config}
+        conversion = peagle.convert(Source(_with_residual(flat), source.tensors, source.name))
     else:
         flat |= {field: raw_config[field] for field in keys.EAGLE3_FIELDS if field in raw_config}
         conversion = eagle3.convert(Source(_with_residual(flat), source.tensors, source.name))
