@@ -21,6 +21,7 @@ from .compiled import CompiledRounds
 from .drafting import grow_tree
 from .lookup import TextLookup
 from .options import DraftingOptions
+from .pace import Pace
 from .sampling import DraftSampler
 
 
@@ -135,6 +136,22 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     def has_drafts(self) -> bool:
         """Whether there is anything to draft: heads that only copy have nothing where the text does not repeat."""
         return self.head.copied_ngrams is None or self.lookup is None or self.lookup.found
+
+    def begin_text(self, prompt: torch.Tensor) -> None:
+        """Takes in the prompts [B, T] of a call, where copies are looked for in them."""
+        if self.lookup is not None:
+            self.lookup.begin(prompt, self.padding_mask)
+
+    def extend_text(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """The same with the tokens a round has emitted, one list per sequence."""
+        if self.lookup is not None:
+            self.lookup.extend(token_ids)
+
+    def why_plain(self, pace: Pace | None) -> str | None:
+        """What plain steps were taken for."""
+        if self.head.copied_ngrams is not None:
+            return "because the text had nothing to copy there, or because copying had not paid"
+        return None if pace is None else pace.why_plain()
 
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, logging
 
+from ..cache.recurrent import RecurrentCache, cache_name, tokens_in
 from ..cache.slots import to_device
 from ..cache.target import ChainCache, TreeCache, root_positions_of
 from ..contract import DraftingContract
@@ -21,6 +22,7 @@ from ..errors import UnsupportedGenerationError
 from ..metrics import wait_for
 from ..target.features import FeatureReader
 from ..target.parallel import as_first_says, parallel_group
+from ..target.recurrence import is_recurrent
 from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
@@ -124,7 +126,7 @@ def run_rounds(
     refuse_processors(options, logits_processor, generation_config, input_ids.shape[0])
     probe_seconds = 0.0
     if options.probe:
-        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs["past_key_values"])
+        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs[cache_name(model_kwargs)])
         probe_seconds = refuse_by_probe(model, replace(kind, features=draft_head.feature_layers))
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
@@ -139,6 +141,8 @@ def run_rounds(
 
 def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
     """What the target is asked to verify in a call."""
+    if is_recurrent(target):
+        return RoundKind(tree=False, recurrent=True)
     rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
     return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)
 
@@ -179,7 +183,7 @@ class RoundLoop:
         if self.stats.lossy:
             logger.warning_once(LOSSY)
         self.reader = FeatureReader(head.feature_layers, self.outputs.hidden_states is not None)
-        self._target_cache: TreeCache | ChainCache | None = None
+        self._target_cache: TreeCache | ChainCache | RecurrentCache | None = None
         self.prefilled = 0  # tokens in the cache after the prefill
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
@@ -196,8 +200,8 @@ class RoundLoop:
         """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
         tree = self.options.tree
         drafted = tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
-        rows_of_call = rows.token_ids.shape[1] + self.budget + tree.lookup
-        self.candidates.draft_cache.fix_capacity(bucket(rows_of_call + drafted))
+        committed = rows.token_ids.shape[1] + self.budget + tree.lookup
+        self.candidates.draft_cache.fix_capacity(bucket(committed + drafted))
 
     @property
     def budget(self) -> int:
@@ -207,7 +211,12 @@ class RoundLoop:
         return self.stop.max_length - self.sequences.prompt_length
 
     @property
-    def target_cache(self) -> TreeCache | ChainCache:
+    def stock(self) -> Cache:
+        """transformers' cache of the call."""
+        return self.model_kwargs[cache_name(self.model_kwargs)]
+
+    @property
+    def target_cache(self) -> TreeCache | ChainCache | RecurrentCache:
         """The target's cache, from the prefill on."""
         if self._target_cache is None:
             raise RuntimeError("the target's cache is opened by the prefill.")
@@ -238,9 +247,9 @@ class RoundLoop:
             rows = self.drop_ended(rows, accepted)
         wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
-        self.stats.plain_because = self.why_plain() if self.stats.plain_steps else None
+        self.stats.plain_because = self.candidates.why_plain(self.pace) if self.stats.plain_steps else None
         self.close()
-        return self.outputs.result(sequences.padded(), self.model_kwargs["past_key_values"])
+        return self.outputs.result(sequences.padded(), self.stock)
 
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
@@ -249,8 +258,7 @@ class RoundLoop:
         outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
-        if self.candidates.lookup is not None:
-            self.candidates.lookup.begin(prompt, self.padding_mask)
+        self.candidates.begin_text(prompt)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
         first = to_device([result.token_ids for result in accepted.values()], prompt.device)
@@ -260,11 +268,13 @@ class RoundLoop:
             self.fix_capacities(rows)
         return self.drop_ended(rows, accepted)
 
-    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache:
+    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache | RecurrentCache:
         """Takes over the target's cache, now that it holds the prompt."""
-        stock: Cache = self.model_kwargs["past_key_values"]
-        self.prefilled = stock.get_seq_length()
-        positions = root_positions_of(self.model_kwargs, stock.get_seq_length(), self.target.device)
+        stock = self.stock
+        self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
+        positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
+        if is_recurrent(self.target):
+            return self.open_recurrent(stock, positions)
         if self.options.tree.is_chain and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
@@ -273,11 +283,20 @@ class RoundLoop:
             capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.most_nodes)
         return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
 
+    def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
+        """The same where it holds states."""
+        takes_positions = self.model_kwargs.get("position_ids") is not None
+        is_seen = self.outputs.as_dict or getattr(stock, "_is_user_defined", False)
+        call = (self.padding_mask, positions, takes_positions, self.prefilled, is_seen)
+        return RecurrentCache(stock, self.target, cache_name(self.model_kwargs), *call)
+
     # ------------------------------------------------------------------ a round
     def begin_round(self) -> bool:
         """Whether the round drafts."""
         if self.compiled is not None:
             self.compiled.begin_round()
+        if isinstance(self.target_cache, RecurrentCache) and self.target_cache.must_catch_up:
+            return False
         if self.pace is None:
             return True
         drafts = self.pace.drafts(max(self.target_cache.counts))
@@ -294,11 +313,12 @@ class RoundLoop:
         """One target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
         cache, hidden_states = self.target_cache, self.reader.forward_kwargs
-        tree_config = self.options.tree
         plain = self.pace is not None or self.candidates.lookup is not None
-        sizes = (tree_config.num_nodes, tree_config.most_nodes, *([1] if plain else []))
+        sizes = (self.options.tree.num_nodes, self.options.tree.most_nodes, *([1] if plain else []))
         if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
             return self.compiled.verify(self.target, cache, tree, hidden_states)
+        if isinstance(cache, RecurrentCache):
+            return cache.verify(tree, **hidden_states)
         inputs = cache.forward_inputs(tree)
         return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **hidden_states)
 
@@ -325,14 +345,15 @@ class RoundLoop:
         self.outputs.collect(outputs, accepted, prefill)
         for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
             self.sequences.append(sequence, result.token_ids, row)
-        if self.candidates.lookup is not None:
-            self.candidates.lookup.extend([result.token_ids for result in accepted.values()])
+        self.candidates.extend_text([result.token_ids for result in accepted.values()])
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
         the first of a call, which takes in the prompt, are no measure."""
         if self.compiled is not None and self.compiled.compiles:
             return
+        if isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up:
+            return  # neither a plain step nor a round
         if tree.num_nodes == 1:
             pace.record_plain(seconds)
             return
@@ -352,12 +373,6 @@ class RoundLoop:
         if self.options.trace:
             # Not the distributions that children were drawn from: a vocabulary per node and round.
             self.stats.trees.append(replace(tree, sampled=None).to(torch.device("cpu")))
-
-    def why_plain(self) -> str | None:
-        """What plain steps were taken for."""
-        if self.candidates.head.copied_ngrams is not None:
-            return "because the text had nothing to copy there, or because copying had not paid"
-        return None if self.pace is None else self.pace.why_plain()
 
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
         """Sequences that have ended cost nothing from here on."""

@@ -99,11 +99,11 @@ def _keys_problem(shapes: Shapes) -> str | None:
 def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
-        "HASS, PosS, Medusa and Hydra, and EAGLE-1/3 and HASS as `speculators` saves them."
+        "P-EAGLE, HASS, PosS, Medusa and Hydra, and EAGLE-1/3, P-EAGLE and HASS as `speculators` saves them."
     )
 
 
 __all__ = [
-    "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "PEAGLE", "POSS", "SPECULATORS", "TITLES", "detect_from_config",
-    "detect_from_keys",
+    "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "NATIVE", "OURS", "PEAGLE", "POSS", "SPECULATORS", "TITLES",
+    "detect_from_config", "detect_from_keys",
 ]  # fmt: skip
