@@ -42,17 +42,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = read_recipe(options.config, options.changes)
         if sys.stderr.isatty():
-            print(f"Loading {recipe.train_data.path} and {recipe.target} ...", file=sys.stderr, flush=True)
+            data = ", ".join(source.path for source in recipe.train_sources)
+            print(f"Loading {data} and {recipe.target} ...", file=sys.stderr, flush=True)
         from .building import build_trainer
 
         trainer = build_trainer(recipe)
+        checkpoint = newest_checkpoint(trainer, recipe)
     except Exception as error:  # of any class: libraries that load models and data have many
         if options.debug:
             raise
         print(f"specheads train: error: {one_line(error)}", file=sys.stderr)
         return 2
-    train(trainer, recipe)
+    train(trainer, recipe, checkpoint)
     return 0
+
+
+def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
+    """Where to go on from, `None` to begin.
+
+    Raises:
+        OtherRunError: for a checkpoint of another recipe.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    output = str(trainer.args.output_dir)
+    checkpoint = get_last_checkpoint(output) if recipe.resume and Path(output).is_dir() else None
+    if checkpoint is not None:
+        trainer.refuse_checkpoint(checkpoint)
+    return checkpoint
 
 
 def one_line(error: Exception) -> str:
@@ -63,15 +80,12 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message} (--debug shows where)"
 
 
-def train(trainer: DraftHeadTrainer, recipe: Recipe) -> None:
-    """Trains, from the newest checkpoint if there is one, and writes heads and facts."""
-    from transformers.trainer_utils import get_last_checkpoint
-
+def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = None) -> None:
+    """Trains, from a checkpoint if there is one, and writes heads and facts."""
     from .building import describe
     from .facts import write_facts
 
     output = str(trainer.args.output_dir)
-    checkpoint = get_last_checkpoint(output) if recipe.resume and Path(output).is_dir() else None
     if trainer.is_world_process_zero():
         print(describe(trainer, recipe, checkpoint), flush=True)
     started = time.time()

@@ -29,12 +29,21 @@ class LossMeter:
         self.seen: set[str] = set()
         self.sums = torch.zeros(num_passes, len(self.names), device=device)
         self.steps = 0
+        self._marked = self.sums.clone()
 
     def add(self, position: int, losses: PassLosses) -> None:
         """Adds the losses of one pass."""
         self.seen |= set(losses.values)
         zero = self.sums.new_zeros(())
         self.sums[position] += torch.stack([losses.values.get(name, zero).detach().float() for name in self.names])
+
+    def mark(self) -> None:
+        """Remembers the sums, for [`roll_back`]."""
+        self._marked = self.sums.clone()
+
+    def roll_back(self) -> None:
+        """Takes out what was added since [`mark`]: the losses of a step that is not taken."""
+        self.sums.copy_(self._marked)
 
     def drain(self, per_step_of_all: bool = False) -> dict[str, float]:
         """Means since the last call, `feature_loss_1` first, summed over processes; starts anew.

@@ -89,6 +89,7 @@ class UnrollInputs(RowInputs, total=False):
 
     embed_tokens: Required[torch.Tensor | Projection]
     lm_head: Required[torch.Tensor | Projection]
+    anchors: torch.Tensor | None
     top_k: int
     lk_decay: float
     losses: Sequence[str]
@@ -99,6 +100,7 @@ class Unroll:
     """Unrolled training forward of one batch: [`next_pass`] `num_passes` times, or [`run_passes`].
 
     Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with what the target says at t + 1.
+    With `anchors`, passes hold only those rows; supervised rows are those that may be drafted, from whichever anchor.
 
     Args:
         draft_head: Heads of any family.
@@ -119,6 +121,7 @@ class Unroll:
             sequence. No
             row attends, and no drafted feature moves, across documents.
         position_ids: int64 [B, T], rope positions; default counts from 0 in every document.
+        anchors: int64 [B, A], rows at which rounds start, for heads that are trained at some rows only; -1 for none.
         num_items: Divisor of the losses instead of each pass's own number of supervised rows.
         separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at rows
             that passes share are kept until [`finish_backward`].
@@ -146,6 +149,7 @@ class Unroll:
         token_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        anchors: torch.Tensor | None = None,
         num_items: torch.Tensor | float | None = None,
         separate_backward: bool = False,
     ):
@@ -173,7 +177,9 @@ class Unroll:
             lm_head=as_lm_head(lm_head),
             upstream_masking=upstream_masking,
             separate_backward=separate_backward,
+            anchors=anchors,
         )
+        self._place = None if anchors is None else _places(anchors, self.length)
         self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
         self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
         labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
@@ -182,6 +188,11 @@ class Unroll:
         self._target_features = target_features.detach().flatten(0, 1)
         self._passes = draft_head.unroll(rows, num_passes)
         self._position = 0
+
+    @property
+    def num_rounds(self) -> int:
+        """Rows at which rounds start: what the losses of a pass are a mean over."""
+        return int(self.supervised.numel() if self._place is None else torch.count_nonzero(self._place >= 0))
 
     @torch.no_grad()
     def target_at(self, rows: torch.Tensor) -> TargetDistribution:
@@ -263,12 +274,16 @@ class Unroll:
         next(self._passes, None)
 
     def _rows_of(self, offset: int, supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R'] (flat) that draft the supervised rows `offset` later, and which of them those are."""
-        if offset == 0:
+        """Rows [R'] (flat, of what a pass holds) that draft the supervised rows `offset` later, and which of them
+        those are."""
+        if offset == 0 and self._place is None:
             return supervised, None
         rows = (supervised - offset).clamp_min(0)
-        inside = supervised % self.length >= offset
-        kept = (inside & (self.documents[rows] == self.documents[supervised])).nonzero()[:, 0]
+        inside = (supervised % self.length >= offset) & (self.documents[rows] == self.documents[supervised])
+        if self._place is not None:
+            rows = self._place[rows]
+            inside = inside & (rows >= 0)
+        kept = inside.nonzero()[:, 0]
         return rows[kept], kept
 
     def _losses(
@@ -316,6 +331,15 @@ def _documents(
     if attention_mask is None:
         return documents
     return documents.masked_fill(attention_mask == 0, -1)
+
+
+def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
+    """int64 [B T], where every row (flat) is among the anchors [B, A] (flat), -1 where it is none."""
+    rows = anchors + torch.arange(len(anchors), device=anchors.device)[:, None] * length
+    place = torch.full((len(anchors) * length,), -1, device=anchors.device)
+    found = (anchors >= 0).flatten().nonzero()[:, 0]
+    place[rows.flatten()[found]] = found
+    return place
 
 
 def _refuse_shapes(features: torch.Tensor, **tensors: torch.Tensor | None) -> None:

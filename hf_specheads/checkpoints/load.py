@@ -28,14 +28,16 @@ def load_heads(
     local_files_only: bool = False,
     positions_per_specialist: int | None = None,
     method: str | None = None,
+    anchor_slot: str | None = None,
     compile: bool = False,  # noqa: A002 (transformers' word)
     **tree_overrides: Any,
 ) -> DraftHead:
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
     The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa and Hydra, and those of SpecForge, SGLang, ModelOpt, vLLM and speculators. One line
-    says what was found and what had to be assumed. A folder may also be a training state of `accelerate`.
+    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash and JetSpec, and those of DeepSpec, SpecForge, SGLang, ModelOpt, vLLM
+    and speculators. One line says what was found and what had to be assumed. A folder may also be a training state of
+    `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
@@ -48,6 +50,8 @@ def load_heads(
         positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
             nowhere; default from a name such as `PosS3-...`.
         method: `"mtp"` takes the MTP layers out of a target's own checkpoint: `repo_or_path` is then the target.
+        anchor_slot: `"idle"` or `"drafts"`: whether the first slot of a block predicts a token, of block drafters
+            whose files do not say it (JetSpec heads trained with `draft_shift`); default idle.
         compile: Compile the rounds of `generate` (`heads.compiled`).
         **tree_overrides: Fields of [`DraftTreeConfig`] (`kind`, `depth`, `top_k`, `total_tokens`, `choices`) that
             replace the saved ones.
@@ -68,7 +72,7 @@ def load_heads(
         if method is not None:
             stored = read_native(repo_or_path, method, hub)
         else:
-            stored = read_heads(folder, name, positions_per_specialist)
+            stored = read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot)
         stored, dtype = _with_dtype(stored, dtype)
         heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
             None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map

@@ -117,7 +117,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
         tree = self._grow(rows, depth, input_ids)
-        self.stats.draft_forwards += tree.max_depth
+        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
         if self.options.tree.stop_below > 0:
             self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:

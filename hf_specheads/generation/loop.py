@@ -198,10 +198,8 @@ class RoundLoop:
 
     def fix_capacities(self, rows: NewRows) -> None:
         """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        tree = self.options.tree
-        drafted = tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
-        committed = rows.token_ids.shape[1] + self.budget + tree.lookup
-        self.candidates.draft_cache.fix_capacity(bucket(committed + drafted))
+        drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
+        self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
 
     @property
     def budget(self) -> int:

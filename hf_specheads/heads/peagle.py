@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask
 from ..publishing.card.facts import Published
+from ..tree.config import DraftTreeConfig
 from ..unroll.attention import Documents, StreamAttention, StreamCache
 from ..unroll.rows import DraftedPass, TrainingRows
 from .base import DraftHead
@@ -123,6 +124,18 @@ class PEagleHead(Eagle3Head):
     def drafted_slots(self) -> int:
         """Positions one forward drafts: those of the draft tree, and two at least."""
         return max(self.tree_config.depth, 2)
+
+    @property
+    def independent_positions(self) -> bool:
+        return True
+
+    @property
+    def drafts_in_one_forward(self) -> bool:
+        return True
+
+    def draft_rows(self, tree: DraftTreeConfig) -> int:
+        """Mask rows, whatever the tree."""
+        return self.drafted_slots
 
     def new_draft_cache(self) -> DraftCache:
         return DraftCache(self.config.num_hidden_layers)

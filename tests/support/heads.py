@@ -31,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mtp": {"native": False},
     "lookup": {"longest_ngram": 2, "shortest_ngram": 1},
     "draft-lm": {"num_hidden_layers": 1},
+    "dflash": {"num_hidden_layers": 2, "block_size": 5},
+    "jetspec": {"num_hidden_layers": 2, "block_size": 4, "anchor_slot": "drafts"},
 }
 
 

@@ -74,7 +74,7 @@ STABLE = {
     ("one", "other"),
     [
         ({"backward": "per_pass"}, {"backward": "summed"}),
-        ({"packing": False}, {"packing": True}),
+        ({"packing": False}, {"packing": True, "packing_strategy": "batch"}),
         ({}, {"activation_checkpointing": True}),
         ({"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
         ({"pass_reduction": "sum", "learning_rate": 0.01}, {"pass_reduction": "mean", "learning_rate": 0.04}),
