@@ -1,4 +1,4 @@
-"""MTP layers, P-EAGLE and DeepSpec's EAGLE-3 against recordings of their authors' code: text, accepted counts, drafts."""
+"""MTP layers, P-EAGLE and DeepSpec's EAGLE-3 against recordings of their code: text, accepted counts, drafts."""
 
 from __future__ import annotations
 
