@@ -17,8 +17,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .answering import Answer, Answerer, Sampling
-from .chats import ExampleError, chat_problem
-from .columns import messages_of
+from .chats import ExampleError, chat_problem, without_missing
+from .columns import messages_of, tools_of
 
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|\Z)", re.DOTALL)
@@ -119,12 +119,12 @@ def chat_of(row: Mapping[str, Any], name: str, options: RegenerationOptions) -> 
     messages = _messages(row)
     if problem := chat_problem(messages):
         raise ExampleError(f"no chat: {problem}")
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    messages = [without_missing(message) for message in messages]
     if not any(message["role"] in ("user", "tool") for message in messages):
         raise ExampleError("nobody asks anything in this chat")
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
     temperature = random.Random(f"{options.seed} {name}").choice(options.temperatures)
-    return Chat(name, messages, row.get("tools") or None, {**options.template_kwargs, **own}, temperature)
+    return Chat(name, messages, without_missing(tools_of(row)), {**options.template_kwargs, **own}, temperature)
 
 
 def _messages(row: Mapping[str, Any]) -> list[Any]:
