@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, train, tune
+from . import bench, convert, demo, diff, doctor, env, evaluate, export, generate, inspect, push, train, tune
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
 
@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": generate,
     "eval": evaluate,
     "bench": bench,
+    "diff": diff,
+    "doctor": doctor,
     "train": train,
     "inspect": inspect,
     "convert": convert,

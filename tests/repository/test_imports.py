@@ -21,7 +21,7 @@ STEPS = (
     ("generation",),
     ("tuning", "dispatch"),
     ("heads",),
-    ("checkpoints", "registration"),
+    ("checkpoints", "registration", "diagnosis"),
     ("__init__", "cli", "custom_generate", "trainer"),
     ("__main__",),
 )

@@ -16,6 +16,8 @@ from hf_specheads.heads.auto import METHODS
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 PACKAGE = [
     "AutoDraftHead",
+    "Diagnosis",
+    "Difference",
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",
@@ -45,6 +47,8 @@ PACKAGE = [
     "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",
+    "diagnose",
+    "explain_difference",
     "export_heads",
     "load_heads",
     "search_tree",
