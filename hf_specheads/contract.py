@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from .cache.draft import DraftCache
 from .configuration import DraftHeadConfig
+from .draft_vocabulary import TokenIds
 from .metrics import GenerationStats
 from .target.borrowed import BorrowedModules
 from .tree.config import DraftTreeConfig
@@ -117,7 +118,7 @@ class DraftingContract:
         """Leaves the tree alone again, as after loading."""
         raise NotImplementedError
 
-    def prune_draft_vocabulary(self, token_ids: Any) -> Self:
+    def prune_draft_vocabulary(self, token_ids: TokenIds | None) -> Self:
         """Restricts drafts to some tokens."""
         raise NotImplementedError
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TokenIds = torch.Tensor | Sequence[int]  # in any order
+
+
 def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
     """Why token ids are no draft vocabulary of a target with `vocab_size` tokens, `None` if they are one.
 
@@ -53,7 +56,7 @@ def mapping_problem(d2t: torch.Tensor, t2d: torch.Tensor) -> str | None:
     return None
 
 
-def mapping_of(token_ids: torch.Tensor | Sequence[int], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def mapping_of(token_ids: TokenIds, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`d2t` int64 [Vd] and `t2d` bool [V] of a draft vocabulary, given in any order.
 
     Raises:

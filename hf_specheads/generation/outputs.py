@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from transformers import GenerationConfig
+from transformers import Cache, GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
 
 from .verification.accepted import Accepted
 
@@ -37,7 +36,7 @@ class EmittedOutputs:
         """Scores of a sequence's tokens so far, for criteria that read them."""
         return None if self.scores is None else tuple(self.scores[sequence])
 
-    def collect(self, outputs: Any, accepted: dict[int, Accepted], prefill: bool = False) -> None:
+    def collect(self, outputs: ModelOutput, accepted: dict[int, Accepted], prefill: bool = False) -> None:
         """Adds what belongs to the tokens of one round.
 
         Args:
@@ -73,7 +72,7 @@ class EmittedOutputs:
         """Scores [B, V] of a step, the first is 1; `None` if not asked for."""
         return None if self.scores is None else _at_step(self.scores, step - 1)
 
-    def result(self, input_ids: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def result(self, input_ids: torch.Tensor, cache: Cache | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
         if not self.as_dict:
             return input_ids

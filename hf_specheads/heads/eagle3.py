@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..draft_vocabulary import mapping_of, mapping_problem
+from ..draft_vocabulary import TokenIds, mapping_of, mapping_problem
 from ..errors import CheckpointValueError, WarmStartError, WrongTargetError
 from ..publishing.card.facts import Published
 from ..target.projection import output_weight
@@ -205,7 +205,7 @@ class Eagle3Head(SpecialistHead):
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def set_draft_vocabulary(self, token_ids: Any) -> None:
+    def set_draft_vocabulary(self, token_ids: TokenIds) -> None:
         """Chooses the tokens of the draft vocabulary; rows of `lm_head` stay where they are.
 
         Args:
@@ -333,7 +333,7 @@ class Eagle3Head(SpecialistHead):
         return fields, kept
 
     @torch.no_grad()
-    def start_from_target(self, target: PreTrainedModel, draft_token_ids: Any = None) -> None:
+    def start_from_target(self, target: PreTrainedModel, draft_token_ids: TokenIds | None = None) -> None:
         """The draft vocabulary, and rows of the target's embedding and `lm_head` where widths agree.
 
         Args:
@@ -375,7 +375,7 @@ class Eagle3Head(SpecialistHead):
         names = (*EAGLE3_FIELDS, *LAYER_FIELDS)
         return {name: value for name in names if (value := getattr(source.config, name)) is not None}
 
-    def start_from(self, source: DraftHead, draft_token_ids: Any = None) -> None:
+    def start_from(self, source: DraftHead, draft_token_ids: TokenIds | None = None) -> None:
         """Copies the shared weights, the draft vocabulary and the layers of `source`."""
         super().start_from(source)
         if draft_token_ids is not None and self.trained_vocabulary is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import transformers
@@ -15,6 +15,8 @@ from ..errors import UnsupportedGenerationError
 from ..target.borrowed import BorrowedModules
 
 logger = logging.getLogger("hf_specheads")
+
+DeviceMap = str | int | dict | torch.device | None  # as `from_pretrained` takes it
 
 
 def announce(line: str) -> None:
@@ -42,16 +44,17 @@ class Placement:
     dtype: bool = False
 
     @classmethod
-    def asked_for(cls, device_map: Any, dtype: torch.dtype | str | None) -> Placement:
+    def asked_for(cls, device_map: DeviceMap, dtype: torch.dtype | str | None) -> Placement:
         """Of heads that are loaded: what the user named stays."""
         return cls(device=device_map is None, dtype=dtype in (None, "auto"))
 
-    def follow(self, heads: Any, target: PreTrainedModel, borrowed: BorrowedModules) -> None:
+    def follow(self, heads: DraftingContract, target: PreTrainedModel, borrowed: BorrowedModules) -> None:
         """Moves heads to what they borrow; weights are shared with copies of the heads, which move along.
 
         Raises:
             UnsupportedGenerationError: if heads that call modules of the target are to stay on another device.
         """
+        module = cast(PreTrainedModel, heads)
         device = borrowed.device if self.device else heads.device
         dtype = target.dtype if self.dtype and not getattr(heads, "is_quantized", False) else heads.dtype
         if problem := device_problem(heads, device, borrowed):
@@ -59,10 +62,10 @@ class Placement:
         if (device, dtype) == (heads.device, heads.dtype):
             return
         announce(
-            f"{heads.name_or_path or type(heads).__name__}: the heads follow their target, from {heads.device}, "
+            f"{module.name_or_path or type(heads).__name__}: the heads follow their target, from {heads.device}, "
             f"{heads.dtype} to {device}, {dtype}"
         )
-        heads.to(device=device, dtype=dtype)
+        module.to(device=device, dtype=dtype)  # type: ignore[arg-type]
 
 
 def device_problem(heads: DraftingContract, device: torch.device, borrowed: BorrowedModules) -> str | None:

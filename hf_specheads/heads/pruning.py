@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import DraftHeadConfig
 from ..contract import DraftingContract
-from ..draft_vocabulary import draft_ids_problem, mapping_of
+from ..draft_vocabulary import TokenIds, draft_ids_problem, mapping_of
 from ..errors import WrongTargetError
 from ..target.borrowed import Binding
 from ..target.projection import has_plain_weight, projection_rows
@@ -75,7 +75,7 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         return copied["rows"][index if own else 0]
 
     # ------------------------------------------------------------------ pruning
-    def prune_draft_vocabulary(self, token_ids: torch.Tensor | Sequence[int] | None) -> Self:
+    def prune_draft_vocabulary(self, token_ids: TokenIds | None) -> Self:
         """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for smaller draft forwards:
 
             counts = count_tokens(texts, target.config.vocab_size)

@@ -235,14 +235,7 @@ def tune(
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
-    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
-    if tree["children"] == "sampled" and options.get("do_sample"):
-        candidates = _trees_of_drawn_children(target, heads, made_for, depth, tree, options)
-    else:
-        record = record_drafts(target, heads, made_for, depth, top_k, **options)
-        rounds = time_rounds(target, heads, made_for, repeats, **options)
-        tree = {**tree, "children": "top_k"}
-        candidates = predict(record, rounds, **tree)
+    candidates = _candidates(target, heads, made_for, depth, top_k, repeats, options)
     chosen = shortlist(candidates, confirm)
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
     if before not in chosen:
@@ -259,6 +252,24 @@ def tune(
     heads.config.tuned = [*without_machine(heads.config.tuned, result.key), result.entry()]
     heads.forget_tree()
     return result
+
+
+def _candidates(
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    prompts: Prompts,
+    depth: int,
+    top_k: int,
+    repeats: int,
+    options: dict[str, Any],
+) -> list[TunedTree]:
+    """All trees that could be taken, with what they promise on some prompts, the best first."""
+    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    if tree["children"] == "sampled" and options.get("do_sample"):
+        return _trees_of_drawn_children(target, heads, prompts, depth, tree, options)
+    record = record_drafts(target, heads, prompts, depth, top_k, **options)
+    rounds = time_rounds(target, heads, prompts, repeats, **options)
+    return predict(record, rounds, **{**tree, "children": "top_k"})
 
 
 def ranked(trees: Sequence[TunedTree]) -> list[TunedTree]:

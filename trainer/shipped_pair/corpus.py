@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .chat import chat_tokens, prompt_tokens
@@ -76,37 +74,6 @@ def fingerprint(texts: list[str]) -> str:
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()[:16]
-
-
-def pack_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int = 0) -> torch.Tensor:
-    """All texts as one stream of blocks, files in a seeded random order and separated by the EOS token.
-
-    Returns:
-        int32 tensor [number of blocks, block_size]; a remainder shorter than a block is dropped.
-    """
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    shuffled = [texts[i] for i in order]
-    stream: list[int] = []
-    for start in range(0, len(shuffled), 64):
-        for ids in tokenizer(shuffled[start : start + 64], add_special_tokens=False)["input_ids"]:
-            stream.extend(ids)
-            stream.append(tokenizer.eos_token_id)
-    usable = len(stream) // block_size * block_size
-    return torch.tensor(stream[:usable], dtype=torch.int32).view(-1, block_size)
-
-
-class PackedBlocks(Dataset):
-    """Language-modelling items from packed blocks: `input_ids` and `labels` of `block_size` tokens each."""
-
-    def __init__(self, blocks: torch.Tensor):
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return self.blocks.shape[0]
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = self.blocks[index].long()
-        return {"input_ids": ids, "labels": ids}
 
 
 def distinct_examples(family: Family, count: int, seed: int = 0, held_out: bool = False) -> Iterator[Example]:

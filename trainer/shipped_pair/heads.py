@@ -1,7 +1,7 @@
-"""Trains the shipped heads: every method on the same blocks in the same order, with the same compute.
+"""Trains the shipped heads: every method on the same answers in the same order, with the same compute.
 
-    python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --features runs/features \\
-        --output_dir runs/heads
+    python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --answers runs/answers.jsonl \\
+        --features runs/features --output_dir runs/heads
 
 Compute is counted in floating-point operations (the target's forward included, although the features come from a
 cache, see `feature_cache.py`), in units of EAGLE steps. Methods of several detached passes (HASS, POSS) start from the
@@ -12,14 +12,14 @@ rates. Runs whose folder is complete are skipped, so the script can be called ag
 """
 
 import argparse
+import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -33,14 +33,17 @@ from hf_specheads.trainer import (
 )
 
 from ..facts import FACTS, write_facts
-from .corpus import PackedBlocks, fingerprint, pack_tokens, read_split
+from .answers import Answer, AnswerBlocks, read_answers
+from .chat import chat_tokens, prompt_tokens
 from .feature_cache import BLOCK, CachedBlocks, stack_blocks
 from .optimizer import MatrixMomentum
+from .tasks import FAMILIES, example_at
 
 DEPTH = 6
 BATCH = 2
-VOCABULARY_BLOCKS = 2048  # training blocks that a draft vocabulary is chosen from
-EAGLE_STEP_FLOPS = 31_547_709_440  # of one EAGLE step on the shipped target, see `step_flops`
+VOCABULARY_BLOCKS = 2048  # training sequences that a draft vocabulary is chosen from
+HELD_OUT_PER_FAMILY = 4  # chats whose losses are followed
+HELD_OUT_SEED = 1  # of those and of the prompts for evaluation while training; reported numbers use others
 FINAL_SHARE = 0.4  # compute of the second stage, as a share of the first
 HEAD_WIDTH = {"intermediate_size": 512}
 # As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
@@ -126,17 +129,9 @@ RUNS = {
 }
 
 
-def step_flops(trainer: DraftHeadTrainer, blocks: CachedBlocks | Subset) -> int:
-    """Floating-point operations of one training step, counted; plus the target's forward where the cache saves it."""
-    target = trainer.frozen_target.model
-    body = sum(p.numel() for p in target.get_decoder().layers.parameters())
-    batch = stack_blocks([blocks[index] for index in range(BATCH)])
-    with FlopCounterMode(display=False) as counter:
-        trainer.training_step(trainer.model, batch)
-    trainer.model.zero_grad()
-    trainer.reset_losses()
-    saved = 2 * body * BATCH * BLOCK if "final_features" in batch else 0
-    return saved + counter.get_total_flops()
+def folder_of(name: str, args: argparse.Namespace) -> Path:
+    """Where a run is saved; of other seeds than 0, under its own name."""
+    return args.output_dir / (name if args.seed == 0 else f"{name}-seed{args.seed}")
 
 
 def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: int) -> DraftHeadTrainingArguments:
@@ -156,7 +151,7 @@ def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: 
         eval_steps=max(steps // 4, 1),
         eval_on_start=run.starts_from is None,
         eval_acceptance_prompts=args.eval_prompts,
-        eval_max_new_tokens=64,
+        eval_max_new_tokens=96,
         save_strategy="no",
         max_length=BLOCK,
         seed=args.seed,
@@ -166,77 +161,104 @@ def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: 
     )
 
 
-def new_heads(
-    run: Run, target: PreTrainedModel, args: argparse.Namespace, train: Sequence[dict[str, torch.Tensor]] = ()
-) -> DraftHead:
-    """Heads to train: random, or warm-started; a draft vocabulary is chosen from the training blocks."""
-    base = None if run.starts_from is None else load_heads(args.output_dir / run.starts_from, dtype=torch.float32)
-    tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
-    options = {**run.options}
-    if size := options.get("draft_vocab_size"):
-        options["draft_token_ids"] = frequent_tokens(train, size, target.config.vocab_size)
-    heads = AutoDraftHead.from_target(target, run.method, from_heads=base, tree_config=tree, **options)
-    heads.config.target = {**(heads.config.target or {}), "name": args.target_name}
-    return heads
+class HeadTraining:
+    """Trains runs for one target on the same data.
 
+    Args:
+        target: The target, fp32.
+        tokenizer: Its tokenizer.
+        args: Of the command.
+    """
 
-def train_run(
-    name: str,
-    run: Run,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    data: tuple[PackedBlocks, PackedBlocks, list[list[int]]],
-    args: argparse.Namespace,
-) -> None:
-    """Trains one run and saves heads (bf16) and facts into its folder."""
-    set_seed(args.seed)
-    folder = args.output_dir / name
-    train, held_out, prompts = data
-    heads = new_heads(run, target, args, [train[index] for index in range(VOCABULARY_BLOCKS)])
-    slower = 1.0 if run.starts_from is None else 0.5  # a warm start is fine-tuned, not trained anew
-    cached = CachedBlocks(train, args.features, heads.feature_layers or (-1,))
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace):
+        self.target, self.tokenizer, self.args = target, tokenizer, args
+        self.train, self.held_out, self.prompts = load_data(tokenizer, args)
 
-    # Joint training changes the features, so it computes them; its optimiser is AdamW, which knows the adapter.
-    blocks = Subset(train, cached.indices) if run.joint else cached
-    rates = {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate}
-    optimizer = None if run.joint else MatrixMomentum(heads, **rates)
+    @cached_property
+    def budget(self) -> float:
+        """Floating-point operations of a run with a share of 1: so many EAGLE steps."""
+        run = RUNS["eagle-base"]
+        return self.args.eagle_steps * self.step_flops(run, self.new_heads(run))
 
-    def trainer_of(steps: int) -> DraftHeadTrainer:
+    def new_heads(self, run: Run) -> DraftHead:
+        """Heads to train: random, or warm-started; a draft vocabulary is chosen from the training data."""
+        args = self.args
+        base = None if run.starts_from is None else load_heads(folder_of(run.starts_from, args), dtype=torch.float32)
+        tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
+        options = {**run.options}
+        if size := options.get("draft_vocab_size"):
+            seen = [self.train[index] for index in range(min(VOCABULARY_BLOCKS, len(self.train)))]
+            options["draft_token_ids"] = frequent_tokens(seen, size, self.target.config.vocab_size)
+        heads = AutoDraftHead.from_target(self.target, run.method, from_heads=base, tree_config=tree, **options)
+        heads.config.target = {**(heads.config.target or {}), "name": args.target_name}
+        return heads
+
+    def blocks(self, run: Run, heads: DraftHead) -> CachedBlocks | AnswerBlocks:
+        """What a run trains on; joint training changes the features, so it computes them."""
+        if run.joint:
+            return self.train
+        return CachedBlocks(self.train, self.args.features, heads.feature_layers or (-1,))
+
+    def trainer(self, run: Run, heads: DraftHead, folder: Path, steps: int) -> DraftHeadTrainer:
+        """The trainer of a run; joint training has AdamW, which knows the adapter."""
         trainer_class: type[DraftHeadTrainer] = JointTrainer if run.joint else DraftHeadTrainer
+        rates = learning_rates(run, self.args)
+        optimizer = None if run.joint else MatrixMomentum(heads, rates["matrix_lr"], rates["lr"])
         return trainer_class(
             model=heads,
-            target=target,
-            args=training_arguments(run, args, folder, steps),
-            train_dataset=blocks,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
+            target=self.target,
+            args=training_arguments(run, self.args, folder, steps),
+            train_dataset=self.blocks(run, heads),
+            eval_dataset=self.held_out,
+            processing_class=self.tokenizer,
             data_collator=stack_blocks,
-            eval_prompts=prompts,
+            eval_prompts=self.prompts,
             optimizers=(optimizer, None),
         )
 
-    per_step = step_flops(trainer_of(1), blocks)
-    steps = 4 * round(run.share * args.eagle_steps * args.eagle_step_flops / per_step / 4)
-    trainer = trainer_of(steps)
-    started = time.time()
-    trainer.train()
-    hours = (time.time() - started) / 3600
-    trainer.run_facts = {"recipe": {"run": name, **asdict(run)}, "metrics": last_metrics(trainer), "hours": hours}
-    facts = trainer.facts()
-    facts |= {
-        "name": name,
-        "command": f"python -m hf_specheads.trainer.shipped_pair.heads --only {name} --eagle_steps {args.eagle_steps}",
-        "optimizer": "adamw"
-        if run.joint
-        else {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate},
-        "tokens": steps * BATCH * BLOCK,
-        "training_flops": per_step * steps,
-        "corpus_fingerprint": args.corpus_fingerprint,
-    }
-    for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
-        del facts["arguments"][replaced]
-    heads.to(torch.bfloat16).save_pretrained(folder)
-    write_facts(facts, folder)  # last: marks the run as complete
+    def step_flops(self, run: Run, heads: DraftHead) -> int:
+        """Floating-point operations of one step, counted; plus the target's forward where the cache saves it."""
+        trainer = self.trainer(run, heads, self.args.output_dir / "counting", 1)
+        blocks, body = self.blocks(run, heads), sum(p.numel() for p in self.target.get_decoder().layers.parameters())
+        batch = stack_blocks([blocks[index] for index in range(BATCH)])
+        with FlopCounterMode(display=False) as counter:
+            trainer.training_step(trainer.model, batch)
+        trainer.model.zero_grad()
+        trainer.reset_losses()
+        saved = 2 * body * BATCH * BLOCK if "final_features" in batch else 0
+        return saved + counter.get_total_flops()
+
+    def run(self, name: str) -> None:
+        """Trains one run and saves heads (bf16) and facts into its folder."""
+        run, args, folder = RUNS[name], self.args, folder_of(name, self.args)
+        set_seed(args.seed)
+        heads = self.new_heads(run)
+        per_step = self.step_flops(run, heads)
+        steps = 4 * max(1, round(run.share * self.budget / per_step / 4))
+        trainer = self.trainer(run, heads, folder, steps)
+        started = time.time()
+        trainer.train()
+        hours = (time.time() - started) / 3600
+        trainer.run_facts = {"recipe": {"run": name, **asdict(run)}, "metrics": last_metrics(trainer), "hours": hours}
+        command = "python -m hf_specheads.trainer.shipped_pair.heads"
+        facts = trainer.facts() | {
+            "name": name,
+            "command": f"{command} --only {name} --eagle_steps {args.eagle_steps} --seed {args.seed}",
+            "optimizer": "adamw" if run.joint else learning_rates(run, args),
+            "tokens": steps * BATCH * BLOCK,
+            "training_flops": per_step * steps,
+            "answers_fingerprint": args.answers_fingerprint,
+        }
+        for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
+            del facts["arguments"][replaced]
+        heads.to(torch.bfloat16).save_pretrained(folder)
+        write_facts(facts, folder)  # last: marks the run as complete
+
+
+def learning_rates(run: Run, args: argparse.Namespace) -> dict[str, float]:
+    """Of a run's optimiser; a warm start is fine-tuned, not trained anew."""
+    slower = 1.0 if run.starts_from is None else 0.5
+    return {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate}
 
 
 def last_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
@@ -245,33 +267,38 @@ def last_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
     return evaluations[-1] if evaluations else {}
 
 
-def load_data(
-    tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
-) -> tuple[PackedBlocks, PackedBlocks, list[list[int]]]:
-    """Training blocks, held-out blocks, and prompts from the beginnings of held-out blocks."""
-    texts = read_split(held_out=False)
-    args.corpus_fingerprint = fingerprint(texts)
-    train = pack_tokens(texts, tokenizer, BLOCK, args.seed + 1)
-    held_out = pack_tokens(read_split(held_out=True), tokenizer, BLOCK, args.seed)
-    prompts = [row[:128].tolist() for row in held_out[16 : 16 + args.eval_prompts]]
-    return PackedBlocks(train), PackedBlocks(held_out[:8]), prompts
+Data = tuple[AnswerBlocks, AnswerBlocks, list[list[int]]]
+
+
+def load_data(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Data:
+    """Sequences of the target's answers, sequences of held-out chats, and held-out prompts."""
+    args.answers_fingerprint = hashlib.sha256(args.answers.read_bytes()).hexdigest()[:16]
+    train = AnswerBlocks(read_answers(args.answers), BLOCK, tokenizer.pad_token_id)
+    asked = [
+        example_at(family, index, HELD_OUT_SEED, held_out=True)
+        for index in range(HELD_OUT_PER_FAMILY)
+        for family in FAMILIES
+    ]
+    chats = [Answer(e.family, 0.0, chat_tokens(e, tokenizer)[0], len(prompt_tokens(e, tokenizer))) for e in asked]
+    prompts = [prompt_tokens(example, tokenizer) for example in asked[: args.eval_prompts]]
+    return train, AnswerBlocks(chats, BLOCK, tokenizer.pad_token_id), prompts
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the trained target")
-    parser.add_argument("--target_name", default="stdlib-target")
+    parser.add_argument("--target_name", default="chat-target")
+    parser.add_argument("--answers", type=Path, required=True, help="file written by answers.py")
     parser.add_argument("--features", type=Path, required=True, help="folder written by feature_cache.py")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="runs to train, default all in order")
     parser.add_argument("--eagle_steps", type=int, default=2048, help="compute of the first stage, in EAGLE steps")
-    parser.add_argument("--eagle_step_flops", type=float, default=EAGLE_STEP_FLOPS)
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--eval_prompts", type=int, default=10)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="other seeds go to folders of their own")
     return parser.parse_args()
 
 
@@ -279,10 +306,10 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    data = load_data(tokenizer, args)
+    training = HeadTraining(target, tokenizer, args)
     for name in args.only or RUNS:
-        if not (args.output_dir / name / FACTS).exists():
-            train_run(name, RUNS[name], target, tokenizer, data, args)
+        if not (folder_of(name, args) / FACTS).exists():
+            training.run(name)
 
 
 if __name__ == "__main__":

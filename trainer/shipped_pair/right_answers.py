@@ -22,6 +22,47 @@ from .tasks import FAMILIES, Example, answer_problem, examples
 MAX_NEW_TOKENS = 320  # answers have up to 250
 
 
+def generate_ids(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """The target's continuations of prompts, in one batch padded on the left, up to and including the end of turn.
+
+    Args:
+        target: Model of the chats' format.
+        tokenizer: Its tokenizer.
+        prompts: Token ids.
+        temperature: 0 is greedy; else the target's whole distribution at this temperature.
+        seed: Of the sampling.
+    """
+    torch.manual_seed(seed)
+    ends = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
+    pad = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output = target.generate(
+        ids.to(target.device),
+        attention_mask=mask.to(target.device),
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=ends,
+        pad_token_id=pad,
+        **sampling,
+    )
+    return [_until_end(row, ends) for row in output[:, longest:].tolist()]
+
+
+def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    place = next((place for place, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: place + 1]
+
+
 def generate_answers(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -30,37 +71,15 @@ def generate_answers(
     seed: int = 0,
     batch_size: int = 16,
 ) -> list[str]:
-    """The target's answers, as `tasks.answer_problem` takes them.
+    """The target's answers to chats, whose last message it is not shown, as `tasks.answer_problem` takes them.
 
-    Args:
-        target: Model of the chats' format.
-        tokenizer: Its tokenizer.
-        asked: Chats; their last message is not shown to the target.
-        temperature: 0 is greedy; else the target's whole distribution at this temperature.
-        seed: Of the sampling.
-        batch_size: Chats per forward, padded on the left.
+    `batch_size` chats share a forward; see [`generate_ids`].
     """
-    torch.manual_seed(seed)
-    ends = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
-    pad = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     answers: list[str] = []
     for start in range(0, len(asked), batch_size):
         prompts = [prompt_tokens(example, tokenizer) for example in asked[start : start + batch_size]]
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        output = target.generate(
-            ids,
-            attention_mask=mask.to(target.device),
-            max_new_tokens=MAX_NEW_TOKENS,
-            eos_token_id=ends,
-            pad_token_id=pad,
-            **sampling,
-        )
-        answers += tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+        ids = generate_ids(target, tokenizer, prompts, temperature, seed + start)
+        answers += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return answers
 
 

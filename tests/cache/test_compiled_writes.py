@@ -1,0 +1,79 @@
+"""What the compiler makes of writes into slots: they stay in place, no cache is copied in a round."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from support.batches import batch_of, greedy
+from support.heads import random_heads
+from support.targets import own_target, prompt
+from torch._inductor.utils import run_and_get_code
+
+from hf_specheads.cache.slots import write_rows
+
+HEADS, CAPACITY, WIDTH = 2, 256, 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+def cache_sized(codes: list[str], batch: int) -> list[str]:
+    """Buffers of the generated code as large as keys or values of one layer, whatever their order of dimensions."""
+    shapes = [
+        [int(size) for size in re.findall(r"\d+", shape)]
+        for code in codes
+        for shape in re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
+    ]
+    size = batch * HEADS * CAPACITY * WIDTH
+    return [str(shape) for shape in shapes if torch.Size(shape).numel() >= size]
+
+
+def scattered(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """What `write_rows` must not do."""
+    index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    buffer.scatter_(2, index, rows)
+
+
+def generated(write, batch: int) -> list[str]:
+    """Code of one write and a look at what is in the buffer then."""
+
+    def step(buffer, slots, rows):
+        write(buffer, slots, rows)
+        return rows @ buffer.mT
+
+    buffer, rows = torch.zeros(batch, HEADS, CAPACITY, WIDTH), torch.ones(batch, HEADS, 3, WIDTH)
+    slots = torch.arange(3).expand(batch, 3) + 5
+    _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), buffer, slots, rows)
+    assert codes
+    return codes
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_write_copies_no_cache(batch):
+    assert not cache_sized(generated(write_rows, batch), batch)
+
+
+def test_a_copy_would_be_found():
+    assert cache_sized(generated(scattered, 2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(9,), (9, 4)])
+def test_a_round_copies_no_cache(lengths):
+    target = own_target("llama")
+    config = target.config
+    assert (config.num_key_value_heads, config.hidden_size // config.num_attention_heads) == (HEADS, WIDTH)
+    heads = random_heads(target, "eagle")
+    heads.compiled, heads.adaptive = True, False
+    inputs = {"input_ids": prompt(9)} if len(lengths) == 1 else batch_of(lengths)[0]
+    _, codes = run_and_get_code(lambda: greedy(target, inputs, assistant_model=heads))
+    assert len(codes) >= 2, "one draft step, one verifying forward, and others once a sequence of a batch has ended"
+    assert f", {CAPACITY}, {WIDTH})" in "".join(codes), "other caches than looked for"
+    assert not cache_sized(codes, len(lengths))

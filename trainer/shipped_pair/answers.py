@@ -1,0 +1,170 @@
+"""What the shipped heads train on: the target's own answers to the chats it was trained for, as token ids.
+
+    python -m hf_specheads.trainer.shipped_pair.answers --target runs/target/final --output runs/answers.jsonl
+
+Every other chat is answered greedily, the others at temperature 1: heads meet both when they are used. Only the answer
+is supervised; earlier turns of a dialogue are the corpus's. An answer that does not end within its limit is left out.
+The file grows by whole batches, so a call can be stopped and made again with the same arguments.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data import PackedCollator
+from .chat import prompt_tokens
+from .right_answers import generate_ids
+from .tasks import FAMILIES, Example, example_at
+
+TEMPERATURES = (0.0, 1.0)  # taking turns
+# Far from the seeds of the target's own chats, so that few of these have been seen word by word.
+SEED = 1000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A chat with the target's own answer.
+
+    Attributes:
+        family: Of the chat.
+        temperature: Of the answer; 0 is greedy.
+        input_ids: Prompt and answer, its end of turn included.
+        prompt_length: Tokens of the prompt.
+    """
+
+    family: str
+    temperature: float
+    input_ids: list[int]
+    prompt_length: int
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 at the tokens of the answer."""
+        return [int(place >= self.prompt_length) for place in range(len(self.input_ids))]
+
+
+def asked_examples(count: int, seed: int = SEED) -> Iterator[Example]:
+    """Held-in chats, families taking turns."""
+    for index in range(count):
+        yield example_at(FAMILIES[index % len(FAMILIES)], index // len(FAMILIES), seed)
+
+
+def answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Example],
+    temperature: float,
+    seed: int = 0,
+) -> list[Answer | None]:
+    """The target's answers to some chats, in one batch; `None` for those that do not end."""
+    prompts = [prompt_tokens(example, tokenizer) for example in asked]
+    answers = generate_ids(target, tokenizer, prompts, temperature, seed)
+    return [
+        Answer(example.family, temperature, prompt + ids, len(prompt))
+        if ids[-1:] == [tokenizer.eos_token_id]
+        else None
+        for example, prompt, ids in zip(asked, prompts, answers, strict=True)
+    ]
+
+
+def write_answers(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    count: int,
+    batch_size: int = 32,
+    seed: int = SEED,
+) -> dict[str, int]:
+    """Answers `count` chats into a JSONL file, from where the file ends.
+
+    Returns:
+        Chats `asked` and `answered`.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    done = len(output.read_text(encoding="utf-8").splitlines()) if output.exists() else 0
+    with output.open("a", encoding="utf-8") as file, tqdm(total=count, initial=done, unit="chat") as bar:
+        remaining = islice(asked_examples(count, seed), done, None)
+        while batch := list(islice(remaining, batch_size)):
+            # A batch of chats of one temperature; the next batch has the next one.
+            temperature = TEMPERATURES[done // batch_size % len(TEMPERATURES)]
+            for found in answer(target, tokenizer, batch, temperature, seed + done):
+                file.write(json.dumps(None if found is None else vars(found)) + "\n")
+            file.flush()
+            done += len(batch)
+            bar.update(len(batch))
+    return {"asked": count, "answered": len(read_answers(output))}
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The answers of a file; chats without one are passed over."""
+    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return [Answer(**row) for row in rows if row is not None]
+
+
+class AnswerBlocks(Dataset):
+    """Answers packed into sequences: what a packing collator makes of them, one item per sequence.
+
+    Items hold `input_ids`, `attention_mask`, `loss_mask`, `document_ids` (-1 on padding) and `position_ids`, int64
+    [block_size].
+
+    Args:
+        answers: Answers, in the order of training.
+        block_size: Tokens per sequence; an answer that does not fit into the rest of one begins the next. Longer ones
+            are left out.
+        pad_token_id: Id in the padding.
+    """
+
+    def __init__(self, answers: Sequence[Answer], block_size: int, pad_token_id: int):
+        self.block_size, self.collate = block_size, PackedCollator(pad_token_id, block_size)
+        self.sequences: list[list[Answer]] = []
+        left = 0
+        for one in answers:
+            if (length := len(one.input_ids)) > block_size:
+                continue
+            if length > left:
+                self.sequences.append([])
+                left = block_size
+            self.sequences[-1].append(one)
+            left -= length
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows: list[dict[str, Any]] = [
+            {"input_ids": one.input_ids, "loss_mask": one.loss_mask} for one in self.sequences[index]
+        ]
+        batch = self.collate(rows)
+        missing = self.block_size - batch["input_ids"].shape[1]
+        fill = {"input_ids": self.collate.pad_token_id, "document_ids": -1}
+        return {
+            name: torch.nn.functional.pad(value[0], (0, missing), value=fill.get(name, 0))
+            for name, value in batch.items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file, one line per chat")
+    parser.add_argument("--chats", type=int, default=13_000)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    print(json.dumps(write_answers(target, tokenizer, args.output, args.chats, args.batch_size, args.seed)))
+
+
+if __name__ == "__main__":
+    main()
