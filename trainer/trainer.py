@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.statistics import FeatureStatistics
 
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
@@ -24,6 +25,8 @@ from .noise import feature_noise, noisy_embedding
 from .publishing import HubCards
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
+
+STATISTICS_TOKENS = 8192  # whose features say what the target was
 
 
 # The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.
@@ -100,6 +103,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
+        self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
         self._micro_step = 0
         # Losses of weight 0 are logged only where the paper's three belong to the method.
@@ -129,6 +133,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
+        if training:
+            self.remember_features(features, batch["loss_mask"])
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,
@@ -143,6 +149,18 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             num_items=num_items,
             separate_backward=separate_backward,
         )
+
+    def remember_features(self, features: torch.Tensor, loss_mask: torch.Tensor) -> None:
+        """Keeps scale and centre of the first features in the heads' config, to tell whether a target is the same.
+
+        Args:
+            features: [B, T, F].
+            loss_mask: [B, T].
+        """
+        statistics = self._feature_statistics
+        if statistics.levels and statistics.tokens < STATISTICS_TOKENS:
+            statistics.add(features.detach(), loss_mask)
+            self.model.config.feature_statistics = statistics.to_dict()
 
     def features_of(
         self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
