@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .generation.loop import speculative_generate as speculative_generate
     from .heads.auto import AutoDraftHead as AutoDraftHead
     from .heads.base import DraftHead as DraftHead
+    from .heads.dflash import DFlashHead as DFlashHead
+    from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
     from .heads.eagle import EagleHead as EagleHead
@@ -67,6 +69,7 @@ _MODULES = {
     "generation.loop": ("speculative_generate",),
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
+    "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),

@@ -134,6 +134,21 @@ class DraftingContract:
         """Draft positions the heads can draft at all, `None` without limit."""
         return None
 
+    @property
+    def independent_positions(self) -> bool:
+        """Whether the draft logits of a position are the same at all nodes, whatever was drafted before; the best
+        tree is then known without running the heads on any path."""
+        return False
+
+    @property
+    def drafts_in_one_forward(self) -> bool:
+        """Whether [`start_draft`] runs the layers for all draft positions, and [`extend_draft`] runs none."""
+        return False
+
+    def draft_rows(self, tree: DraftTreeConfig) -> int:
+        """Most rows of a round in the draft cache, those to commit not counted."""
+        return tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
+
     def tree_problem(self, tree: DraftTreeConfig) -> str | None:
         """Why these heads cannot draft a tree, with the mend; `None` if they can."""
         if self.max_draft_positions is not None and tree.depth > self.max_draft_positions:
@@ -200,6 +215,8 @@ class TrainingContract:
 
     config: DraftHeadConfig
 
+    # Whether the heads are trained at sampled rows (`TrainingRows.anchors`), each a block of rows of its own.
+    trains_at_anchors: ClassVar[bool] = False
     # Whether every pass may have its own backward (no gradient flows from one pass into those before it).
     passes_are_detached: ClassVar[bool] = True
 

@@ -23,6 +23,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from transformers import GenerationMixin
+from transformers.generation import GenerationMode
 from transformers.pipelines import base as pipelines
 
 from .contract import DraftingContract
@@ -30,6 +31,7 @@ from .generation.attention import install_grouped_attention, uninstall_grouped_a
 from .generation.candidates import DraftHeadCandidateGenerator
 from .generation.loop import begin_call, run_rounds
 from .generation.refusals import refuse_prepared_call
+from .target.recurrence import is_recurrent
 
 MINIMUM_TRANSFORMERS = "5.23.0"
 OPTIONS = "draft_options"  # under this name the settings of a call travel from its first hook to its second
@@ -122,6 +124,8 @@ def _validate_generation_mode(
         # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
         if head.config.vocab_size != target.config.get_text_config().vocab_size:
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
+        if is_recurrent(target):  # transformers refuses every assistant for them; we go back to states that were kept
+            generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 # Of every family: `heads.auto.HEADS` has the classes.
 MODEL_TYPES = (
+    "specheads_dflash",
     "specheads_draft_lm",
     "specheads_eagle",
     "specheads_eagle3",

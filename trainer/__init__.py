@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .arguments import DraftHeadTrainingArguments as DraftHeadTrainingArguments
     from .data import PackedCollator as PackedCollator
     from .data import PaddedCollator as PaddedCollator
-    from .data import prepare_dataset as prepare_dataset
     from .joint import JointTrainer as JointTrainer
     from .joint import JointTrainingArguments as JointTrainingArguments
+    from .preparing import prepare_dataset as prepare_dataset
     from .trainer import DraftHeadTrainer as DraftHeadTrainer
     from .unroll import PassLosses as PassLosses
     from .unroll import Unroll as Unroll
@@ -22,8 +22,9 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
 
 _MODULES = {
     "arguments": ("DraftHeadTrainingArguments",),
-    "data": ("PackedCollator", "PaddedCollator", "prepare_dataset"),
+    "data": ("PackedCollator", "PaddedCollator"),
     "joint": ("JointTrainer", "JointTrainingArguments"),
+    "preparing": ("prepare_dataset",),
     "trainer": ("DraftHeadTrainer",),
     "unroll": ("PassLosses", "Unroll", "unroll_losses"),
     "vocabulary": ("frequent_tokens",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -12,6 +13,7 @@ from .losses import LOSSES
 BACKWARDS = ("per_pass", "summed")
 PASS_REDUCTIONS = ("sum", "mean")
 NOISE_SCALINGS = ("none", "eagle", "neftune")
+PACKING_STRATEGIES = ("best_fit", "batch")
 
 
 @dataclass
@@ -20,13 +22,12 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
     Args:
         num_passes: Draft positions the unroll trains, the depth. Default: `trained_positions` of the heads' config,
-            else `num_specialists * positions_per_specialist` (1 for EAGLE heads). EAGLE trains 1 pass, HASS 3 and
-            POSS 6 to 12.
-        feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0).
+            else the method's: EAGLE trains 1 pass, HASS 3, POSS `num_specialists * positions_per_specialist`.
+        feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0). Weights that are left
+            out, and `pass_decay`, are the method's; see [`methods.DEFAULTS`].
         token_loss_weight: Weight of the cross-entropy against the target's distribution (EAGLE: 0.1).
         top_k_loss_weight: Weight of the top-K cross-entropy (HASS: 1.0; EAGLE and PosS train with 0.0).
-        next_token_loss_weight: Weight of the cross-entropy against the token that follows in the data (Medusa: 1.0,
-            and 0.0 for the others).
+        next_token_loss_weight: Weight of the cross-entropy against the token that follows in the data (Medusa: 1.0).
         total_variation_loss_weight: Weight of 1 - a, for a the probability that a sampled draft token is accepted.
         acceptance_loss_weight: Weight of -log a.
         lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
@@ -34,6 +35,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
         top_k: K of the top-K loss (HASS: 10).
+        num_anchors: Rows per sequence at which block drafters (DFlash, JetSpec) are trained; the others are trained
+            at all rows (DFlash: 512).
         feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
             EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
         feature_noise_scaling: `"none"` as in EAGLE's paper; `"eagle"` as in the authors' code, which multiplies the
@@ -45,6 +48,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
             runs one backward per pass and frees its graph, as HASS and PosS do, and computes what the target says for
             every pass. The gradients are equal, because what a pass hands on is detached (where it is not, in
             EAGLE-3, the backward is always summed). `per_pass` needs less memory and more time.
+        max_nonfinite_steps: Steps in a row whose loss or gradients are infinite or no numbers, after which training
+            gives up. Each of them is skipped and counted in the log (`skipped_steps`).
         loss_chunk_rows: Rows of which all logits exist at a time: memory of the losses is a few times that times the
             vocabulary.
         pass_reduction: `"sum"` over passes, as the authors' gradients; `"mean"` divides by `num_passes`, which keeps
@@ -53,6 +58,12 @@ class DraftHeadTrainingArguments(TrainingArguments):
             as 0. For parity experiments only: drafting has a true mask.
         max_length: Longest training example in tokens; longer chats are cut, longer texts split.
         packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
+            The target is tried with two documents first, and refused if one of them sees the other.
+        packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
+            nearly `max_length` tokens; `"batch"` packs the examples of every batch.
+        chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
+            `chat_template_kwargs` of the data go before.
+        dataset_num_proc: Processes that tokenise, default as many as there are cores and work for.
         eval_acceptance_prompts: Prompts of the evaluation set to generate from for `eval_acceptance_length` and
             `eval_pos_acc_i`; 0 leaves both out.
         eval_prompt_length: Longest prompt cut from a plain text, in tokens (a chat is cut where its first reply
@@ -64,25 +75,30 @@ class DraftHeadTrainingArguments(TrainingArguments):
     """
 
     num_passes: int | None = field(default=None, metadata={"help": "Draft positions the unroll trains."})
-    feature_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the feature loss."})
-    token_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the token loss."})
-    top_k_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the top-K loss."})
-    next_token_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the next-token loss."})
-    total_variation_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the total variation."})
-    acceptance_loss_weight: float = field(default=0.0, metadata={"help": "Weight of -log of the acceptance."})
-    lk_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the LK loss."})
+    feature_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the feature loss."})
+    token_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the token loss."})
+    top_k_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the top-K loss."})
+    next_token_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the next-token loss."})
+    total_variation_loss_weight: float | None = field(default=None, metadata={"help": "Weight of 1 - acceptance."})
+    acceptance_loss_weight: float | None = field(default=None, metadata={"help": "Weight of -log of the acceptance."})
+    lk_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the LK loss."})
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
-    pass_decay: float = field(default=1.0, metadata={"help": "Factor of the losses from one position to the next."})
+    pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
+    num_anchors: int = field(default=512, metadata={"help": "Rows per sequence where block drafters draft."})
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
     feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
     embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
     backward: str = field(default="summed", metadata={"help": f"One of {BACKWARDS}."})
     loss_chunk_rows: int = field(default=CHUNK_ROWS, metadata={"help": "Rows of which all logits exist at a time."})
     pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
+    max_nonfinite_steps: int = field(default=5, metadata={"help": "Non-finite steps in a row before giving up."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
     packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
+    packing_strategy: str = field(default="best_fit", metadata={"help": f"One of {PACKING_STRATEGIES}."})
+    chat_template_kwargs: dict | None = field(default=None, metadata={"help": "For the chat template."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
     eval_acceptance_prompts: int = field(default=16, metadata={"help": "Prompts to generate from in evaluation."})
     eval_prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt cut from a plain text."})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens generated per evaluation prompt."})
@@ -96,17 +112,22 @@ class DraftHeadTrainingArguments(TrainingArguments):
             _at_least("num_passes", self.num_passes, 1)
         scales = ("feature_noise", "embedding_noise", "pass_decay", "lk_decay")
         for name in (*(f"{loss}_loss_weight" for loss in LOSSES), *scales):
-            _at_least(name, getattr(self, name), 0)
-        if not any(self.loss_weights.values()):
+            _at_least(name, getattr(self, name) or 0, 0)
+        if all(getattr(self, f"{loss}_loss_weight") == 0 for loss in LOSSES):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
             raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
         _at_least("top_k", self.top_k, 1)
+        _at_least("num_anchors", self.num_anchors, 1)
+        _at_least("max_nonfinite_steps", self.max_nonfinite_steps, 1)
         _at_least("loss_chunk_rows", self.loss_chunk_rows, 1)
         _at_least("max_length", self.max_length, 3)
         _at_least("eval_acceptance_prompts", self.eval_acceptance_prompts, 0)
         _at_least("eval_prompt_length", self.eval_prompt_length, 1)
         _at_least("eval_max_new_tokens", self.eval_max_new_tokens, 1)
         _one_of("backward", self.backward, BACKWARDS)
+        _one_of("packing_strategy", self.packing_strategy, PACKING_STRATEGIES)
+        if isinstance(self.chat_template_kwargs, str):  # from a command line
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
         _one_of("pass_reduction", self.pass_reduction, PASS_REDUCTIONS)
         _one_of("feature_noise_scaling", self.feature_noise_scaling, NOISE_SCALINGS)
         if self.remove_unused_columns:
@@ -117,8 +138,12 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of every loss, by name."""
-        return {loss: getattr(self, f"{loss}_loss_weight") for loss in LOSSES}
+        """Weight of every loss, by name; 0 for one that is left to the method, which a trainer fills in."""
+        return {loss: getattr(self, f"{loss}_loss_weight") or 0.0 for loss in LOSSES}
+
+    def decay_at(self, position: int) -> float:
+        """Factor of the losses of a draft position, 0-based."""
+        return (1.0 if self.pass_decay is None else self.pass_decay) ** position
 
 
 def _at_least(name: str, value: float, minimum: float) -> None:

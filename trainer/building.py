@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.heads.auto import METHODS
 
 from .arguments import DraftHeadTrainingArguments
-from .data import prepare_dataset
+from .gradients import first_process_first
 from .joint import JointTrainer, JointTrainingArguments
+from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
 from .recipe import Recipe
-from .sources import RecipeError, refuse_wrong_model
+from .sources import RecipeError, kind_of, refuse_wrong_model
 from .trainer import DraftHeadTrainer
 from .vocabulary import frequent_tokens
 
@@ -41,20 +43,76 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
     return arguments(**chosen)
 
 
-def load_datasets(recipe: Recipe) -> tuple[Any, Any]:
-    """Training and evaluation data; without `eval_data`, evaluation takes the first examples of the training data."""
-    train = recipe.train_data.load()
+def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
+    """Training data, one per source, and evaluation data; without `eval_data`, evaluation takes the first examples of
+    the first source."""
+    sources = [source.load() for source in recipe.train_sources]
     if recipe.eval_data is not None:
         held_out = recipe.eval_data.load()
-        return train, held_out.select(range(min(recipe.eval_examples or len(held_out), len(held_out))))
+        if not hasattr(held_out, "__len__"):
+            return sources, _read(held_out, recipe.eval_examples or Recipe.eval_examples)
+        return sources, held_out.select(range(min(recipe.eval_examples or len(held_out), len(held_out))))
     if recipe.eval_examples == 0:
-        return train, None
+        return sources, None
+    train = sources[0]
+    if not hasattr(train, "__len__"):
+        held_out = _read(train, recipe.eval_examples)
+        return [train.skip(recipe.eval_examples), *sources[1:]], held_out
     if len(train) <= recipe.eval_examples:
         raise RecipeError(
             f"train_data has {len(train)} examples, too few to hold out eval_examples={recipe.eval_examples}; "
             "set eval_examples lower, or give eval_data."
         )
-    return train.select(range(recipe.eval_examples, len(train))), train.select(range(recipe.eval_examples))
+    first = train.select(range(recipe.eval_examples, len(train)))
+    return [first, *sources[1:]], train.select(range(recipe.eval_examples))
+
+
+def _read(stream: Any, count: int) -> Any:
+    """The first examples of a stream as a data set, which every evaluation reads again."""
+    from datasets import Dataset
+
+    return Dataset.from_list(list(stream.take(count)))
+
+
+def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> Any:
+    """Prepared data sets as one: by weights, drawn until every example of all has come; else all of them.
+
+    Raises:
+        RecipeError: if some have a weight and others none, or some are streams and others not.
+    """
+    from datasets import concatenate_datasets, interleave_datasets
+
+    if len(datasets) == 1:
+        return datasets[0]
+    if len({hasattr(dataset, "__len__") for dataset in datasets}) > 1:
+        raise RecipeError("a mixture is of streams alone or of data sets alone; give every source of train_data the "
+                          "same `streaming`.")  # fmt: skip
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return concatenate_datasets(list(datasets))
+    if len(given) < len(weights) or min(given) <= 0:
+        raise RecipeError(f"give every source of train_data a `weight` above 0, or none of them; got {list(weights)}.")
+    shares = [weight / sum(given) for weight in given]
+    return interleave_datasets(list(datasets), probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
+
+
+def prepare_sources(
+    recipe: Recipe, sources: Sequence[Any], tokenizer: Any, args: DraftHeadTrainingArguments, report: DataReport
+) -> Any:
+    """All training data as examples, mixed."""
+    prepared = [
+        prepare_dataset(
+            source,
+            tokenizer,
+            args.max_length,
+            template_kwargs=args.chat_template_kwargs,
+            num_proc=args.dataset_num_proc,
+            report=report,
+        )
+        for source in sources
+    ]
+    mixture = mix(prepared, [source.weight for source in recipe.train_sources], args.seed)
+    return known_as_prepared(mixture, args.max_length)
 
 
 def refuse_wrong_recipe(recipe: Recipe) -> None:
@@ -71,7 +129,7 @@ def refuse_wrong_recipe(recipe: Recipe) -> None:
     refuse_wrong_model("target", recipe.target, heads=False)
     if recipe.from_heads is not None:
         refuse_wrong_model("from_heads", recipe.from_heads, heads=True)
-    for source in (recipe.train_data, recipe.eval_data):
+    for source in (*recipe.train_sources, recipe.eval_data):
         if source is not None:
             source.refuse_wrong_path()
 
@@ -99,10 +157,11 @@ def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub)
     except (OSError, ValueError) as error:
         raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
-    chats = any(dataset is not None and "messages" in dataset.column_names for dataset in datasets)
+    columns = [dataset.column_names or list(next(iter(dataset))) for dataset in datasets if dataset is not None]
+    chats = [kind for names in columns if (kind := kind_of(names)) in ("messages", "conversations")]
     if chats and not tokenizer.chat_template:
         raise RecipeError(
-            f"the data hold chats (`messages`), and the tokenizer of {recipe.target!r} has no chat template; use a "
+            f"the data hold chats (`{chats[0]}`), and the tokenizer of {recipe.target!r} has no chat template; use a "
             "target with one, or data with a `text` column."
         )
     return tokenizer
@@ -118,9 +177,12 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     refuse_wrong_recipe(recipe)
     args = training_arguments(recipe)
     set_seed(args.seed)
-    with args.main_process_first(desc="loading data"):
-        train, held_out = load_datasets(recipe)
-    tokenizer = load_tokenizer(recipe, train, held_out)
+    with first_process_first(args):
+        sources, held_out = load_datasets(recipe)
+    tokenizer = load_tokenizer(recipe, *sources, held_out)
+    report = DataReport()
+    with first_process_first(args):
+        train = prepare_sources(recipe, sources, tokenizer, args, report)
     hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
     dtype: Any = recipe.target_dtype
     if dtype != "auto":
@@ -134,17 +196,15 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
         )
         if base.config.target_adapter is not None:
             base.load_target_adapter(target)
-    with args.main_process_first(desc="counting tokens"):
-        options = dict(recipe.heads)
-        size = options.get("draft_vocab_size")
-        if size is not None and base is None and "draft_token_ids" not in options:
-            train = prepare_dataset(train, tokenizer, args.max_length)
-            vocab_size = target.config.get_text_config(decoder=True).vocab_size
-            options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
-            options["draft_vocab_size"] = len(options["draft_token_ids"])
+    options = dict(recipe.heads)
+    size = options.get("draft_vocab_size")
+    if size is not None and base is None and "draft_token_ids" not in options:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
+        options["draft_vocab_size"] = len(options["draft_token_ids"])
     heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
     trainer_class: type[DraftHeadTrainer] = JointTrainer if recipe.trains_target else DraftHeadTrainer
-    return trainer_class(
+    trainer = trainer_class(
         model=heads,
         target=target,
         args=args,
@@ -152,6 +212,8 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
         eval_dataset=held_out,
         processing_class=tokenizer,
     )
+    trainer.data_report = report
+    return trainer
 
 
 def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
@@ -174,6 +236,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
         ("data", f"{train} examples to train on, {evaluation} to evaluate on, "
                  f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
+        ("rows", str(trainer.data_report)),
         ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
         ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
         ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
@@ -181,8 +244,17 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     if isinstance(args, JointTrainingArguments):
         adapter = f"rank {args.target_lora_rank}, learning rate {args.target_learning_rate}, from step "
         rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
+    rows.append(("example", first_example(trainer)))
     return "\n".join(f"{name:>8}: {value}" for name, value in rows)
 
 
-def _length(dataset: Any) -> int:
-    return len(dataset) if dataset is not None else 0
+def first_example(trainer: DraftHeadTrainer) -> str:
+    """The first example as text, what is supervised in `[[ ]]`."""
+    example = next(iter(trainer.train_dataset))
+    return marked_example(example, trainer.processing_class)
+
+
+def _length(dataset: Any) -> int | str:
+    if dataset is None:
+        return 0
+    return len(dataset) if hasattr(dataset, "__len__") else "streamed"

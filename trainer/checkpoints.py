@@ -13,6 +13,9 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from .guards import refuse_nonfinite_weights
+from .identity import refuse_other_run, write_identity
+
 PARTIAL = "_partial-checkpoint"  # pushes leave out what begins with an underscore
 
 
@@ -21,15 +24,33 @@ class AtomicCheckpoints(Trainer):
 
     Trainer writes into `<output_dir>/_partial-checkpoint/`, a name that resuming does not look at; the finished folder
     is then renamed to `checkpoint-<step>`. `train(resume_from_checkpoint=True)` therefore finds complete folders only.
+    Each says which recipe it belongs to, and a run with another one does not go on from it.
     """
 
     _writing_partial = False
+
+    def identity(self) -> dict[str, Any]:
+        """Which run this is, see [`identity.run_identity`]."""
+        raise NotImplementedError
+
+    def refuse_checkpoint(self, checkpoint: str | os.PathLike) -> None:
+        """Refuses a checkpoint of another recipe.
+
+        Raises:
+            OtherRunError: naming both sides.
+        """
+        refuse_other_run(checkpoint, self.identity())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.refuse_checkpoint(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, PARTIAL) if self._writing_partial else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        refuse_nonfinite_weights(model)
         run = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
@@ -42,6 +63,7 @@ class AtomicCheckpoints(Trainer):
             self._writing_partial = False
         self._wait()
         if self.args.should_save:
+            write_identity(run / PARTIAL / name, self.identity())
             self._publish(run / PARTIAL / name, run / name)
             rotate_checkpoints(
                 output_dir=str(run),

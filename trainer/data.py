@@ -1,168 +1,19 @@
-"""Examples and batches: chat `messages`, plain `text` or token ids in; ids and a loss mask out.
+"""Batches: examples `{"input_ids": [...], "loss_mask": [...]}` in, padded or packed tensors out.
 
-An example is `{"input_ids": [...], "loss_mask": [...]}`, with 1 at every token the target would have generated: the
-assistant's tokens of a chat, every token of a plain text.
+`loss_mask` is 1 at every token the target would have generated: the assistant's tokens of a chat, every token of a
+plain text. How data become examples: [`preparing`], [`columns`], [`chats`].
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase
 
-from .sources import COLUMNS
-
-IGNORED_LABEL = -100
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class ExampleError(ValueError):
-    """An example, or a chat template, from which no supervised tokens can be told."""
-
-
-# ---------------------------------------------------------------------- examples
-def prepare_dataset(dataset: Any, tokenizer: PreTrainedTokenizerBase | None, max_length: int) -> Any:
-    """Tokenizes a dataset, once; what holds `input_ids` already is only checked and completed.
-
-    Args:
-        dataset: A `datasets.Dataset` or `IterableDataset` with a `messages`, `text` or `input_ids` column, or a torch
-            dataset whose items hold `input_ids` (left as it is: the collators complete it).
-        tokenizer: Needed for `messages` and `text`.
-        max_length: Longest example in tokens: chats and ids are cut there, texts are split.
-
-    Raises:
-        ValueError: for a dataset without one of the three columns, a missing tokenizer or an empty result.
-    """
-    if dataset is None or not hasattr(dataset, "column_names"):
-        return dataset
-    names = dataset.column_names or list(next(iter(dataset)))
-    column = next((name for name in COLUMNS if name in names), None)
-    if column is None:
-        raise ValueError(f"the dataset has the columns {names}, but one of {list(COLUMNS)} is needed; rename one.")
-    if column != "input_ids" and tokenizer is None:
-        raise ValueError(f"a dataset with a `{column}` column needs a tokenizer; pass `processing_class`.")
-    convert = {"messages": _chats, "text": _texts, "input_ids": _tokenized}[column]
-    prepared = dataset.map(
-        convert, batched=True, remove_columns=names, fn_kwargs={"tokenizer": tokenizer, "max_length": max_length}
-    )
-    if hasattr(prepared, "__len__") and len(prepared) == 0:
-        raise ValueError(
-            f"no example of the {len(dataset)} in the dataset has a supervised token within max_length={max_length}; "
-            "check the chat template, or raise max_length."
-        )
-    return prepared
-
-
-def _collect(examples: Sequence[tuple[list[int], list[int]]]) -> dict[str, list]:
-    """A batch of examples; those without a trainable row (a supervised token after the first) are left out."""
-    kept = [(ids, mask) for ids, mask in examples if any(mask[1:])]
-    return {"input_ids": [ids for ids, _ in kept], "loss_mask": [mask for _, mask in kept]}
-
-
-def _chats(batch: Mapping[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list]:
-    tools = batch.get("tools") or [None] * len(batch["messages"])
-    examples = [tokenize_chat(m, tokenizer, tools=t) for m, t in zip(batch["messages"], tools, strict=True)]
-    return _collect([(ids[:max_length], mask[:max_length]) for ids, mask in examples])
-
-
-def _texts(batch: Mapping[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list]:
-    examples = []
-    for text in batch["text"]:
-        if not isinstance(text, str):
-            raise ExampleError(f"every `text` of the data must be a string, got {text!r}.")
-        ids = tokenize_text(text, tokenizer)
-        pieces = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
-        examples += [(piece, [1] * len(piece)) for piece in pieces]
-    return _collect(examples)
-
-
-def _tokenized(batch: Mapping[str, list], tokenizer: object, max_length: int) -> dict[str, list]:
-    names = [name for name in ("input_ids", "loss_mask", "labels") if name in batch]
-    rows = (dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True))
-    examples = [complete_example(row) for row in rows]
-    return _collect([(ids[:max_length], mask[:max_length]) for ids, mask in examples])
-
-
-def complete_example(example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of a tokenized item: `loss_mask` as given, else from `labels` (-100: not supervised), else 1s.
-
-    Raises:
-        ExampleError: if the lengths differ.
-    """
-    ids = [int(i) for i in example["input_ids"]]
-    if example.get("loss_mask") is not None:
-        mask = [int(bool(m)) for m in example["loss_mask"]]
-    elif example.get("labels") is not None:
-        mask = [int(label != IGNORED_LABEL) for label in example["labels"]]
-    else:
-        mask = [1] * len(ids)
-    if len(mask) != len(ids):
-        raise ExampleError(f"an example has {len(ids)} `input_ids` but a mask of length {len(mask)}; make them equal.")
-    return ids, mask
-
-
-def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text with the tokenizer's own special tokens, and its end-of-sequence token last."""
-    ids = list(tokenizer(text)["input_ids"])
-    end = tokenizer.eos_token_id
-    return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
-
-
-def chat_problem(messages: Any) -> str | None:
-    """What is wrong with the messages of a chat, `None` if nothing is."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        return f"{messages!r}"
-    wrong = (message for message in messages if not isinstance(message, Mapping) or "role" not in message)
-    return next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
-
-
-def tokenize_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: list | None = None
-) -> tuple[list[int], list[int]]:
-    """Token ids of a chat and its loss mask: 1 at the tokens the assistant generated, its end of turn included.
-
-    Templates with `{% generation %}` markers say so themselves. For the others the template is rendered up to and
-    including each reply: the tokens a reply adds to its prompt are supervised.
-
-    Raises:
-        ExampleError: if the template has no markers and renders a chat's beginning differently once more follows (as
-            templates do that drop earlier reasoning), or the tokenizer has no chat template at all.
-    """
-    if problem := chat_problem(messages):
-        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
-    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else None
-    if template is None:
-        raise ExampleError(
-            f"{type(tokenizer).__name__} has no chat template, so `messages` cannot be tokenized; set "
-            "`tokenizer.chat_template`, or use a `text` column."
-        )
-    render: Callable[..., Any] = partial(tokenizer.apply_chat_template, tools=tools, tokenize=True, return_dict=True)
-    if GENERATION_MARKER.search(template):
-        encoded = render(messages, return_assistant_tokens_mask=True)
-        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
-
-    def ids_of(upto: int, prompt: bool) -> list[int]:
-        return list(render(messages[:upto], add_generation_prompt=prompt)["input_ids"])
-
-    ids = ids_of(len(messages), prompt=False)
-    mask = [0] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, after = ids_of(index, prompt=True), ids_of(index + 1, prompt=False)
-        if after[: len(before)] != before or ids[: len(after)] != after:
-            raise ExampleError(
-                f"the chat template has no {{% generation %}} markers and renders the chat up to message {index} "
-                "differently once later messages follow, so the assistant's tokens cannot be told; wrap the "
-                "assistant's text in {% generation %} ... {% endgeneration %} in `tokenizer.chat_template`."
-            )
-        mask[len(before) : len(after)] = [1] * (len(after) - len(before))
-    return ids, mask
+from .columns import complete_example
 
 
 # ---------------------------------------------------------------------- batches
@@ -207,16 +58,18 @@ class PaddedCollator:
 
 
 class PackedCollator(PaddedCollator):
-    """Several examples per sequence of up to `max_length` tokens, first fit in the order given.
+    """Several examples per sequence of up to `max_length` tokens, first fit in the order given; rows that
+    [`packing.pack_dataset`] made stay as they are.
 
     Adds `document_ids` (-1 on padding) and `position_ids` (from 0 in every example), int64 [B, T].
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        sequences: list[list[tuple[list[int], list[int]]]] = []
-        for example in self.complete(examples):
-            lengths = (sum(len(ids) for ids, _ in sequence) for sequence in sequences)
-            fitting = (i for i, length in enumerate(lengths) if length + len(example[0]) <= self.max_length)
+        sequences = [documents_of(example) for example in examples if "lengths" in example]
+        packed = len(sequences)
+        for example in self.complete([example for example in examples if "lengths" not in example]):
+            lengths = (sum(len(ids) for ids, _ in sequence) for sequence in sequences[packed:])
+            fitting = (i for i, length in enumerate(lengths, packed) if length + len(example[0]) <= self.max_length)
             index = next(fitting, None)
             if index is None:
                 sequences.append([example])
@@ -232,6 +85,16 @@ class PackedCollator(PaddedCollator):
                 position_ids[index, start : start + len(ids)] = torch.arange(len(ids))
                 start += len(ids)
         return {**batch, "document_ids": document_ids, "position_ids": position_ids}
+
+
+def documents_of(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Ids and loss mask of every example in a packed row."""
+    ids, mask = complete_example(row)
+    documents, start = [], 0
+    for length in row["lengths"]:
+        documents.append((ids[start : start + length], mask[start : start + length]))
+        start += length
+    return documents
 
 
 def default_collator(

@@ -102,6 +102,7 @@ class JointTrainer(DraftHeadTrainer):
     """
 
     args: JointTrainingArguments
+    trains_target = True
 
     def __init__(self, model: DraftHead, target: PreTrainedModel, args: JointTrainingArguments, **kwargs: Any):
         if not isinstance(args, JointTrainingArguments):
@@ -125,6 +126,7 @@ class JointTrainer(DraftHeadTrainer):
         self._train_target_losses, self._eval_target_losses = (
             LossMeter(1, self.args.device, ["target"]) for _ in range(2)
         )
+        self._meters.append(self._train_target_losses)
 
     @property
     def in_heads_warmup(self) -> bool:

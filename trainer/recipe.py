@@ -45,7 +45,7 @@ class Recipe:
 
     Attributes:
         target: Hub id or folder of the target.
-        train_data: What to train on.
+        train_data: What to train on; a list of sources, with a `weight` each or with none, is mixed.
         method: `"eagle"`, `"hass"` or `"poss"`.
         heads: Fields of the heads' config, e.g. `num_specialists`, `positions_per_specialist`, `tree_config`. With
             `draft_vocab_size` alone (EAGLE-3), the draft vocabulary is what the training data supervises most often.
@@ -62,7 +62,7 @@ class Recipe:
     """
 
     target: str
-    train_data: DataSource
+    train_data: DataSource | list[DataSource]
     method: str = "poss"
     heads: dict[str, Any] = field(default_factory=dict)
     from_heads: str | None = None
@@ -74,6 +74,11 @@ class Recipe:
     eval_examples: int = 128
     resume: bool = True
     training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def train_sources(self) -> list[DataSource]:
+        """What to train on, as a list."""
+        return self.train_data if isinstance(self.train_data, list) else [self.train_data]
 
     @property
     def trains_target(self) -> bool:
@@ -95,7 +100,9 @@ class Recipe:
             if not values.get(name):
                 raise RecipeError(f"the recipe does not say `{name}`; write it into the file or pass {name}=...")
         values = {name: _of_type(name, value, TYPES.get(name)) for name, value in values.items() if value is not None}
-        sources = {name: _source(values.get(name)) for name in ("train_data", "eval_data")}
+        sources: dict[str, Any] = {"eval_data": _source(values.get("eval_data"))}
+        mixed = values["train_data"]
+        sources["train_data"] = [_source(each) for each in mixed] if isinstance(mixed, list) else _source(mixed)
         training = dict(values.get("training") or {})
         if unknown := sorted(set(training) - set(training_arguments())):
             raise RecipeError(

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("messages", "text", "input_ids")  # of which data need one; the first that is there counts
+from .shards import kind_of_folder
+
+KINDS_OF_DATA = ["messages", "conversations", "prompt and completion", "text", "input_ids"]
 DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 HEADS_PREFIX = "specheads_"  # of the `model_type` of draft heads
+
+
+def kind_of(names: Sequence[str]) -> str | None:
+    """By which of its columns data are read, `None` if they have none of them."""
+    if {"input_ids", "loss_mask"} <= set(names):  # exact ids of what was generated; chats beside them are for readers
+        return "input_ids"
+    if {"prompt", "completion"} <= set(names):
+        return "prompt"
+    return next((name for name in ("messages", "conversations", "text", "input_ids") if name in names), None)
 
 
 class RecipeError(ValueError):
@@ -60,16 +72,20 @@ class DataSource:
 
     Attributes:
         path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
-            `Dataset.save_to_disk`, or a dataset's name on the Hub.
+            `Dataset.save_to_disk` or `specheads regenerate`, or a dataset's name on the Hub.
         name: Configuration of a Hub dataset.
         split: Split to read, slices such as `train[:1%]` included.
         revision: Revision of a Hub dataset.
+        weight: Share of the examples in a mixture; without weights, all examples of all sources are trained on.
+        streaming: Read examples as they are needed (an `IterableDataset`), without a copy in the cache.
     """
 
     path: str
     name: str | None = None
     split: str = "train"
     revision: str | None = None
+    weight: float | None = None
+    streaming: bool = False
 
     def refuse_wrong_path(self) -> None:
         """Refuses a place on this machine where nothing lies.
@@ -93,18 +109,27 @@ class DataSource:
         Raises:
             RecipeError: naming the place, if nothing can be read there, or no column is one to train on.
         """
+        dataset = self.load_raw()
+        names = dataset.column_names or list(next(iter(dataset)))
+        if kind_of(names) is None:
+            raise RecipeError(
+                f"data {self.path!r} has the columns {names}, and one of {KINDS_OF_DATA} is needed; rename one."
+            )
+        return dataset
+
+    def load_raw(self) -> Any:
+        """The same, whatever columns it has.
+
+        Raises:
+            RecipeError: naming the place, if nothing can be read there.
+        """
         self.refuse_wrong_path()
         try:
             dataset = self._load()
         except Exception as error:  # datasets raises errors of many classes for wrong files, splits and names
             raise RecipeError(f"data {self.path!r} cannot be read: {self._reason(error)}") from error
-        if len(dataset) == 0:
+        if not self.streaming and len(dataset) == 0:
             raise RecipeError(f"data {self.path!r} holds no example in the split {self.split!r}.")
-        if not set(COLUMNS) & set(dataset.column_names):
-            raise RecipeError(
-                f"data {self.path!r} has the columns {dataset.column_names}, and one of {list(COLUMNS)} is needed; "
-                "rename one."
-            )
         return dataset
 
     def _load(self) -> Any:
@@ -112,11 +137,16 @@ class DataSource:
 
         local = Path(self.path)
         if local.is_dir() and (local / "state.json").exists():
-            return load_from_disk(self.path)
+            stored = load_from_disk(self.path)
+            return stored.to_iterable_dataset() if self.streaming else stored
+        if local.is_dir() and kind_of_folder(local) == "regeneration":
+            files = sorted(str(path) for path in local.glob("shard-?????.jsonl") if path.stat().st_size)
+            return load_dataset("json", data_files=files, split=self.split, streaming=self.streaming)
         if local.suffix in DATA_LOADERS:
             options = {"sample_by": "document"} if local.suffix == ".txt" else {}
-            return load_dataset(DATA_LOADERS[local.suffix], data_files=self.path, split=self.split, **options)
-        return load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+            kind = DATA_LOADERS[local.suffix]
+            return load_dataset(kind, data_files=self.path, split=self.split, streaming=self.streaming, **options)
+        return load_dataset(self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming)
 
     def _reason(self, error: Exception) -> str:
         """What datasets says, or better: the first line that is no JSON."""

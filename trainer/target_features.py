@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_specheads.target.borrowed import BorrowedModules
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
 
 from .unroll import RowInputs
@@ -26,7 +27,7 @@ class FrozenTarget:
     def __init__(self, target: PreTrainedModel):
         self.model = target.eval().requires_grad_(False)
         self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
+        self.lm_head = BorrowedModules.of(target).lm_head  # to logits, the target's multipliers and soft-cap included
         accepted = inspect.signature(target.forward).parameters
         self._takes_position_ids = "position_ids" in accepted
         # Only the features are wanted, so `lm_head` runs on a single row.

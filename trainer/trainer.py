@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
@@ -17,11 +16,19 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.statistics import FeatureStatistics
 
+from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
-from .data import cut_prompts, default_collator, prepare_dataset
-from .evaluation import LossMeter, generation_metrics
+from .data import cut_prompts, default_collator
+from .evaluation import AgreementMeter, LossMeter, Throughput, generation_metrics
+from .gradients import first_process_first, refuse_sharding, sum_gradients
+from .guards import StepGuard
+from .identity import run_identity
+from .methods import complete_arguments, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
+from .packing import pack_dataset
+from .preparing import DataReport, prepare_dataset
+from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
@@ -34,7 +41,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     """Trains draft heads of any family on what a frozen target says.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
-    first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
+    first, how the drafts agree with the target (`accuracy_1`, `acceptance_1`, ...), and tokens per second. Evaluation
+    adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
     What is pushed to the Hub has the model card of draft heads; see [`publishing.HubCards`].
 
     Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
@@ -44,8 +52,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         model: The heads to train.
         target: Their target. **Frozen in place**; neither optimized nor saved.
         args: [`DraftHeadTrainingArguments`].
-        train_dataset, eval_dataset: `datasets` with `messages`, `text` or `input_ids`; see [`data.prepare_dataset`].
-        processing_class: Tokenizer, needed for `messages` and `text`.
+        train_dataset, eval_dataset: `datasets` with chats, texts or token ids; see [`preparing.prepare_dataset`].
+        processing_class: Tokenizer, needed for all but token ids.
         data_collator: Default: padded or packed sequences, as `args.packing` says.
         eval_prompts: Token ids of prompts for the acceptance metrics; default: cut from `eval_dataset`.
         **kwargs: As in `transformers.Trainer`.
@@ -57,6 +65,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     args: DraftHeadTrainingArguments
     model: DraftHead
+    trains_target: ClassVar[bool] = False  # an adapter of it
 
     def __init__(
         self,
@@ -70,15 +79,23 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         eval_prompts: Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ):
+        args = copy.copy(args)  # which the method completes
+        complete_arguments(args, model, joint=self.trains_target)
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target, follow=False)
-        with args.main_process_first(desc="tokenizing"):
-            prepare = partial(prepare_dataset, tokenizer=processing_class, max_length=args.max_length)
-            train_dataset = prepare(train_dataset)
+        self.data_report = DataReport()
+        with first_process_first(args):
+            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
+            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
+                train_dataset = pack_dataset(train_dataset, args.max_length)
             if isinstance(eval_dataset, dict):
-                eval_dataset = {name: prepare(dataset) for name, dataset in eval_dataset.items()}
+                eval_dataset = {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
             else:
-                eval_dataset = prepare(eval_dataset)
+                eval_dataset = self._prepared(eval_dataset, args, processing_class)
+        if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
+            # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
+            args.accelerator_config = copy.copy(args.accelerator_config)
+            args.accelerator_config.dispatch_batches = False
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
         super().__init__(
@@ -90,7 +107,9 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             processing_class=processing_class,
             **kwargs,
         )
-        self._refuse_sharding()
+        given = self.optimizer
+        self.optimizer_given = None if given is None else type(given).__name__
+        refuse_sharding(self)
         if args.upstream_masking:
             warnings.warn(
                 "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
@@ -100,27 +119,36 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if not getattr(target, "hf_device_map", None):
             # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
             target.to(self.args.device)  # type: ignore[arg-type]
+        refuse_other_logits(self.frozen_target)
+        if args.packing:
+            refuse_leaking_packing(self.frozen_target)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
         self._micro_step = 0
-        # Losses of weight 0 are logged only where the paper's three belong to the method.
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
+        self._meters = [self._train_losses]  # of training
+        self._agreement, self._throughput = AgreementMeter(self.num_passes, self.args.device), Throughput()
+        self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros(())
 
-    def _refuse_sharding(self) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
-                "Launch without them (for a large target, load it with `device_map`)."
-            )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"{self.args.n_gpu} devices are visible to one process; start one process per device with "
-                "`accelerate launch`, or show it a single device."
-            )
+    def identity(self) -> dict[str, Any]:
+        """Which run this is; see [`identity.run_identity`]."""
+        given = self.optimizer_given
+        return run_identity(self.model, self.args, self.num_passes, self.train_dataset, given)
+
+    @staticmethod
+    def _prepared(dataset: Any, args: DraftHeadTrainingArguments, tokenizer: Any, report: Any = None) -> Any:
+        return prepare_dataset(
+            dataset,
+            tokenizer,
+            args.max_length,
+            template_kwargs=args.chat_template_kwargs,
+            num_proc=args.dataset_num_proc,
+            report=report,
+        )
 
     # ------------------------------------------------------------------ loss
     def start_unroll(
@@ -130,6 +158,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         *,
         training: bool = True,
         separate_backward: bool = False,
+        measure: bool = False,
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
@@ -146,8 +175,12 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             lk_decay=self.args.lk_decay,
             losses=tuple(self.loss_names),
             upstream_masking=self.args.upstream_masking and self.num_passes > 1,
+            anchors=anchors_of(
+                self.model, batch, self.args.num_anchors, self._seed(2) if training else self.args.seed
+            ),
             num_items=num_items,
             separate_backward=separate_backward,
+            measure=measure,
         )
 
     def remember_features(self, features: torch.Tensor, loss_mask: torch.Tensor) -> None:
@@ -176,7 +209,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
         """Weighted loss of one pass; scalar."""
-        total = losses.weighted(**self.args.loss_weights) * self.args.pass_decay**position
+        total = losses.weighted(**self.args.loss_weights) * self.args.decay_at(position)
         return total / self.num_passes if self.args.pass_reduction == "mean" else total
 
     def compute_loss(
@@ -205,14 +238,32 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         inputs = self._prepare_inputs(inputs)
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        if self._micro_step == 0:
+            self._step_loss = torch.zeros((), device=self.args.device)
+            for meter in self._meters:
+                meter.mark()
         loss = self.backward_batch(inputs, num_items_in_batch)
+        self._step_loss += loss
         self._micro_step += 1
         if self.accelerator.sync_gradients:
             self._micro_step = 0
-            self._train_losses.steps += 1
-            self._sum_gradients()
+            sum_gradients(self.trained_parameters(), self.args.world_size)
+            self._count_or_skip_step()
         # Trainer logs the mean over processes of what is a share of the whole step's loss.
         return loss * self.args.world_size
+
+    def _count_or_skip_step(self) -> None:
+        """Leaves the optimiser nothing to do if the step's loss or gradients are no numbers."""
+        scaled = self.accelerator.scaler is not None  # which looks at the gradients itself, and lowers its scale
+        parameters = self.trained_parameters()
+        guarded = {"step": self.state.global_step + 1, "processes": self.args.world_size}
+        if self._step_guard.passes(self._step_loss, () if scaled else parameters, **guarded):
+            self._train_losses.steps += 1
+            return
+        for parameter in parameters:
+            parameter.grad = None
+        for meter in self._meters:
+            meter.roll_back()
 
     def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor | float) -> torch.Tensor:
         """Forward and backward of one batch, the losses chunk by chunk; returns the weighted loss, detached."""
@@ -220,7 +271,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         together = 1 if apart else self.num_passes
         total = torch.zeros((), device=self.args.device)
         with self.accelerator.autocast():
-            unroll = self.start_unroll(inputs, num_items, separate_backward=apart)
+            unroll = self.start_unroll(inputs, num_items, separate_backward=apart, measure=self._is_logged_step())
         total += sum(loss.detach() for loss in self.shared_losses())
         for first in range(0, self.num_passes, together):
             with self.accelerator.autocast():
@@ -235,7 +286,14 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 self._train_losses.add(position, losses)
                 total += self.weighted_loss(losses, position)
         unroll.finish_backward()
+        self._agreement.sums += unroll.measured
+        self._throughput.add(inputs)
         return total
+
+    def _is_logged_step(self) -> bool:
+        """Whether the step's agreement with the target will be seen; the others do not pay for it."""
+        step = self.state.global_step + 1
+        return step % max(int(self.state.logging_steps or 1), 1) == 0 or (step == 1 and self.args.logging_first_step)
 
     def shared_losses(self) -> list[torch.Tensor]:
         """Weighted losses of the batch besides those of the passes, for trainers that have some."""
@@ -250,20 +308,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """What the next optimizer step changes."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def _sum_gradients(self) -> None:
-        """All-reduce of all gradients as one flat tensor; a parameter unused on this process counts as zero."""
-        if self.args.world_size <= 1:
-            return
-        parameters = self.trained_parameters()
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
-
     def _noise(self, features: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         if self.args.feature_noise == 0:
             return None
@@ -277,28 +321,30 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return noisy_embedding(embed_tokens, batch, alpha, self._noise_generator(batch["input_ids"].device, 1))
 
     def _noise_generator(self, device: torch.device, *kind: int) -> torch.Generator:
-        """Seeded by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
+        return torch.Generator(device).manual_seed(self._seed(*kind))
+
+    def _seed(self, *kind: int) -> int:
+        """A seed by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
         step = [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
-        key = np.random.SeedSequence([*step, *kind])
-        return torch.Generator(device).manual_seed(int(key.generate_state(1)[0]))
+        return int(np.random.SeedSequence([*step, *kind]).generate_state(1)[0])
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Supervised rows of one optimizer step, over all its batches and processes."""
-        count = sum(torch.count_nonzero(batch["loss_mask"][:, 1:]) for batch in batch_samples)
-        count = torch.as_tensor(count, device=device, dtype=torch.float32)
-        if self.args.world_size > 1:
-            dist.all_reduce(count)
-        return count
+        """Rows of one optimizer step where rounds start, over all its batches and processes."""
+        return count_rounds(self.model, batch_samples, self.args, device)
 
     # ------------------------------------------------------------------ logging, evaluation
     def reset_losses(self) -> None:
         """Forgets losses gathered for the log so far."""
         self._train_losses.drain()
+        self._agreement.drain()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in Trainer; training logs gain each loss component per draft position."""
+        """As in Trainer; training logs gain each loss component, accuracy and expected acceptance per draft
+        position (of the logged steps), and tokens per second."""
         if "loss" in logs:
-            logs.update(self._train_losses.drain())
+            logs.update({**self._train_losses.drain(), **self._agreement.drain(), **self._throughput.drain()})
+            if self._step_guard.skipped:
+                logs["skipped_steps"] = self._step_guard.skipped
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
@@ -319,22 +365,28 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Losses without noise over the evaluation set, and what generation with these heads accepts."""
+        with self._throughput.paused():
+            return self._evaluation_loop(dataloader, metric_key_prefix)
+
+    def _evaluation_loop(self, dataloader: torch.utils.data.DataLoader, prefix: str) -> EvalLoopOutput:
         self.model.to(self.args.device).eval()
         meter = LossMeter(self.num_passes, self.args.device, self.loss_names)
+        agreement = AgreementMeter(self.num_passes, self.args.device)
         for batch in dataloader:
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
-                unroll = self.start_unroll(inputs, 1.0, training=False)  # divided by 1: sums over rows
+                unroll = self.start_unroll(inputs, 1.0, training=False, measure=True)  # divided by 1: sums over rows
                 passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
-            meter.steps += int(unroll.supervised.numel())
-        metrics = self.evaluated_losses(meter)
+            meter.steps += unroll.num_rounds
+            agreement.sums += unroll.measured
+        metrics = {**self.evaluated_losses(meter), **agreement.drain()}
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
             predictions=None,  # type: ignore[arg-type]  # as Trainer's own loop, which wants losses only
             label_ids=None,
-            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            metrics={f"{prefix}_{name}": value for name, value in metrics.items()},
             num_samples=self.num_examples(dataloader),
         )
 
@@ -345,7 +397,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         for name, value in components.items():
             kind, _, position = name.rpartition("_loss_")
             if weight := self.args.loss_weights[kind]:
-                loss += weight * self.args.pass_decay ** (int(position) - 1) * value
+                loss += weight * self.args.decay_at(int(position) - 1) * value
         return {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
 
     def _prompts(self, dataloader: torch.utils.data.DataLoader) -> list[list[int]]:
@@ -353,20 +405,3 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if self._eval_prompts is not None:
             return [list(prompt) for prompt in self._eval_prompts[: args.eval_acceptance_prompts]]
         return cut_prompts(dataloader.dataset, args.eval_acceptance_prompts, args.eval_prompt_length)
-
-
-def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
-    """Draft positions to train: as the arguments say, else as the heads' config does.
-
-    Raises:
-        ValueError: if some specialist would have no position, or the heads are pruned.
-    """
-    passes = args.num_passes or heads.default_passes
-    if problem := heads.passes_problem(passes):
-        raise ValueError(f"num_passes={passes} {problem}")
-    if heads.pruned_token_ids is not None:
-        raise ValueError(
-            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
-            "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
-        )
-    return passes

@@ -19,7 +19,7 @@ from hf_specheads.target.borrowed import as_embedding, as_lm_head
 from hf_specheads.unroll.rows import DraftedPass, TrainingRows, later, row_positions
 
 from .chunks import CHUNK_ROWS, ChunkedPass, send_on
-from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss
+from .losses import IGNORED, DraftedRows, TargetDistribution, agreement, mean_loss
 
 # A module of the target, or what stands for one.
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -89,6 +89,7 @@ class UnrollInputs(RowInputs, total=False):
 
     embed_tokens: Required[torch.Tensor | Projection]
     lm_head: Required[torch.Tensor | Projection]
+    anchors: torch.Tensor | None
     top_k: int
     lk_decay: float
     losses: Sequence[str]
@@ -99,6 +100,7 @@ class Unroll:
     """Unrolled training forward of one batch: [`next_pass`] `num_passes` times, or [`run_passes`].
 
     Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with what the target says at t + 1.
+    With `anchors`, passes hold only those rows; supervised rows are those that may be drafted, from whichever anchor.
 
     Args:
         draft_head: Heads of any family.
@@ -119,9 +121,14 @@ class Unroll:
             sequence. No
             row attends, and no drafted feature moves, across documents.
         position_ids: int64 [B, T], rope positions; default counts from 0 in every document.
+        anchors: int64 [B, A], rows at which rounds start, for heads that are trained at some rows only; -1 for none.
         num_items: Divisor of the losses instead of each pass's own number of supervised rows.
         separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at rows
             that passes share are kept until [`finish_backward`].
+        measure: Also count how drafts agree with the target, which costs a softmax.
+
+    Attributes:
+        measured: fp32 [num_passes, 3], see [`losses.agreement`].
 
     Raises:
         ValueError: if a shape does not fit.
@@ -146,8 +153,10 @@ class Unroll:
         token_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        anchors: torch.Tensor | None = None,
         num_items: torch.Tensor | float | None = None,
         separate_backward: bool = False,
+        measure: bool = False,
     ):
         _refuse_shapes(
             features,
@@ -173,15 +182,24 @@ class Unroll:
             lm_head=as_lm_head(lm_head),
             upstream_masking=upstream_masking,
             separate_backward=separate_backward,
+            anchors=anchors,
         )
+        self._place = None if anchors is None else _places(anchors, self.length)
         self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
         self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
         labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
         labels[:, -1] = IGNORED  # what follows the last row is not in the batch
         self._labels = labels.flatten()
         self._target_features = target_features.detach().flatten(0, 1)
+        self.measured = torch.zeros(num_passes, 3, device=features.device)
+        self._measures = measure
         self._passes = draft_head.unroll(rows, num_passes)
         self._position = 0
+
+    @property
+    def num_rounds(self) -> int:
+        """Rows at which rounds start: what the losses of a pass are a mean over."""
+        return int(self.supervised.numel() if self._place is None else torch.count_nonzero(self._place >= 0))
 
     @torch.no_grad()
     def target_at(self, rows: torch.Tensor) -> TargetDistribution:
@@ -203,7 +221,7 @@ class Unroll:
         # Rows are selected before `lm_head`, the largest product of a pass.
         hidden = drafted.hidden.flatten(0, 1)[rows]
         features = None if drafted.features is None else drafted.features.flatten(0, 1)[rows]
-        values = self._losses(drafted, hidden, features, self.supervised, kept, self.target)
+        values = self._losses(drafted, hidden, features, self.supervised, kept, self.target, self._position)
         self._position += 1
         return PassLosses(values, None if drafted.features is None else drafted.features.detach())
 
@@ -241,7 +259,7 @@ class Unroll:
             for position, chunked in enumerate(passes, start=self._position):
                 rows, kept = self._rows_of(chunked.drafted.offset, supervised)
                 hidden, features, leaves = chunked.take(rows)
-                values = self._losses(chunked.drafted, hidden, features, supervised, kept, target)
+                values = self._losses(chunked.drafted, hidden, features, supervised, kept, target, position)
                 chunked.add(values)
                 if weigh is not None:
                     loss = weigh(PassLosses(values, None), position)
@@ -263,12 +281,16 @@ class Unroll:
         next(self._passes, None)
 
     def _rows_of(self, offset: int, supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R'] (flat) that draft the supervised rows `offset` later, and which of them those are."""
-        if offset == 0:
+        """Rows [R'] (flat, of what a pass holds) that draft the supervised rows `offset` later, and which of them
+        those are."""
+        if offset == 0 and self._place is None:
             return supervised, None
         rows = (supervised - offset).clamp_min(0)
-        inside = supervised % self.length >= offset
-        kept = (inside & (self.documents[rows] == self.documents[supervised])).nonzero()[:, 0]
+        inside = (supervised % self.length >= offset) & (self.documents[rows] == self.documents[supervised])
+        if self._place is not None:
+            rows = self._place[rows]
+            inside = inside & (rows >= 0)
+        kept = inside.nonzero()[:, 0]
         return rows[kept], kept
 
     def _losses(
@@ -279,12 +301,15 @@ class Unroll:
         supervised: torch.Tensor,
         kept: torch.Tensor | None,
         target: TargetDistribution,
+        position: int,
     ) -> dict[str, torch.Tensor]:
         """Losses of drafted rows [R', *] against those `kept` of the supervised rows, where `target` is."""
         if kept is not None:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
         found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay)
+        if self._measures:
+            self.measured[position] += agreement(found)
         names = [name for name in self.losses if features is not None or name != "feature"]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 
@@ -316,6 +341,15 @@ def _documents(
     if attention_mask is None:
         return documents
     return documents.masked_fill(attention_mask == 0, -1)
+
+
+def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
+    """int64 [B T], where every row (flat) is among the anchors [B, A] (flat), -1 where it is none."""
+    rows = anchors + torch.arange(len(anchors), device=anchors.device)[:, None] * length
+    place = torch.full((len(anchors) * length,), -1, device=anchors.device)
+    found = (anchors >= 0).flatten().nonzero()[:, 0]
+    place[rows.flatten()[found]] = found
+    return place
 
 
 def _refuse_shapes(features: torch.Tensor, **tensors: torch.Tensor | None) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
 
-from .data import complete_example
+from .columns import complete_example
 
 logger = logging.getLogger(__name__)
 

@@ -12,57 +12,17 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 from ..tree.draft_tree import DraftTree
+from .layers import contents_of, own_rows, restore
 from .masks import additive_mask, slot_mask, tree_position_ids
 from .slots import SlotCache, SlotCacheLayer, mark_static, to_device
 
-TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-# Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
-CHAIN_CACHE_LAYERS = (*TREE_CACHE_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
-# Layers that only append rows, and in which dimension; others have states that must be kept to go back to them.
-APPENDING_LAYERS = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
-APPENDED = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}
 # Tensors moved by one indexed copy. More would save launches, and hold more of a prompt twice while it is taken over.
 TENSORS_PER_GROUP = 8
 # Slots beyond the prompt that a cache starts with; it doubles from there.
 FIRST_SLOTS = 256
-
-
-def tree_cache_problem(cache: Cache) -> str | None:
-    """Why a target cache cannot hold a draft tree, or `None` if it can.
-
-    An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
-    """
-    return _offloading_problem(cache) or _layer_problem(cache, TREE_CACHE_LAYERS)
-
-
-def chain_cache_problem(cache: Cache) -> str | None:
-    """Why rejected tokens of a chain cannot be taken out of a target cache again, or `None` if they can."""
-    return _offloading_problem(cache) or _layer_problem(cache, CHAIN_CACHE_LAYERS)
-
-
-def _offloading_problem(cache: Cache) -> str | None:
-    offloads = getattr(cache, "offloading", False)
-    return "its cache keeps layers on the CPU (`cache_implementation='offloaded'`)" if offloads else None
-
-
-def _layer_problem(cache: Cache, known: tuple[type, ...]) -> str | None:
-    made_later = getattr(cache, "layer_class_to_replicate", None)
-    for kind in (*map(type, cache.layers), *([made_later] if made_later is not None else [])):
-        if kind not in known:
-            return f"its cache has layers of class {kind.__name__}"
-    return None
 
 
 def layer_windows(target: PreTrainedModel) -> list[int | None]:
@@ -331,7 +291,7 @@ class ChainCache:
         if self.root_positions is not None:
             inputs["position_ids"] = tree_position_ids(self.root_positions, tree)
         self._nodes = tree.num_nodes
-        self._before = [_contents(layer) for layer in self.stock.layers]
+        self._before = [contents_of(layer) for layer in self.stock.layers]
         return inputs
 
     def _drop_rejected(self, uncommitted: int = 0) -> None:
@@ -359,35 +319,9 @@ class ChainCache:
         """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too."""
         if self._kept is None:
             for layer, contents in zip(self.stock.layers, self._before, strict=False):
-                _restore(layer, contents)
+                restore(layer, contents)
         self._drop_rejected(0 if tokens is None else self.counts[0] - tokens)
         for layer in self.stock.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
-            _own_rows(layer)
-
-
-def _contents(layer: CacheLayerMixin) -> dict[str, Any]:
-    """What a cache layer needs to forget a forward: its length where rows are only appended, else its attributes, as
-    they are now (tensors are never written in place while the past is recorded)."""
-    if type(layer) in APPENDING_LAYERS:
-        return {"length": layer.get_seq_length()}
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
-
-
-def _restore(layer: CacheLayerMixin, contents: dict[str, Any]) -> None:
-    if type(layer) not in APPENDING_LAYERS:
-        vars(layer).update(contents)
-        return
-    length = contents["length"]
-    for name, rows in APPENDED.items():
-        if isinstance(states := getattr(layer, name, None), torch.Tensor):
-            setattr(layer, name, states.narrow(rows, 0, min(length, states.shape[rows])))
-
-
-def _own_rows(layer: CacheLayerMixin) -> None:
-    """Copies tensors that share their memory with rows that were dropped."""
-    for states in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
-        for name, value in states.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-                states[name] = value.clone()
+            own_rows(layer)

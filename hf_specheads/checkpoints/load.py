@@ -26,14 +26,16 @@ def load_heads(
     token: str | bool | None = None,
     local_files_only: bool = False,
     positions_per_specialist: int | None = None,
+    anchor_slot: str | None = None,
     compile: bool = False,  # noqa: A002 (transformers' word)
     **tree_overrides: Any,
 ) -> DraftHead:
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
     The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa and Hydra, and those of SpecForge, SGLang, ModelOpt, vLLM and speculators. One line
-    says what was found and what had to be assumed. A folder may also be a training state of `accelerate`.
+    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash and JetSpec, and those of DeepSpec, SpecForge, SGLang, ModelOpt, vLLM
+    and speculators. One line says what was found and what had to be assumed. A folder may also be a training state of
+    `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
@@ -45,6 +47,8 @@ def load_heads(
         local_files_only: Never ask the network.
         positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
             nowhere; default from a name such as `PosS3-...`.
+        anchor_slot: `"idle"` or `"drafts"`: whether the first slot of a block predicts a token, of block drafters
+            whose files do not say it (JetSpec heads trained with `draft_shift`); default idle.
         compile: Compile the rounds of `generate` (`heads.compiled`).
         **tree_overrides: Fields of [`DraftTreeConfig`] (`kind`, `depth`, `top_k`, `total_tokens`, `choices`) that
             replace the saved ones.
@@ -61,7 +65,7 @@ def load_heads(
     folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
     placement = Placement.asked_for(device_map, dtype)
     try:
-        stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist), dtype)
+        stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot), dtype)
         heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
             None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
         )

@@ -54,13 +54,21 @@ class StoredHeads:
         return f"{config.method} heads in {TITLES[self.layout]} ({sizes}){each}{assumed}"
 
 
-def read_heads(folder: Path, name: str, positions: int | None = None, *, headers_only: bool = False) -> StoredHeads:
+def read_heads(
+    folder: Path,
+    name: str,
+    positions: int | None = None,
+    *,
+    anchor_slot: str | None = None,
+    headers_only: bool = False,
+) -> StoredHeads:
     """Reads and checks the draft heads of a folder.
 
     Args:
         folder: With config and weights.
         name: Repository or folder name, which tells some things that no file says.
         positions: Draft positions per specialist of PosS heads in their authors' layout.
+        anchor_slot: Whether the slot of the root drafts, of block drafters whose files do not say it.
         headers_only: Read no weights, only what is said of them.
 
     Raises:
@@ -69,10 +77,17 @@ def read_heads(folder: Path, name: str, positions: int | None = None, *, headers
     raw_config = read_json(config_file(folder))
     if detect_from_config(raw_config) == OURS:
         own_config(raw_config, positions)  # refused before any weights are read
-    return identify(raw_config, read_checkpoint(weight_files(folder), headers_only=headers_only), name, positions)
+    checkpoint = read_checkpoint(weight_files(folder), headers_only=headers_only)
+    return identify(raw_config, checkpoint, name, positions, anchor_slot)
 
 
-def identify(raw_config: RawConfig, checkpoint: Checkpoint, name: str, positions: int | None = None) -> StoredHeads:
+def identify(
+    raw_config: RawConfig,
+    checkpoint: Checkpoint,
+    name: str,
+    positions: int | None = None,
+    anchor_slot: str | None = None,
+) -> StoredHeads:
     """Tells the layout, and checks that config and tensors fit; see [`read_heads`].
 
     Raises:
@@ -83,8 +98,14 @@ def identify(raw_config: RawConfig, checkpoint: Checkpoint, name: str, positions
         config, tensors, notes = own_config(raw_config, positions), checkpoint.tensors, []
     else:
         layout = layout or detect_from_keys(checkpoint.shapes, raw_config)
-        conversion = LAYOUTS[layout].convert(Source(raw_config, checkpoint.tensors, name, positions))
+        source = Source(raw_config, checkpoint.tensors, name, positions, anchor_slot)
+        conversion = LAYOUTS[layout].convert(source)
         config, tensors, notes = conversion.config, conversion.tensors, conversion.assumptions
+    if anchor_slot is not None and getattr(config, "anchor_slot", None) != anchor_slot:
+        raise HeadConfigError(
+            f"`anchor_slot` belongs to block drafters whose files do not say it, got {anchor_slot!r} for these "
+            f"{config.method} heads; leave it out."
+        )
     _check_against_config(tensors, config)
     check_dtypes(tensors, checkpoint.files[0], HEADS[config.model_type].integer_tensors)
     return StoredHeads(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))

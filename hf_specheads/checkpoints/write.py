@@ -19,15 +19,17 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..errors import ExportError
-from ..heads import DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
+from ..heads import DFlashHead, DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
 from ..heads.base import DraftHead
 from .files import CONFIG
 from .layouts.commands import path_note, sglang_command, vllm_command
+from .layouts.dflash import write as dflash
 from .layouts.eagle import write as eagle
 from .layouts.eagle3 import write as eagle3
 from .layouts.hydra import write as hydra
 from .layouts.medusa import write as medusa
 from .layouts.speculators import write as speculators
+from .layouts.speculators import write_blocks as speculators_blocks
 from .layouts.written import Layout, common_notes, scales_embeddings, target_name
 
 # Where heads of a family can go; the authors' own layout last.
@@ -36,6 +38,7 @@ DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     Eagle3Head: ("vllm", "sglang", "speculators", "eagle"),
     MedusaHead: ("vllm-medusa", "medusa"),
     HydraHead: ("hydra",),
+    DFlashHead: ("speculators", "dflash"),
     DraftLanguageModel: ("vllm", "sglang"),
 }
 ALL_DESTINATIONS = tuple(sorted({to for destinations in DESTINATIONS.values() for to in destinations}))
@@ -73,8 +76,9 @@ def export_heads(
     Args:
         heads: Loaded heads; they are not changed.
         folder: Folder to write.
-        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3 heads); the authors' own layouts `"eagle"` (EAGLE-1/2/3,
-            HASS, PosS), `"medusa"`, `"hydra"`; `"vllm-medusa"`, read by older releases of vLLM.
+        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3 and DFlash heads); the authors' own layouts `"eagle"`
+            (EAGLE-1/2/3, HASS, PosS), `"medusa"`, `"hydra"`, `"dflash"` (DFlash, JetSpec); `"vllm-medusa"`, read by
+            older releases of vLLM.
         target: The loaded target, needed for few heads (the error says so), or its name, which commands and the
             layout of `speculators` show; default the name that the heads remember.
         overwrite: Write into a folder that is not empty.
@@ -110,6 +114,8 @@ def export_heads(
 def needs_target(heads: DraftHead, to: str) -> bool:
     """Whether an export reads weights of the target: an embedding that must be written with the heads."""
     config = heads.config
+    if isinstance(heads, DFlashHead):
+        return to == "speculators"
     if isinstance(heads, Eagle3Head):
         return to == "vllm" and scales_embeddings(heads) and not config.own_embedding
     if not isinstance(heads, EagleHead):
@@ -143,6 +149,8 @@ def _check_weights(heads: DraftHead) -> None:
 
 def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> Layout:
     loaded = target if isinstance(target, PreTrainedModel) else None
+    if isinstance(heads, DFlashHead):
+        return speculators_blocks.layout(heads, loaded) if to == "speculators" else dflash.layout(heads, loaded)
     if isinstance(heads, HydraHead):
         return hydra.layout(heads)
     if isinstance(heads, MedusaHead):

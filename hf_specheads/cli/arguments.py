@@ -65,6 +65,9 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
     )
+    parser.add_argument(
+        "--anchor-slot", choices=("idle", "drafts"), help="for block drafters whose files do not say it (JetSpec)"
+    )
     parser.add_argument("--local-files-only", action="store_true", help="never ask the network")
     tree = parser.add_argument_group("draft tree (default: as tuned or saved with the heads)")
     tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"), help="of tree")
@@ -121,6 +124,7 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
         revision=args.heads_revision,
         local_files_only=args.local_files_only,
         positions_per_specialist=args.positions_per_specialist,
+        anchor_slot=args.anchor_slot,
         **kwargs,
         **tree_overrides(args),
     )

@@ -116,7 +116,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             tree = self.compiled.grow(self.head, self.draft_cache, self.options.tree, token_ids, features, depth)
         else:
             tree = grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
-        self.stats.draft_forwards += tree.max_depth
+        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
         if self.options.tree.stop_below > 0:
             self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:

@@ -96,10 +96,13 @@ def grow_dynamic(
     """A tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
 
     Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
-    `total_tokens - 1` of all candidates are kept. Arguments as in [`grow_tree`].
+    `total_tokens - 1` of all candidates are kept. Of heads whose positions are independent it is the best tree there
+    is ([`_grow_best_first`]). Arguments as in [`grow_tree`].
     """
     drafted, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
     width = min(tree.top_k, logits.shape[-1])
+    if head.independent_positions:
+        return _grow_best_first(head, cache, tree, token_ids[:, -1], (drafted, logits), depth)
     scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
     scores, tokens = scores[:, 0], tokens[:, 0]
     level = _Level(
@@ -142,6 +145,42 @@ def _expand(
         visible=visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1])),
     )
     return following, (tokens, parents, scores)
+
+
+def _grow_best_first(
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    root_ids: torch.Tensor,
+    root: tuple[torch.Tensor, torch.Tensor],
+    depth: int,
+) -> DraftTree:
+    """The `total_tokens - 1` most probable of all paths of the positions' K best tokens (DDTree, arXiv 2604.12989).
+
+    A path is never more probable than its beginning, so those n best hold at most n nodes of any level, children of
+    the n best of the level above: keeping n per level loses none of them. All nodes of a level have the same
+    children, which the heads are asked for once.
+
+    Args:
+        root_ids: int64 [B].
+        root: State and draft logits of the root, from `start_draft`.
+    """
+    (states, logits), most, candidates = root, tree.num_nodes - 1, []
+    width = min(tree.top_k, logits.shape[-1], most)
+    above, number = logits.new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # of the nodes above
+    first = 1
+    for position in range(depth):
+        scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
+        scores, chosen = (above[..., None] + scores).flatten(1).topk(min(most, above.shape[1] * width), dim=1)
+        candidates.append((tokens[:, 0].gather(1, chosen % width), number.gather(1, chosen // width), scores))
+        if position + 1 == depth or gives_up(tree, scores[:, :1]):
+            break
+        above, number = scores, torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
+        first += scores.shape[1]
+        states, logits = head.extend_draft(cache, position + 1, tokens[:, 0, :1], states, None)
+    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
+    depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
+    return select_nodes(tokens, parents, depths, scores, root_ids, most, len(candidates))
 
 
 # ---------------------------------------------------------------------- trees of a shape known beforehand

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, logging
 
+from ..cache.recurrent import RecurrentCache, cache_name, tokens_in
 from ..cache.slots import to_device
 from ..cache.target import ChainCache, TreeCache, root_positions_of
 from ..contract import DraftingContract
@@ -29,7 +30,7 @@ from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import Pace, pace_of
 from .probe import RoundKind, refuse_by_probe
-from .refusals import refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
+from .refusals import goes_back, refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
 from .stepwise import StepwiseCriteria
@@ -124,7 +125,7 @@ def run_rounds(
     refuse_processors(options, logits_processor, generation_config, input_ids.shape[0])
     probe_seconds = 0.0
     if options.probe:
-        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs["past_key_values"])
+        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs[cache_name(model_kwargs)])
         probe_seconds = refuse_by_probe(model, replace(kind, features=draft_head.feature_layers))
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
@@ -139,6 +140,8 @@ def run_rounds(
 
 def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
     """What the target is asked to verify in a call."""
+    if goes_back(target, cache):
+        return RoundKind(tree=False, recurrent=True)
     rolled_back = options.tree.kind == "chain" and tree_problem_of(target, cache) is not None
     return RoundKind(options.tree.kind != "chain", batch > 1, options.compiled, rolled_back)
 
@@ -179,7 +182,7 @@ class RoundLoop:
         if self.stats.lossy:
             logger.warning_once(LOSSY)
         self.reader = FeatureReader(head.feature_layers, self.outputs.hidden_states is not None)
-        self._target_cache: TreeCache | ChainCache | None = None
+        self._target_cache: TreeCache | ChainCache | RecurrentCache | None = None
         self.prefilled = 0  # tokens in the cache after the prefill
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
@@ -194,8 +197,7 @@ class RoundLoop:
 
     def fix_capacities(self, rows: NewRows) -> None:
         """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        tree = self.options.tree
-        drafted = tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
+        drafted = self.candidates.head.draft_rows(self.options.tree)
         self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
 
     @property
@@ -206,7 +208,12 @@ class RoundLoop:
         return self.stop.max_length - self.sequences.prompt_length
 
     @property
-    def target_cache(self) -> TreeCache | ChainCache:
+    def stock(self) -> Cache:
+        """transformers' cache of the call."""
+        return self.model_kwargs[cache_name(self.model_kwargs)]
+
+    @property
+    def target_cache(self) -> TreeCache | ChainCache | RecurrentCache:
         """The target's cache, from the prefill on."""
         if self._target_cache is None:
             raise RuntimeError("the target's cache is opened by the prefill.")
@@ -238,7 +245,7 @@ class RoundLoop:
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
         self.close()
-        return self.outputs.result(sequences.padded(), self.model_kwargs["past_key_values"])
+        return self.outputs.result(sequences.padded(), self.stock)
 
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
@@ -256,11 +263,13 @@ class RoundLoop:
             self.fix_capacities(rows)
         return self.drop_ended(rows, accepted)
 
-    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache:
+    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache | RecurrentCache:
         """Takes over the target's cache, now that it holds the prompt."""
-        stock: Cache = self.model_kwargs["past_key_values"]
-        self.prefilled = stock.get_seq_length()
-        positions = root_positions_of(self.model_kwargs, stock.get_seq_length(), self.target.device)
+        stock = self.stock
+        self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
+        positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
+        if goes_back(self.target, stock):
+            return self.open_recurrent(stock, positions)
         if self.options.tree.kind == "chain" and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
@@ -269,11 +278,20 @@ class RoundLoop:
             capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.num_nodes)
         return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
 
+    def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
+        """The same where it holds states."""
+        takes_positions = self.model_kwargs.get("position_ids") is not None
+        is_seen = self.outputs.as_dict or getattr(stock, "_is_user_defined", False)
+        call = (self.padding_mask, positions, takes_positions, self.prefilled, is_seen)
+        return RecurrentCache(stock, self.target, cache_name(self.model_kwargs), *call)
+
     # ------------------------------------------------------------------ a round
     def begin_round(self) -> bool:
         """Whether the round drafts."""
         if self.compiled is not None:
             self.compiled.begin_round()
+        if isinstance(self.target_cache, RecurrentCache) and self.target_cache.must_catch_up:
+            return False
         if self.pace is None:
             return True
         drafts = self.pace.drafts(max(self.target_cache.counts))
@@ -293,6 +311,8 @@ class RoundLoop:
         sizes = (self.options.tree.num_nodes, *([] if self.pace is None else [1]))
         if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
             return self.compiled.verify(self.target, cache, tree, hidden_states)
+        if isinstance(cache, RecurrentCache):
+            return cache.verify(tree, **hidden_states)
         inputs = cache.forward_inputs(tree)
         return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **hidden_states)
 
@@ -325,6 +345,8 @@ class RoundLoop:
         the first of a call, which takes in the prompt, are no measure."""
         if self.compiled is not None and self.compiled.compiles:
             return
+        if isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up:
+            return  # neither a plain step nor a round
         if tree.num_nodes == 1:
             pace.record_plain(seconds)
             return

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.recurrent import CACHE_NAMES, RecurrentCache
 from ..cache.target import ChainCache, TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
 from ..target.features import asked_hidden_states
@@ -50,6 +51,7 @@ class RoundKind:
         static: Whether the cache has a fixed size, all of which is shown (compiled rounds).
         rolled_back: Whether transformers' own cache is used, and rejected tokens are taken out of it.
         features: Hidden states that the heads read.
+        recurrent: Whether states are kept, restored and caught up with.
     """
 
     tree: bool
@@ -57,6 +59,7 @@ class RoundKind:
     static: bool = False
     rolled_back: bool = False
     features: tuple[int, ...] = ()
+    recurrent: bool = False
 
 
 def refuse_by_probe(target: PreTrainedModel, kind: RoundKind) -> float:
@@ -143,6 +146,7 @@ class _Probe:
         self.batch = 2 if kind.ragged else 1
         accepted = inspect.signature(target.forward).parameters
         self.takes_positions = "position_ids" in accepted
+        self.cache_name = next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])
         self.keeps_logits = "logits_to_keep" in accepted
         self.hidden_states = {"output_hidden_states": asked_hidden_states(kind.features)}
         self.length = context_length(target)
@@ -156,7 +160,7 @@ class _Probe:
     @torch.no_grad()
     def _forward(self, cache: Any, first: int, end: int) -> torch.Tensor:
         """One stock forward of some columns, as plain generation does; logits of the newest ones, [B, <= 3, V]."""
-        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True}
         if self.mask is not None:
             inputs["attention_mask"] = torch.nn.functional.pad(self.mask, (0, end - self.length), value=1)
         if self.takes_positions:
@@ -184,7 +188,7 @@ class _Probe:
     def _decode(self) -> torch.Tensor:
         """Prefill, the root its last token, and two steps. Row 1 of a batch has its path in the prompt's end."""
         cache = DynamicCache(config=self.target.config.get_text_config(decoder=True))
-        if self.kind.rolled_back:
+        if self.kind.rolled_back or self.kind.recurrent:
             self._forward(cache, 0, self.length - 1)
             self.prefilled = copy.deepcopy(cache)
             prompt = self._forward(cache, self.length - 1, self.length)
@@ -211,6 +215,8 @@ class _Probe:
         tree = _tree(self.parents, token_ids)
         if self.kind.rolled_back:
             return self._rolled_back(tree)
+        if self.kind.recurrent:
+            return self._caught_up(tree)
         cache = self._tree_cache()
         outputs = self.target(token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree))
         return outputs.logits[:, list(self.path)]
@@ -240,6 +246,22 @@ class _Probe:
             nodes = torch.arange(count, device=tokens.device)[None]
             inputs = cache.forward_inputs(_tree(CHAIN[: tokens.shape[1]], tokens))
             outputs = self.target(tokens, use_cache=True, return_dict=True, **inputs)
+            logits.append(outputs.logits[:, :count])
+            cache.keep_paths(nodes, [count], torch.tensor([count]), True)
+        return torch.cat(logits, dim=1)
+
+    def _caught_up(self, chain: DraftTree) -> torch.Tensor:
+        """A chain of which only the root is kept; then the states are restored, and it comes before the rest."""
+        root = self.length - 1
+        positions = torch.tensor([[root]], device=self.tokens.device)
+        call = (None, positions, self.takes_positions, root)
+        cache = RecurrentCache(self.prefilled, self.target, self.cache_name, *call)
+        wrong = chain.token_ids.clone()
+        wrong[:, 1:] = self.tokens[:, -2:]
+        logits = []
+        for tokens, count in ((wrong, 1), (chain.token_ids[:, 1:], 2)):
+            nodes = torch.arange(count, device=tokens.device)[None]
+            outputs = cache.verify(_tree(CHAIN[: tokens.shape[1]], tokens))
             logits.append(outputs.logits[:, :count])
             cache.keep_paths(nodes, [count], torch.tensor([count]), True)
         return torch.cat(logits, dim=1)

@@ -13,10 +13,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..cache.target import chain_cache_problem, tree_cache_problem
+from ..cache.layers import chain_cache_problem, is_restored, recurrent_cache_problem, tree_cache_problem
+from ..cache.recurrent import cache_name, holds_tokens
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
+from ..target.images import IMAGES_SERVED, TOKEN_TYPES, read_by_the_prompt
 from ..target.positions import rope_limit, sparse_limit
+from ..target.recurrence import is_recurrent, recurrence_problem
 from ..target.structure import own_mask
 from .options import DraftingOptions
 from .sampling import TokenSampler, out_of_step
@@ -26,11 +29,9 @@ TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa"}
 # What a verifying forward gets from us; an argument that were dropped in silence could change the text.
 FORWARD_ARGUMENTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds", "logits_to_keep",
-    "output_hidden_states", "return_dict",
+    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "inputs_embeds",
+    "logits_to_keep", "output_hidden_states", "return_dict",
 }  # fmt: skip
-# Arguments of multimodal targets that tell the tokens of images from those of text, which are 0.
-TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Those that carry images, videos and sound, or what an encoder has made of them.
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
@@ -53,7 +54,7 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
         "beam search": (config.num_beams or 1) > 1,
         "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),
-        "stateful targets, which cannot roll back": bool(getattr(target, "_is_stateful", False)),
+        f"this recurrent target ({recurrence_problem(target)})": recurrence_problem(target) is not None,
         "use_cache=False": config.use_cache is False,
         f"cache_implementation={config.cache_implementation!r}": config.cache_implementation in STATIC_CACHES,
         "output_attentions=True": bool(config.output_attentions),
@@ -141,7 +142,7 @@ def refuse_prepared_call(
         UnsupportedGenerationError: names the obstacle and the way out.
     """
     cache = _usable_cache(target, model_kwargs)
-    _refuse_arguments(options, model_kwargs)
+    _refuse_arguments(target, options, model_kwargs)
     if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
@@ -150,6 +151,11 @@ def refuse_prepared_call(
     for problem_of in (rescaling_rope_problem, sparse_attention_problem):
         if reason := problem_of(target, config):
             raise UnsupportedGenerationError(reason)
+    if options.loop == "transformers" and goes_back(target, cache):
+        raise UnsupportedGenerationError(
+            f"transformers' own loop cannot take tokens out of what {type(target).__name__} keeps here again "
+            f"({type(cache.layers[0]).__name__}); use `heads.loop = 'own'`."
+        )
     if options.compiled:
         _refuse_compiled(target, options, config, cache)
     if batch_size > 1:
@@ -160,7 +166,7 @@ def refuse_prepared_call(
 
 def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache:
     """The call's cache, if rounds can take tokens out of it again."""
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(cache_name(model_kwargs))
     if not model_kwargs.get("use_cache", True):
         raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
     if not isinstance(cache, Cache):
@@ -168,32 +174,34 @@ def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cach
             f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
             "and draft heads can take back tokens from no other; drop `assistant_model`."
         )
-    if cache.is_compileable or type(cache).__name__ == "StaticCache":
+    if (cache.is_compileable and not is_recurrent(target)) or type(cache).__name__ == "StaticCache":
         raise UnsupportedGenerationError(
             f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
         )
     return cache
 
 
-def _refuse_arguments(options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
+def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
     """What a verifying forward would not get."""
-    extra = sorted(
-        name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
-    )
-    if media := sorted(MEDIA.intersection(extra)):
+    extra = {name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)}
+    if options.loop == "own":
+        extra -= read_by_the_prompt(target, model_kwargs)
+    if media := sorted(MEDIA & extra):
         raise UnsupportedGenerationError(
-            f"draft heads serve text only, and this prompt has images, videos or sound ({media}); leave them out or "
-            "drop `assistant_model`."
+            f"draft heads do not serve prompts of {type(target).__name__} with {media}; leave them out or drop "
+            f"`assistant_model` (images are served in heads' own loop for {sorted(IMAGES_SERVED)})."
         )
     if extra and options.loop == "own":
         raise UnsupportedGenerationError(
-            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+            f"draft heads do not hand {sorted(extra)} on to the target's forward; leave them out or drop "
+            "`assistant_model`."
         )
 
 
 def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
     """What cannot be drafted for a target that takes no trees: trees, and chains that cannot be rolled back."""
-    if chain_problem := chain_cache_problem(cache):
+    problem_of = recurrent_cache_problem if goes_back(target, cache) else chain_cache_problem
+    if chain_problem := problem_of(cache):
         raise UnsupportedGenerationError(
             f"draft heads are not supported for {type(target).__name__} here: {chain_problem}; use the default cache, "
             "or drop `assistant_model`."
@@ -237,7 +245,7 @@ def _refuse_batch(
     """What does not go with several sequences at once, which accept different numbers of tokens."""
     reasons = {
         "heads.loop = 'transformers'": options.loop == "transformers",
-        "a cache that holds tokens already": cache.get_seq_length() > 0,
+        "a cache that holds tokens already": holds_tokens(cache),
         "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
         str(tree_problem_of(target, cache)): tree_problem_of(target, cache) is not None,
     }
@@ -249,8 +257,15 @@ def _refuse_batch(
             )
 
 
+def goes_back(target: PreTrainedModel, cache: Cache) -> bool:
+    """Whether rejected tokens are forgotten by restoring what the cache held before ([`RecurrentCache`])."""
+    return is_recurrent(target) or is_restored(cache)
+
+
 def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
     """Why a tree of nodes cannot be verified by this target in one forward, or `None` if it can."""
+    if is_recurrent(target):
+        return "it keeps a state of the whole text, and paths of a tree would need one each"
     config = target.config.get_text_config(decoder=True)
     other = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):

@@ -4,8 +4,9 @@ Whoever holds draft heads has imported this: here `AutoModel` is told of them an
 """
 
 from .. import dispatch
-from . import auto, draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
-from .draft_lm import *  # noqa: F403 (here and below: what the module's `__all__` names)
+from . import auto, dflash, draft_lm, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+from .dflash import *  # noqa: F403 (here and below: what the module's `__all__` names)
+from .draft_lm import *  # noqa: F403
 from .eagle import *  # noqa: F403
 from .eagle3 import *  # noqa: F403
 from .hydra import *  # noqa: F403
@@ -18,6 +19,7 @@ auto.register()
 dispatch.install()
 
 __all__: list[str] = []
+__all__ += dflash.__all__
 __all__ += draft_lm.__all__
 __all__ += eagle.__all__
 __all__ += eagle3.__all__

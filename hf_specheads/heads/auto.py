@@ -14,6 +14,7 @@ from ..configuration import DraftHeadConfig
 from ..target.borrowed import BorrowedModules
 from ..tree.config import DraftTreeConfig
 from .base import DraftHead
+from .dflash import DFlashHead
 from .draft_lm import DraftLanguageModel
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
@@ -26,11 +27,13 @@ from .poss_lora import PossLoraHead
 
 # The one place that lists the methods; a new family adds its row, and its line in `heads/__init__.py`.
 METHODS: dict[str, type[DraftHead]] = {
+    "dflash": DFlashHead,
     "draft-lm": DraftLanguageModel,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hass": EagleHead,
     "hydra": HydraHead,
+    "jetspec": DFlashHead,
     "medusa": MedusaHead,
     "poss": PossHead,
     "poss-eagle3": PossEagle3Head,

@@ -70,6 +70,10 @@ class MedusaHead(PerPositionHead):
         self.post_init()
 
     # ------------------------------------------------------------------ drafting
+    @property
+    def independent_positions(self) -> bool:
+        return True
+
     def new_draft_cache(self) -> DraftCache:
         """Only counts committed rows: no head looks further back than the last one."""
         return DraftCache(0)

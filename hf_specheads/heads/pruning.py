@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -160,6 +161,8 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         width = self.config.hidden_size if own else self.config.feature_size
         widths = [getattr(module, "in_features", width) for module in self._projections()]
         rows = [projection_rows(*each, ids, like) for each in zip(self._projections(), widths, strict=True)]
+        if not own and self._projections()[0] is self._bound_target().get_output_embeddings():
+            rows = [replace(each, after=self.borrowed.logit_function) for each in rows]
         self._binding.copied.update(rows=rows, ids=token_ids, source=self._pruning_source())
 
     def _features_like(self, token_ids: torch.Tensor) -> torch.Tensor:

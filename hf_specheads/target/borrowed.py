@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from .logits import IDENTITY, LogitFunction
+
 
 def as_embedding(
     embedding: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
@@ -54,16 +56,26 @@ def _execution_device(lm_head: nn.Module, target: PreTrainedModel) -> torch.devi
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """The target's parts a head calls. Held outside the module tree, so they are never saved or trained."""
+    """The target's parts a head calls. Held outside the module tree, so they are never saved or trained.
+
+    Attributes:
+        embed_tokens: Token ids -> embeddings [..., E].
+        lm_head: Features [..., H] -> the target's logits [..., V], its multipliers and final soft-cap included.
+        device: Where `lm_head` computes.
+        logit_function: What `lm_head` does after the target's module of that name.
+    """
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device
+    logit_function: LogitFunction = IDENTITY
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> BorrowedModules:
         embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        return cls(embedding, as_lm_head(lm_head, target.dtype), _execution_device(lm_head, target))
+        function, projection = LogitFunction.of(target), as_lm_head(lm_head, target.dtype)
+        logits = projection if function.is_identity else lambda features: function(projection(features))
+        return cls(embedding, logits, _execution_device(lm_head, target), function)
 
 
 class Binding:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from .borrowed import BorrowedModules
 from .identity import target_sizes
+from .logits import IDENTITY, LogitFunction
 
 ROWS_AT_ONCE = 256  # columns of a weight read through its module in one call
 
@@ -21,13 +22,15 @@ class Projection:
     Attributes:
         weight: [Vp, H], contiguous.
         bias: [Vp], or `None`.
+        after: What the target does to the output of its `lm_head`; nothing for projections of the heads' own.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    after: LogitFunction = IDENTITY
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden.to(self.weight), self.weight, self.bias)
+        return self.after(nn.functional.linear(hidden.to(self.weight), self.weight, self.bias))
 
 
 def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -63,7 +66,10 @@ def projection_rows(module: nn.Module, width: int, token_ids: torch.Tensor, like
 
 
 def output_weight(target: PreTrainedModel) -> torch.Tensor:
-    """Weight [V, H] of a target's `lm_head`; asked of the module where it is quantised or offloaded."""
+    """Weight [V, H] that makes a target's logits, but for a soft-cap: that of its `lm_head` times its multipliers.
+    Asked of the module where it is quantised or offloaded."""
     rows = torch.arange(target.config.get_text_config(decoder=True).vocab_size)
     like = torch.zeros(1, dtype=target.dtype, device=BorrowedModules.of(target).device)
-    return projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight
+    weight = projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight
+    scale = LogitFunction.of(target).scale
+    return weight if scale == 1.0 else weight * scale

@@ -23,6 +23,7 @@ from ..target.features import asked_hidden_states, select_hidden_states
 from .progress import bar
 from .turns import Prompts, generate_text
 
+MOST_NODES = 256  # of a best-first tree that is replayed
 NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or that comes after the text
 STARTS = 5  # walks through a text begin at that many places, so that no tree is favoured by where rounds happen to end
 
@@ -38,6 +39,7 @@ class RecordedDrafts:
         true_children: int64 [T, D], which of the F * K children is the true token after a true path, -1 for none.
         true_ranks: int64 [T, D], rank of the true token among all children of the true node before it.
         lengths: Places per text; they follow one another in T.
+        independent: Whether the heads' positions are independent, so that dynamic trees are the best there are.
     """
 
     scores: tuple[torch.Tensor, ...]
@@ -45,6 +47,7 @@ class RecordedDrafts:
     true_children: torch.Tensor
     true_ranks: torch.Tensor
     lengths: tuple[int, ...]
+    independent: bool = False
 
     @property
     def depth(self) -> int:
@@ -103,6 +106,7 @@ def record_drafts(
         true_children=torch.tensor(children),
         true_ranks=torch.tensor(ranks),
         lengths=tuple(lengths),
+        independent=heads.independent_positions,
     )
 
 
@@ -226,6 +230,8 @@ def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDy
     """
     if depth > record.depth or top_k > record.top_k:
         raise ValueError(f"the record has depth {record.depth} and top_k {record.top_k}, asked for {depth}, {top_k}.")
+    if record.independent:
+        return _replay_best_first(record, depth, top_k)
     width, places = record.top_k, len(record.true_ranks)
     slots = torch.zeros(places, 1, dtype=torch.long)
     levels, true_scores, best = [], [], []
@@ -243,6 +249,27 @@ def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDy
             chosen = index.gather(1, frontier.indices)  # [T, k]
             found = record.frontiers[level][:, None] == chosen[..., None]  # [T, k, K]
             slots = torch.where(found.any(-1), found.long().argmax(-1), -1)
+    candidates = torch.cat(levels, dim=1)
+    better = torch.stack([(candidates > score[:, None]).sum(dim=1) for score in true_scores], dim=1)
+    impossible = torch.stack(true_scores, dim=1).isinf()
+    return ReplayedDynamic(better.masked_fill(impossible, NOT_DRAFTED), torch.stack(best, dim=1))
+
+
+def _replay_best_first(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDynamic:
+    """Of heads whose positions are independent: candidates are the `MOST_NODES` best nodes of every level, of which a
+    tree of fewer nodes holds some of the best."""
+    places, above = len(record.true_ranks), torch.zeros(len(record.true_ranks), 1)
+    true, levels, true_scores, best = above[:, 0], [], [], []
+    for level in range(depth):
+        start = record.scores[level - 1].flatten(1).amax(1, keepdim=True) if level else above  # of the frontier's best
+        children = (record.scores[level][:, 0] - start)[:, :top_k]
+        rank = record.true_ranks[:, level, None]
+        true = true + torch.where(rank < top_k, children.gather(1, rank.clamp_max(top_k - 1)), -torch.inf)[:, 0]
+        paths = (above[..., None] + children[:, None]).view(places, -1)
+        above = paths.topk(min(MOST_NODES, paths.shape[1]), dim=1).values
+        levels.append(above)
+        true_scores.append(true)
+        best.append(above[:, 0])
     candidates = torch.cat(levels, dim=1)
     better = torch.stack([(candidates > score[:, None]).sum(dim=1) for score in true_scores], dim=1)
     impossible = torch.stack(true_scores, dim=1).isinf()

@@ -27,6 +27,8 @@ class TrainingRows:
         embed: The target's token embedding, ids [B, T] -> [B, T, E].
         lm_head: The target's `lm_head`, features [..., H] -> logits [..., V].
         upstream_masking: The masks of HASS's and PosS's training code, for parity tests.
+        anchors: int64 [B, A], rows at which a round starts, for heads that draft at sampled rows only; -1 where a
+            sequence has fewer. `None`: at every row.
         separate_backward: The caller runs one backward per pass before asking for the next; gradients at rows that
             passes share are then gathered, and sent on when the generator ends.
     """
@@ -40,14 +42,21 @@ class TrainingRows:
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     upstream_masking: bool = False
     separate_backward: bool = False
+    anchors: torch.Tensor | None = None
+
+    def anchor_rows(self) -> torch.Tensor:
+        """int64 [B, A], the anchors, all T rows where nobody has sampled some."""
+        if self.anchors is not None:
+            return self.anchors
+        return torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
 
 
 @dataclass(frozen=True)
 class DraftedPass:
-    """What a head drafts at one draft position, at every row.
+    """What a head drafts at one draft position, at every row, or at the anchors of [`TrainingRows`] if it has some.
 
     Attributes:
-        hidden: [B, T, *], rows that `logits` reads.
+        hidden: [B, T, *], or [B, A, *] at anchors, rows that `logits` reads.
         logits: Rows [R, *] of `hidden` -> draft logits [R, V], or [R, Vd] over the head's draft vocabulary.
         offset: Row t drafts what the target says at row t + offset (0 where every pass reads shifted streams).
         features: [B, T, H], drafted target features at row t + offset + 1; `None` for heads that draft none.

@@ -8,7 +8,8 @@ from support.targets import WINDOW, shared_target
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specheads.cache.target import FIRST_SLOTS, TreeCache, tree_cache_problem
+from hf_specheads.cache.layers import tree_cache_problem
+from hf_specheads.cache.target import FIRST_SLOTS, TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
 FAMILIES = ("llama", "mistral", "gemma3")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.heads import SCALED_ROPES, scrambled_heads
 from support.targets import VOCAB, deep_target, plain, prompt
 
-from hf_specheads import DraftHead, HydraHead, MedusaHead, export_heads, load_heads
+from hf_specheads import DraftHead, ExportError, HydraHead, MedusaHead, export_heads, load_heads
 
 TOKENS = [token for token in range(VOCAB) if token % 3]
 FIELDS = (
@@ -19,7 +19,9 @@ FIELDS = (
     "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters", "max_position_embeddings",
     "mlp_bias", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
     "norm_before_fc", "fc_norm", "qk_norm", "extra_norms", "num_heads", "num_blocks", "tied_blocks", "grounded",
-    "head_arch", "lm_head", "hidden_state_offset",
+    "head_arch", "lm_head", "hidden_state_offset", "block_size", "mask_token_id", "anchor_slot", "causal",
+    "sliding_layers", "sliding_window", "sliding_causal", "window_from", "embedding_scale", "logit_multiplier",
+    "logit_softcap",
 )  # fmt: skip
 NO_ROPE_CONFIG = ("rope_parameters", "max_position_embeddings", "rms_norm_eps", "intermediate_size",
                   "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
@@ -45,6 +47,8 @@ EAGLE3_VARIANTS = {
     "own embedding": {"own_embedding": True},
 }
 NORMED = {"norms of queries and keys": {"qk_norm": True}}
+BLOCK = {"num_hidden_layers": 2, "block_size": 5}
+SLIDING = {"sliding_layers": (0,), "sliding_window": 8}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("eagle", to, name, options) for to in ("vllm", "sglang", "eagle") for name, options in EAGLE.items()),
     *(("eagle", to, "bias", {}) for to in ("sglang", "eagle")),
@@ -63,6 +67,11 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("medusa", to, "tied", {"num_heads": 3, "num_blocks": 2}) for to in ("medusa", "vllm-medusa")),
     *(("medusa", to, "untied", {"num_blocks": 3, "tied_blocks": False}) for to in ("medusa", "vllm-medusa")),
     ("medusa", "medusa", "shared lm_head", {"lm_head": "target"}),
+    ("dflash", "dflash", "plain", {**BLOCK, "feature_layers": (2, 6)}),
+    ("dflash", "dflash", "capped", {**BLOCK, "embedding_scale": 4.0, "logit_multiplier": 0.5, "logit_softcap": 30.0}),
+    ("dflash", "dflash", "sliding", {**BLOCK, **SLIDING, "sliding_causal": True}),
+    ("dflash", "dflash", "bias", {**BLOCK, "attention_bias": True, "attention_out_bias": True}),
+    ("jetspec", "dflash", "causal", BLOCK),
     ("hydra", "hydra", "grounded", {"num_heads": 3, "num_blocks": 3}),
     ("hydra", "hydra", "ungrounded", {"grounded": False, "num_blocks": 2, "tied_blocks": False}),
     ("hydra", "hydra", "Hydra++", {"head_arch": "prefix-mlp", "num_blocks": 4, "num_key_value_heads": 2}),
@@ -174,3 +183,21 @@ def test_pruned_eagle3_heads_are_written_as_if_trained_so(tmp_path: Path) -> Non
     exported = export_heads(eagle, tmp_path / "pruned", to="vllm")
     assert any(f"pruned to {len(kept)} tokens" in note for note in exported.notes)
     assert load_heads(exported.folder).draft_vocabulary is None
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_block_drafters_carry_copies_of_their_target(tmp_path: Path, pruned: bool) -> None:
+    target, options = deep_target(), {**BLOCK, **SLIDING, "window_from": "anchor", "anchor_slot": "drafts"}
+    heads = scrambled_heads(target, "dflash", **options)
+    if pruned:
+        heads.prune_draft_vocabulary(TOKENS)
+    with pytest.raises(ExportError, match="pass the loaded"):
+        export_heads(heads, tmp_path / "heads", to="speculators", target="name")
+    target.config._name_or_path = target.config._name_or_path or "tiny-target"
+    exported = export_heads(heads, tmp_path / "heads", to="speculators", target=target)
+    saved = load_file(exported.folder / "model.safetensors")
+    assert torch.equal(saved["embed_tokens.weight"], target.get_input_embeddings().weight)
+    assert len(saved["lm_head.weight"]) == (len(TOKENS) if pruned else VOCAB)
+    again = load_heads(exported.folder)
+    assert differences(heads, again) == [] and again.config.target["name"] == target.config.name_or_path
+    assert torch.equal(plain(target, prompt(), 8, assistant_model=again), plain(target, prompt(), 8))

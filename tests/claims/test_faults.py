@@ -250,7 +250,7 @@ def fails(run, *scene_options) -> bool:
 
 @pytest.mark.parametrize("family", ["bloom", "llama4", "lfm2"])
 def test_planted_bug_chains_keep_what_was_drafted(family, monkeypatch):
-    monkeypatch.setattr(target_cache, "_restore", lambda layer, contents: None)
+    monkeypatch.setattr(target_cache, "restore", lambda layer, contents: None)
     assert fails(in_option("criterion"), family, 30)
 
 

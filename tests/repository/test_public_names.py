@@ -18,6 +18,8 @@ PACKAGE = [
     "AutoDraftHead",
     "Diagnosis",
     "Difference",
+    "DFlashHead",
+    "DFlashHeadConfig",
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",

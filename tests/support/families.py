@@ -54,7 +54,8 @@ COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder":
 REPRESENTATIVE = {
     "llama": "all", "gpt2": "all", "mistral": "all", "gemma4_text": "all", "gpt_oss": "all", "deepseek_v3": "all",
     "bert": "all", "gpt_neo": "chain", "bloom": "chain", "glm_moe_dsa": "chain", "lfm2": "chain", "git": "alone",
-    "gemma3n_text": "none", "minimax": "none", "mllama": "none", "cpmant": "none", "qwen3_next": "none",
+    "gemma3n_text": "none", "minimax": "none", "mllama": "none", "cpmant": "none", "jamba": "none",
+    "qwen3_next": "chain", "mamba2": "chain",
 }  # fmt: skip
 
 # What a class wants besides, or cannot have.
@@ -79,12 +80,13 @@ _DOTS_3 = {
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4},
     "axk2": _SPARSE,
-    "bailing_hybrid": {"layer_types": _LINEAR_AND_FULL},
+    "bailing_hybrid": {"layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": _SLIDING_AND_FULL, "rope_parameters": _BY_LAYER_TYPE},
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v32": _SPARSE,
+    "deepseek_v4": {"compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dots3_note": {
         "text_config": _DOTS_3,
@@ -94,6 +96,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_text": _DOTS_3,
     "emu3": {"vocabulary_map": {"<image>": 98}},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_n_groups": 1},
     "gemma3n_text": {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2},
     "gemma4": {"text_config": _GEMMA_4, "vision_config": None, "audio_config": None},
     "gemma4_text": _GEMMA_4,
@@ -105,7 +108,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2, "num_experts": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": _LINEAR_AND_FULL},
+    "kimi_linear": {
+        "layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "longcat_flash": {"qk_head_dim": 8, "head_dim": 4},
@@ -119,7 +124,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * LAYERS},
     "xlm": {"emb_dim": 32, "causal": True},
     "xmod": {"default_language": "en_XX"},
-    "xlstm": {"num_heads": 2, "qk_dim_factor": 0.5, "v_dim_factor": 1.0},
+    "xlstm": {"num_heads": 2, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2)},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

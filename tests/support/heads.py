@@ -28,6 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": LEVELS,
     "poss-eagle3": {**LEVELS, **SPECIALISTS},
     "draft-lm": {"num_hidden_layers": 1},
+    "dflash": {"num_hidden_layers": 2, "block_size": 5},
+    "jetspec": {"num_hidden_layers": 2, "block_size": 4, "anchor_slot": "drafts"},
 }
 
 

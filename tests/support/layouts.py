@@ -154,6 +154,39 @@ SPECULATORS_EAGLE3 = speculators_config(
 )  # fmt: skip
 
 
+def dflash_tensors(num_layers: int = 2, taps: int = 2, copies: bool = False) -> Tensors:
+    """A block drafter; with copies of the target's weights where a writer saves them."""
+    layers: Tensors = {}
+    for index in range(num_layers):
+        layer = {key.removeprefix("layers.0."): tensor for key, tensor in eagle_tensors(seed=index).items()
+                 if key.startswith("layers.0.")}  # fmt: skip
+        layer["input_layernorm.weight"] = layer["post_attention_layernorm.weight"] + 0.5
+        layer |= {f"self_attn.{x}_norm.weight": layer["input_layernorm.weight"][:HEAD_DIM].clone() for x in "qk"}
+        layers |= {f"layers.{index}.{key}": tensor for key, tensor in layer.items()}
+    generator = torch.Generator().manual_seed(5)
+    own = {name: torch.rand(HIDDEN, generator=generator) + 0.5 for name in ("hidden_norm.weight", "norm.weight")}
+    fc = torch.randn(HIDDEN, taps * HIDDEN, generator=generator) * 0.3
+    tensors = layers | own | {"fc.weight": fc}
+    if copies:
+        tensors |= {"embed_tokens.weight": embedding(), "lm_head.weight": target().lm_head.weight.detach().clone()}
+    return tensors
+
+
+def dflash_speculators() -> Tensors:
+    """The same as `speculators` saves it, over [`TOKENS`]."""
+    tensors = dflash_tensors(copies=True)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][TOKENS]
+    drafted = torch.isin(torch.arange(VOCAB), TOKENS)
+    return tensors | {"d2t": TOKENS - torch.arange(len(TOKENS)), "t2d": drafted}
+
+
+QWEN3_CONFIG = LLAMA_CONFIG | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+                               "head_dim": HEAD_DIM, "num_target_layers": 8}  # fmt: skip
+DFLASH = {"mask_token_id": 98, "target_layer_ids": [1, 4]}
+DEEPSPEC = QWEN3_CONFIG | DFLASH | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 0}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
+
+
 def vllm_medusa() -> Tensors:
     renamed = {}
     for key, tensor in medusa_tensors(4, 2, tied=False).items():
@@ -309,6 +342,35 @@ LAYOUTS: dict[str, Layout] = {
         single(vllm_medusa, {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN,
                              "vocab_size": VOCAB, "num_heads": 4, "medusa_fc_bias": True}),
         "medusa", "medusa",
+    ),
+    "ours-dflash": Layout(ours("dflash", num_hidden_layers=2, block_size=5), "specheads", "dflash"),
+    "dflash": Layout(
+        single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": DFLASH}), "dflash", "dflash"
+    ),
+    "dflash-default-taps": Layout(
+        single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": {"mask_token_id": 98}}),
+        "dflash", "dflash",
+    ),
+    "dflash-sliding": Layout(
+        single(dflash_tensors, QWEN3_CONFIG | SLIDING | {"dflash_config": DFLASH | {"block_size": 4}}),
+        "dflash", "dflash",
+    ),
+    "dflash-deepspec": Layout(single(lambda: dflash_tensors(copies=True), DEEPSPEC), "dflash", "dflash"),
+    "jetspec": Layout(
+        single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": DFLASH | {"causal_head": True}}),
+        "dflash", "jetspec", arguments={"anchor_slot": "drafts"},
+    ),
+    "speculators-dflash": Layout(
+        single(
+            dflash_speculators,
+            speculators_config(
+                "dflash", architectures=["DFlashSpeculator"], draft_vocab_size=len(TOKENS), block_size=4,
+                mask_token_id=98, aux_hidden_state_layer_ids=[2, 5], sample_from_anchor=False,
+                sliding_window_non_causal=False,
+                layer={"model_type": "qwen3", "num_hidden_layers": 2, "architectures": ["Qwen3Model"]},
+            ),
+        ),
+        "speculators", "dflash",
     ),
     "hydra": Layout(single(lambda: hydra_with_embedding(False), HYDRA, "hydra_lm_head.pt"), "hydra", "hydra"),
     "hydra-plus": Layout(

@@ -3,6 +3,7 @@
 import pytest
 
 from hf_specheads.trainer import DraftHeadTrainingArguments
+from hf_specheads.trainer.losses import LOSSES
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,6 @@ def test_values_out_of_range_are_named(tmp_path, argument, value, message):
 
 
 def test_something_must_be_trained(tmp_path):
-    weights = {"feature_loss_weight": 0, "token_loss_weight": 0, "top_k_loss_weight": 0}
+    weights = {f"{loss}_loss_weight": 0 for loss in LOSSES}
     with pytest.raises(ValueError, match="nothing would be trained"):
         DraftHeadTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **weights)

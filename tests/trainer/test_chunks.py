@@ -17,6 +17,7 @@ METHODS = {
     "eagle3": {"draft_vocab_size": 50, "draft_token_ids": range(0, 99, 2), "feature_layers": (0, 1, -1)},
     "medusa": {"num_heads": PASSES},
     "hydra": {"num_heads": PASSES, "head_arch": "prefix-mlp"},
+    "dflash": {"num_hidden_layers": 2, "block_size": PASSES + 1},
 }
 
 

@@ -5,7 +5,9 @@ import torch
 from datasets import Dataset
 
 from hf_specheads.trainer import PackedCollator, PaddedCollator, prepare_dataset
-from hf_specheads.trainer.data import ExampleError, cut_prompts, default_collator, tokenize_chat, tokenize_text
+from hf_specheads.trainer.chats import ExampleError, tokenize_chat
+from hf_specheads.trainer.columns import tokenize_text
+from hf_specheads.trainer.data import cut_prompts, default_collator
 from hf_specheads.trainer.noise import document_lengths, feature_noise
 from hf_specheads.trainer.target_features import unroll_inputs
 
@@ -31,7 +33,7 @@ CHAT_MASK = [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["markers", "no markers"])
 def test_only_the_assistant_is_supervised(tokenizer, template):
     tokenizer.chat_template = template
-    ids, mask = tokenize_chat(CHAT, tokenizer)
+    [(ids, mask)] = tokenize_chat(CHAT, tokenizer)
     assert ids == CHAT_IDS
     assert mask == CHAT_MASK
 

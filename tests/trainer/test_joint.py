@@ -196,7 +196,7 @@ def test_a_step_does_not_depend_on_how_it_is_split(make_joint) -> None:
     for folder, options in (
         ("one", {}),
         ("two", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        ("packed", {"packing": True}),
+        ("packed", {"packing": True, "packing_strategy": "batch"}),
     ):
         trainer = make_joint(folder, **common, **options)
         trainer.train()

@@ -68,7 +68,7 @@ def test_hydra_runs_that_must_be_equal(make_trainer, target):
     heads = make_heads(target, "hydra", head_arch="prefix-mlp", num_blocks=2)
     stable = {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0.0}
     ours = trained(make_trainer, target, heads, "one", **stable)
-    for other in ({"backward": "summed"}, {"packing": True}):
+    for other in ({"backward": "summed"}, {"packing": True, "packing_strategy": "batch"}):
         theirs = trained(make_trainer, target, heads, "other", **stable, **other)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
     before = torch.cat([parameter.detach().flatten() for parameter in heads.parameters()])

@@ -30,7 +30,7 @@ EARLY = {
     "data that is no JSON": ("train_data={folder}/broken.json", "cannot be read"),
     "data without a column": (
         "train_data={folder}/column.jsonl",
-        "one of ['messages', 'text', 'input_ids'] is needed",
+        "one of ['messages', 'conversations', 'prompt and completion', 'text', 'input_ids'] is needed",
     ),
     "unknown split": ("train_data.split=test", "cannot be read"),
     "data as a number": ("train_data=3", "data must be a path or a mapping"),

@@ -81,6 +81,8 @@ def poss(positions: int) -> Run:
     return Run("poss", DEPTH, "eagle-base", options, FINAL_SHARE)
 
 
+# Of all methods, so that they differ in their heads alone.
+COMMON = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1, "top_k_loss_weight": 1.0, "pass_decay": 1.0}
 # Heads that draft no features learn from the target's distribution alone.
 TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
 TEST_TIME = {**TEACHER, "pass_decay": 0.8}
@@ -157,7 +159,7 @@ def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: 
         seed=args.seed,
         data_seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
-        **run.training,
+        **{**COMMON, **run.training},
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 
 from ...errors import UnknownFormatError
+from .dflash import keys as dflash_keys
+from .dflash import read as dflash
 from .eagle import read as eagle
 from .eagle3 import read as eagle3
 from .fields import RawConfig
@@ -19,6 +21,7 @@ from .speculators import keys as speculators_keys
 from .speculators import read as speculators
 
 OURS = "specheads"
+DFLASH = "dflash"
 EAGLE = "eagle"
 EAGLE3 = "eagle3"
 HYDRA = "hydra"
@@ -27,10 +30,13 @@ POSS = "poss"
 SPECULATORS = "speculators"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
-LAYOUTS = {SPECULATORS: speculators, HYDRA: hydra, MEDUSA: medusa, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle}
+LAYOUTS = {
+    SPECULATORS: speculators, DFLASH: dflash, HYDRA: hydra, MEDUSA: medusa, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle,
+}  # fmt: skip
 TITLES = {
     OURS: "this package's own layout", SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
     MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", POSS: "PosS's layout", EAGLE: "EAGLE's layout",
+    DFLASH: "the layout of block drafters",
 }  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,8 +54,6 @@ def detect_from_config(config: RawConfig) -> str | None:
     kind = config.get(speculators_keys.KIND)
     if kind is not None and kind not in speculators_keys.KINDS:
         raise UnknownFormatError(_not_read(f"a `speculators` model of type {kind!r}"))
-    if config.get("mask_token_id") is not None or "dflash_config" in config:
-        raise UnknownFormatError(_not_read("a parallel drafter (P-EAGLE or DFlash)"))
     if (arch := config.get("hydra_head_arch")) in ("cross-attn", "eagle-attn"):
         raise UnknownFormatError(_not_read(f"Hydra heads of the unpublished kind {arch!r}"))
     return None if kind is None else SPECULATORS
@@ -66,6 +70,8 @@ def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
     for name, module in LAYOUTS.items():
         if module is not eagle and module.recognises(shapes, config):
             return name
+    if config.get(dflash_keys.MASK_TOKEN) is not None or dflash_keys.NESTED in config:
+        raise UnknownFormatError(_not_read("a parallel drafter, by its config, with other tensors"))
     if problem := _keys_problem(shapes):
         raise UnknownFormatError(problem)
     return POSS if any(key.startswith("layers.1.") for key in shapes) else EAGLE
@@ -92,11 +98,11 @@ def _keys_problem(shapes: Shapes) -> str | None:
 def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
-        "HASS, PosS, Medusa and Hydra, and EAGLE-1/3 and HASS as `speculators` saves them."
+        "HASS, PosS, Medusa, Hydra, DFlash and JetSpec, and EAGLE-1/3, HASS and DFlash as `speculators` saves them."
     )
 
 
 __all__ = [
-    "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "SPECULATORS", "TITLES", "detect_from_config",
-    "detect_from_keys",
+    "DFLASH", "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "SPECULATORS", "TITLES",
+    "detect_from_config", "detect_from_keys",
 ]  # fmt: skip

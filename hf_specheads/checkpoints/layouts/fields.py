@@ -40,12 +40,14 @@ class Source:
         name: Of the repository or folder, for messages; it also tells HASS from EAGLE, and how many draft positions a
             PosS specialist has.
         positions_per_specialist: Of PosS heads, in place of what the name tells.
+        anchor_slot: Of block drafters, `"idle"` or `"drafts"`, where no file says it.
     """
 
     raw_config: RawConfig
     tensors: Tensors
     name: str
     positions_per_specialist: int | None = None
+    anchor_slot: str | None = None
 
 
 @dataclass

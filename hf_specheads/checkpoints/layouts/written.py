@@ -24,6 +24,7 @@ ROPES = {
     "vllm": ("default", "linear", "llama3"),
     "sglang": ("default", "linear", "llama3"),
     "speculators": ("default", *EAGLE3_ROPES),
+    "dflash": ("default", *EAGLE3_ROPES),
     "eagle": ("default", *EAGLE_ROPES),
     "eagle3": ("default", *EAGLE3_ROPES),
 }

@@ -6,6 +6,7 @@ import pytest
 from support.checkpoints import LLAMA_CONFIG, eagle_tensors
 
 from hf_specheads.checkpoints.layouts.detect import (
+    DFLASH,
     EAGLE,
     EAGLE3,
     HYDRA,
@@ -75,6 +76,21 @@ def test_eagle3(keys: list[str], config: dict) -> None:
     assert detect_from_keys(dict.fromkeys(keys, (4, 4)), config) == EAGLE3
 
 
+QWEN3 = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 64}
+BLOCK_KEYS = ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"]
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN3 | {"dflash_config": {"mask_token_id": 5}}, {}])
+def test_block_drafters_are_told_by_their_keys(config: dict) -> None:
+    """Their config is that of an ordinary Qwen 3; without `fc` it is one."""
+    assert detect_from_config(config) is None
+    shapes = dict.fromkeys(BLOCK_KEYS, (4, 4))
+    assert detect_from_keys(shapes, config) == DFLASH
+    language_model = dict.fromkeys([*BLOCK_KEYS[2:], "lm_head.weight"], (4, 4))
+    with pytest.raises(UnknownFormatError, match="by its config" if "dflash_config" in config else "language model"):
+        detect_from_keys(language_model, config)
+
+
 def test_own_layout() -> None:
     assert detect_from_config({"model_type": "specheads_poss"}) == OURS
 
@@ -82,10 +98,7 @@ def test_own_layout() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"speculators_model_type": "dflash"}, "speculators.*dflash"),
         ({"speculators_model_type": "peagle"}, "speculators.*peagle"),
-        ({"dflash_config": {}}, "DFlash"),
-        ({"mask_token_id": 5}, "P-EAGLE"),
         ({"hydra_num_heads": 4, "hydra_head_arch": "eagle-attn"}, "Hydra .*eagle-attn"),
     ],
 )

@@ -18,7 +18,8 @@ def test_load(name: str, tmp_path: Path) -> None:
     """Found for what it is, no weights of the target kept, and the target's own text in the end."""
     layout = LAYOUTS[name]
     folder = layout.write(tmp_path)
-    found = read_heads(folder, folder.name, layout.arguments.get("positions_per_specialist"))
+    found = read_heads(folder, folder.name, layout.arguments.get("positions_per_specialist"),
+                       anchor_slot=layout.arguments.get("anchor_slot"))  # fmt: skip
     heads = load_heads(folder, **layout.arguments)
     assert (found.layout, heads.config.method) == (layout.kind, layout.method)
     assert "embed_tokens.weight" not in heads.state_dict() or name == "eagle3-narrow"

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specheads.trainer.data import tokenize_chat
+from hf_specheads.trainer.chats import tokenize_chat
 from hf_specheads.trainer.shipped_pair.chat import answer_text, chat_tokens, prompt_tokens
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, Example, Family, answer_problem, examples
 
@@ -74,7 +74,7 @@ def test_the_thinking_switch(chat_tokenizer: PreTrainedTokenizerFast) -> None:
 def test_the_trainer_reads_the_same_tokens(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     for family in FAMILIES:
         example = next(example for example in examples(family, seed=4) if not example.thinking)
-        read = tokenize_chat(example.messages, chat_tokenizer, tools=example.tools)
+        [read] = tokenize_chat(example.messages, chat_tokenizer, tools=example.tools)
         assert read == chat_tokens(example, chat_tokenizer)
 
 

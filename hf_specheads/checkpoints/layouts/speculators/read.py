@@ -2,16 +2,22 @@
 
     eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
+    dflash   keys as in `dflash`, with copies of the target's embedding and of drafted rows of its `lm_head`; taps are
+             indices of transformers' `hidden_states`, windows count from the root
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
 
-Both are rewritten in the spelling of their authors' layout and read by its module. In the second, the embedding's norm
+All are rewritten in the spelling of their authors' layout and read by its module. In the last, the embedding's norm
 stands before `fc`, the input norm before attention, and the last one before the target's `lm_head`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....errors import CheckpointKeysError, HeadConfigError, UnknownFormatError
+from ..dflash import keys as dflash_keys
+from ..dflash import read as dflash
 from ..eagle import read as eagle
 from ..eagle3 import read as eagle3
 from ..fields import Conversion, RawConfig, Source, Tensors, boolean, renamed, with_our_prefix
@@ -36,7 +42,9 @@ def convert(source: Source) -> Conversion:
     raw_config = source.raw_config
     kind = raw_config.get(keys.KIND, keys.EAGLE_KIND)
     if kind not in keys.KINDS:
-        raise UnknownFormatError(f"these are a `speculators` model of type {kind!r}; types eagle and eagle3 are read.")
+        raise UnknownFormatError(
+            f"these are a `speculators` model of type {kind!r}; types {list(keys.KINDS)} are read."
+        )
     layer = raw_config.get(keys.LAYER_CONFIG)
     if not isinstance(layer, dict):
         raise HeadConfigError(f"config.json has {keys.LAYER_CONFIG}={layer!r}, expected an object.")
@@ -48,12 +56,25 @@ def convert(source: Source) -> Conversion:
     if kind == keys.EAGLE_KIND:
         tensors = _eagle_tensors(raw_config, source.tensors)
         conversion = eagle.convert(Source(flat, tensors, source.name))
+    elif kind == keys.DFLASH_KIND:
+        conversion = dflash.convert(replace(source, raw_config=flat | _block_config(raw_config)))
     else:
         flat |= {field: raw_config[field] for field in keys.EAGLE3_FIELDS if field in raw_config}
         conversion = eagle3.convert(Source(_with_residual(flat), source.tensors, source.name))
     if verifier := _verifier(raw_config):
         conversion.config.target = {**(conversion.config.target or {}), "name": verifier}
     return conversion
+
+
+def _block_config(raw_config: RawConfig) -> RawConfig:
+    """Fields of a block drafter in the spelling of its authors."""
+    fields = {name: raw_config[name] for name in keys.BLOCK_FIELDS if raw_config.get(name) is not None}
+    levels = raw_config.get(keys.AUX_LAYERS)
+    if not isinstance(levels, list) or not all(type(level) is int and level >= 0 for level in levels):
+        raise HeadConfigError(f"config.json has {keys.AUX_LAYERS}={levels!r}, expected a list of hidden states.")
+    fields.setdefault("sliding_window_non_causal", False)
+    fields.setdefault("sample_from_anchor", bool(fields.get("shift_label")))
+    return fields | {dflash_keys.TAPS: [level - 1 for level in levels], "window_from": "anchor"}
 
 
 def _rope_of(raw_config: RawConfig, layer: RawConfig) -> RawConfig:

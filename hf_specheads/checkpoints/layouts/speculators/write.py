@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ....errors import ExportError
 from ....heads import Eagle3Head
+from ....heads.base import DraftHead
 from ..commands import drafted_positions
 from ..eagle.write import lost_specialists
 from ..eagle3.keys import FLAGS, LEVELS
@@ -22,6 +23,20 @@ from ..written import Layout, adapter_note, dtype_name, llama_fields, scales_emb
 from . import keys
 
 VERSION = "0.9.0"
+
+
+def heads_config(heads: DraftHead, kind: str, target: PreTrainedModel | str | None) -> dict[str, Any]:
+    """The object that names the algorithm and the target."""
+    name, architectures = _verifier(heads, target)
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": drafted_positions(heads), "verifier_accept_k": 1,
+             "accept_tolerance": 0.0}
+        ],
+        keys.VERIFIER: {keys.VERIFIER_NAME: name, "architectures": architectures},
+    }  # fmt: skip
 
 
 def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
@@ -45,7 +60,6 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
             "the target scales its embeddings, which `speculators` reads unscaled from the target; train heads with "
             "own_embedding=True, or export them `--to vllm`."
         )
-    name, architectures = _verifier(heads, target)
     layer_fields = {**llama_fields(heads, "speculators"), **_kept_for_vllm(heads)}
     layer_fields["attention_bias"] = config.attention_bias or config.attention_out_bias
     if config.qk_norm:
@@ -57,15 +71,7 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
         keys.KIND: keys.EAGLE3_KIND,
         "speculators_version": VERSION,
-        keys.OWN_CONFIG: {
-            "algorithm": keys.EAGLE3_KIND,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": drafted_positions(heads), "verifier_accept_k": 1,
-                 "accept_tolerance": 0.0}
-            ],
-            keys.VERIFIER: {keys.VERIFIER_NAME: name, "architectures": architectures},
-        },
+        keys.OWN_CONFIG: heads_config(heads, keys.EAGLE3_KIND, target),
         keys.LAYER_CONFIG: layer_fields,
         keys.DRAFT_VOCAB_SIZE: size_fields(heads)[keys.DRAFT_VOCAB_SIZE],
         keys.TARGET_HIDDEN_SIZE: None,
@@ -86,7 +92,7 @@ def _kept_for_vllm(heads: Eagle3Head) -> dict[str, Any]:
     return {name: value for name, value in size_fields(heads).items() if name == "num_aux_hidden_states"}
 
 
-def _verifier(heads: Eagle3Head, target: PreTrainedModel | str | None) -> tuple[str, list[str]]:
+def _verifier(heads: DraftHead, target: PreTrainedModel | str | None) -> tuple[str, list[str]]:
     """Name and architecture of the target."""
     name = target if isinstance(target, str) else None
     known = None

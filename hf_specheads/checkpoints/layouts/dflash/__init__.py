@@ -1,0 +1,1 @@
+"""Block drafters as z-lab, DeepSpec, SpecForge, JetSpec and NeMo save them: DFlash and JetSpec."""

@@ -1,0 +1,19 @@
+"""Names in the layout of block drafters."""
+
+from __future__ import annotations
+
+from ..keys import INPUT_NORM, LAYER_WEIGHTS, POST_NORM
+
+CONTEXT_NORM, NORM = "hidden_norm.weight", "norm.weight"
+Q_NORM, K_NORM = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+D2T, T2D = "d2t", "t2d"
+# Weights of a layer, without its prefix.
+LAYER_PARTS = (*LAYER_WEIGHTS, INPUT_NORM, POST_NORM, Q_NORM, K_NORM)
+# The object that holds the fields of the method, which some writers put beside the layer's.
+NESTED = "dflash_config"
+BLOCK_SIZE, MASK_TOKEN, TAPS, TARGET_DEPTH = "block_size", "mask_token_id", "target_layer_ids", "num_target_layers"
+LAYER_TYPES, SLIDING, FULL, WINDOW = "layer_types", "sliding_attention", "full_attention", "sliding_window"
+MULTIPLIER, SOFTCAP, EMBEDDING_SCALE = "output_multiplier", "final_logit_softcapping", "input_embedding_scale"
+NON_CAUSAL = "sliding_window_non_causal"
+# `architectures` of z-lab's files, and the beginning of DeepSpec's.
+ZLAB, DEEPSPEC = "DFlashDraftModel", "DSparkModel"

@@ -1,0 +1,294 @@
+"""The layout of block drafters, written by z-lab's, DeepSpec's, SpecForge's, JetSpec's and NeMo's code.
+
+    fc.weight [h, n H]   hidden_norm.weight [h]   layers.{i}.*, a Qwen 3 layer each   norm.weight [h]
+
+The config looks like an ordinary Qwen 3's; only `fc` and `hidden_norm` tell. `target_layer_ids` count *outputs* of
+layers: id i is what transformers has at `hidden_states[i + 1]`. Some files carry copies of the target's embedding and
+`lm_head`, which are left out, and `d2t`, which says of which tokens the rows of such a copy are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ....errors import (
+    CheckpointKeysError,
+    CheckpointShapeError,
+    CheckpointValueError,
+    HeadConfigError,
+    UnknownFormatError,
+    refuse_wrong_keys,
+)
+from ....heads.block_config import ANCHOR_SLOTS, spread_layers
+from ....heads.dflash import DFlashHeadConfig
+from ....heads.pruning import PRUNED_TOKEN_IDS
+from ..fields import (
+    EAGLE3_ROPES,
+    Conversion,
+    RawConfig,
+    Source,
+    Tensors,
+    attention_sizes,
+    boolean,
+    config_of,
+    integer,
+    layer_fields,
+    matrix_shape,
+    number,
+    refuse_contradiction,
+    special_tokens,
+    target_of,
+)
+from ..keys import EMBEDDING, FC, FIRST_LAYER, GATE_PROJ, K_PROJ, LM_HEAD, Q_PROJ, TARGET_NAME, attention_bias
+from . import keys
+
+# Fields of ropes that the authors' trainers leave out of account, although configs copied from a target have them.
+IGNORED_ROPE_FIELDS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
+    """Whether the keys are those of a block drafter."""
+    return FC in shapes and keys.CONTEXT_NORM in shapes and FIRST_LAYER + keys.Q_NORM in shapes
+
+
+def convert(source: Source) -> Conversion:
+    """Builds config and weights of block drafters.
+
+    Raises:
+        CheckpointKeysError: for missing or unknown keys.
+        CheckpointShapeError: if sizes contradict one another or the config.
+        CheckpointValueError: if `d2t` is no draft vocabulary.
+        HeadConfigError: if a field is missing or impossible, or an argument contradicts the file.
+        UnknownFormatError: for block drafters of other methods.
+    """
+    raw_config, notes = with_nested(source.raw_config), list[str]()
+    tensors, borrowed = _apart(source.tensors)
+    sizes = _sizes(raw_config, tensors, notes)
+    _check_keys(tensors, sizes["num_hidden_layers"])
+    vocabulary = _draft_vocabulary(borrowed, raw_config, notes)
+    causal = any(boolean(raw_config, name) for name in ("causal_head", "causal", "is_causal"))
+    fields: dict[str, Any] = {
+        **sizes,
+        "method": "jetspec" if causal else "dflash",
+        "causal": causal,
+        "attention_bias": FIRST_LAYER + attention_bias("q") in tensors,
+        "attention_out_bias": FIRST_LAYER + attention_bias("o") in tensors,
+        **block_fields(raw_config, source, notes),
+        **layer_fields(_without_ignored_rope(raw_config, notes), notes, EAGLE3_ROPES),
+        **special_tokens(raw_config),
+        "target": target_of(raw_config.get(TARGET_NAME), borrowed.get(EMBEDDING)),
+        "pruned_vocab_size": None if vocabulary is None else len(vocabulary),
+    }
+    config = config_of(DFlashHeadConfig, fields, source.name)
+    return Conversion(config, tensors if vocabulary is None else tensors | {PRUNED_TOKEN_IDS: vocabulary}, notes)
+
+
+# ------------------------------------------------------------------ config.json
+def with_nested(raw_config: RawConfig) -> RawConfig:
+    """The fields of the method beside the layer's, wherever they stood.
+
+    Raises:
+        HeadConfigError: if a field is said twice, and not the same.
+        UnknownFormatError: for other methods that name themselves.
+    """
+    nested = raw_config.get(keys.NESTED) or {}
+    if not isinstance(nested, dict):
+        raise HeadConfigError(f"config.json has {keys.NESTED}={nested!r}, expected an object.")
+    for name, value in nested.items():
+        if raw_config.get(name, value) not in (value, None):
+            raise HeadConfigError(
+                f"config.json says {name}={raw_config[name]!r} and, in {keys.NESTED}, {value!r}; correct one."
+            )
+    flat = raw_config | nested
+    if (kind := flat.get("projector_type", "dflash")) != "dflash":
+        raise UnknownFormatError(f"config.json says projector_type={kind!r}, a block drafter that is not read.")
+    return flat
+
+
+def block_fields(raw_config: RawConfig, source: Source, notes: list[str]) -> dict[str, Any]:
+    """Fields of the block, of what it reads and of who sees whom in it."""
+    cap, multiplier = raw_config.get(keys.SOFTCAP), raw_config.get(keys.MULTIPLIER)
+    scale = raw_config.get(keys.EMBEDDING_SCALE)
+    return {
+        "block_size": integer(raw_config, keys.BLOCK_SIZE, notes, default=16),
+        "mask_token_id": _mask_token(raw_config),
+        "feature_layers": _levels(raw_config, source.tensors, notes),
+        "anchor_slot": _anchor_slot(raw_config, source.anchor_slot, notes),
+        "logit_softcap": float(number(raw_config, keys.SOFTCAP, notes)) if cap else None,
+        "logit_multiplier": 1.0 if multiplier is None else float(number(raw_config, keys.MULTIPLIER, notes)),
+        "embedding_scale": 1.0 if scale is None else float(number(raw_config, keys.EMBEDDING_SCALE, notes)),
+        **_sliding_fields(raw_config, notes),
+    }
+
+
+def _mask_token(raw_config: RawConfig) -> int:
+    token = raw_config.get(keys.MASK_TOKEN)
+    if type(token) is not int or token < 0:
+        raise HeadConfigError(
+            f"config.json has {keys.MASK_TOKEN}={token!r}, expected the token that stands in a block for unknown ones."
+        )
+    return token
+
+
+def _levels(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> list[int]:
+    """Hidden states the heads read, from ids that count outputs of layers (-1: of the embedding)."""
+    width, inputs = matrix_shape(tensors, FC)
+    count, outputs = inputs // width, raw_config.get(keys.TAPS)
+    depth = None
+    if raw_config.get(keys.TARGET_DEPTH) is not None:
+        depth = integer(raw_config, keys.TARGET_DEPTH, notes)
+    if outputs is None:
+        if depth is None:
+            raise HeadConfigError(
+                f"config.json lacks `{keys.TAPS}`, and `{keys.TARGET_DEPTH}`, from which the authors' code would tell "
+                "them; add one."
+            )
+        levels = list(spread_layers(depth, count))
+        notes.append(f"hidden states {levels} of a target of {depth} layers (`{keys.TAPS}` not in config.json)")
+    elif not isinstance(outputs, list) or not all(type(output) is int and output >= -1 for output in outputs):
+        raise HeadConfigError(f"config.json has {keys.TAPS}={outputs!r}, expected a list of integers.")
+    else:
+        levels = [output + 1 for output in outputs]
+    if len(levels) != count:
+        raise CheckpointShapeError(f"config.json names {len(levels)} hidden states, fc.weight reads {count}.")
+    if depth is not None and depth in levels:
+        notes.append("the target's last hidden state is read after its final norm, as by z-lab's code")
+    return levels
+
+
+def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> str:
+    """Whether the slot of the root drafts; no weight tells."""
+    if asked not in (None, *ANCHOR_SLOTS):
+        raise HeadConfigError(f"`anchor_slot` must be one of {list(ANCHOR_SLOTS)}, got {asked!r}.")
+    architectures = raw_config.get("architectures") or []
+    stated = boolean(raw_config, "sample_from_anchor")
+    if stated is None:
+        stated = boolean(raw_config, "shift_label")
+    if any(keys.DEEPSPEC in str(name) for name in architectures):
+        stated = True
+    if stated is None:
+        if asked is None:
+            notes.append(
+                "the slot of the root is idle (no file says; for heads trained otherwise, as with JetSpec's "
+                "`draft_shift`, pass anchor_slot='drafts')"
+            )
+        return asked or "idle"
+    known = ANCHOR_SLOTS[stated]
+    if asked not in (None, known):
+        raise HeadConfigError(f"config.json says that the slot of the root is {known!r}; leave `anchor_slot` out.")
+    return known
+
+
+def _sliding_fields(raw_config: RawConfig, notes: list[str]) -> dict[str, Any]:
+    """Which layers slide, how far, and whether their blocks are read both ways."""
+    kinds = raw_config.get(keys.LAYER_TYPES) or []
+    if not isinstance(kinds, list) or not set(kinds) <= {keys.SLIDING, keys.FULL}:
+        raise HeadConfigError(f"config.json has {keys.LAYER_TYPES}={kinds!r}, expected {[keys.FULL, keys.SLIDING]}.")
+    layers = [index for index, kind in enumerate(kinds) if kind == keys.SLIDING]
+    if not layers:
+        return {}
+    if boolean(raw_config, "use_sliding_window") is False or raw_config.get(keys.WINDOW) is None:
+        raise HeadConfigError(f"config.json names sliding layers, and no {keys.WINDOW} is in force; correct one.")
+    both_ways = boolean(raw_config, keys.NON_CAUSAL)
+    if both_ways is None and boolean(raw_config, "is_causal") is None:
+        notes.append(
+            "blocks of sliding layers are read both ways, as by NeMo's code (newer code of z-lab's reads them "
+            "causally: heads.config.sliding_causal=True)"
+        )
+    return {
+        "sliding_layers": layers,
+        "sliding_window": integer(raw_config, keys.WINDOW, notes),
+        "sliding_causal": both_ways is False,
+        "window_from": raw_config.get("window_from", "query"),
+    }
+
+
+def _without_ignored_rope(raw_config: RawConfig, notes: list[str]) -> RawConfig:
+    """Fields of the target's rope that the drafter was trained without, although its config repeats them."""
+    ignored = set()
+    config = dict(raw_config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(config.get(name), dict):
+            ignored |= set(config[name]) & set(IGNORED_ROPE_FIELDS)
+            config[name] = {key: value for key, value in config[name].items() if key not in IGNORED_ROPE_FIELDS}
+    ignored |= {name for name in IGNORED_ROPE_FIELDS if config.pop(name, None) is not None}
+    if ignored:
+        notes.append(f"{sorted(ignored)} of the rope are the target's, and not in force: whole heads are rotated")
+    return config
+
+
+# ------------------------------------------------------------------ tensors
+def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """The heads' own tensors, and copies of the target's with what goes with them."""
+    names = (EMBEDDING, LM_HEAD, keys.D2T, keys.T2D)
+    return (
+        {key: tensor for key, tensor in tensors.items() if key not in names},
+        {key: tensor for key, tensor in tensors.items() if key in names},
+    )
+
+
+def _check_keys(tensors: Tensors, num_layers: int) -> None:
+    biases = [attention_bias(x) for x in "qkv"] if FIRST_LAYER + attention_bias("q") in tensors else []
+    biases += [attention_bias("o")] if FIRST_LAYER + attention_bias("o") in tensors else []
+    parts = (*keys.LAYER_PARTS, *biases)
+    expected = {FC, keys.CONTEXT_NORM, keys.NORM}
+    expected |= {f"layers.{index}.{part}" for index in range(num_layers) for part in parts}
+    refuse_wrong_keys(missing=expected - set(tensors), unknown=set(tensors) - expected)
+
+
+def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[str, int]:
+    needed = [FC, *(FIRST_LAYER + part for part in (Q_PROJ, K_PROJ, GATE_PROJ))]
+    refuse_wrong_keys(missing=set(needed) - set(tensors), unknown=set())
+    hidden, inputs = matrix_shape(tensors, FC)
+    if inputs % hidden:
+        raise CheckpointShapeError(f"{FC} reads {inputs} inputs, no multiple of the width {hidden}.")
+    width = raw_config.get("target_hidden_size") or hidden
+    if width != hidden:
+        raise CheckpointKeysError(
+            f"the heads are {hidden} wide and the target {width}, so they cannot draft with its `lm_head`; such heads "
+            "are not read."
+        )
+    numbers = [int(found[1]) for key in tensors if (found := re.match(r"layers\.(\d{1,4})\.", key))]
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": matrix_shape(tensors, FIRST_LAYER + GATE_PROJ)[0],
+        **attention_sizes(
+            raw_config,
+            matrix_shape(tensors, FIRST_LAYER + Q_PROJ)[0],
+            matrix_shape(tensors, FIRST_LAYER + K_PROJ)[0],
+            notes,
+        ),
+        "num_hidden_layers": 1 + max(numbers),
+        "vocab_size": integer(raw_config, "vocab_size", notes),
+    }
+    refuse_contradiction(raw_config, sizes)
+    return {**sizes, "feature_size": hidden, "embedding_size": hidden}
+
+
+def _draft_vocabulary(borrowed: Tensors, raw_config: RawConfig, notes: list[str]) -> torch.Tensor | None:
+    """Tokens of the rows of a copied `lm_head`, `None` where they are all of V."""
+    size = integer(raw_config, "vocab_size", notes)
+    if EMBEDDING in borrowed and matrix_shape(borrowed, EMBEDDING)[0] != size:
+        raise CheckpointShapeError(f"{EMBEDDING} has {len(borrowed[EMBEDDING])} rows, config.json says {size} tokens.")
+    if LM_HEAD in borrowed or EMBEDDING in borrowed:
+        notes.append("embedding and `lm_head` in the file are copies of the target's, which is asked itself")
+    drafted, d2t = (matrix_shape(borrowed, LM_HEAD)[0] if LM_HEAD in borrowed else size), borrowed.get(keys.D2T)
+    if d2t is None:
+        if drafted != size:
+            raise CheckpointKeysError(
+                f"{LM_HEAD} drafts {drafted} of {size} tokens, but `d2t`, which says which, is missing."
+            )
+        return None
+    if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or len(d2t) != drafted:
+        raise CheckpointShapeError(
+            f"`d2t` is {d2t.dtype} {list(d2t.shape)}, expected {drafted} integers, one per row of {LM_HEAD}."
+        )
+    if d2t.is_meta:
+        return d2t.long() if drafted < size else None
+    token_ids = torch.arange(drafted) + d2t.long()
+    if bool((token_ids[1:] <= token_ids[:-1]).any()) or int(token_ids[0]) < 0 or int(token_ids[-1]) >= size:
+        raise CheckpointValueError("the token ids `d2t` leads to do not ascend, or are none of the target's.")
+    return token_ids if drafted < size else None

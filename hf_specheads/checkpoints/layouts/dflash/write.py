@@ -1,0 +1,102 @@
+"""Block drafters in the layout of z-lab's, SpecForge's and JetSpec's code, which vLLM and SGLang read too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ....errors import ExportError
+from ....heads.dflash import DFlashHead
+from ..written import Layout, common_notes, dtype_name, rope_fields, token_fields
+from . import keys
+
+
+def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
+    """Files in the authors' layout.
+
+    Args:
+        heads: DFlash or JetSpec heads.
+        target: The loaded target, whose depth tells where index -1 of its hidden states is; the heads remember it.
+
+    Raises:
+        ExportError: for heads the layout cannot represent.
+    """
+    config, notes = heads.config, common_notes(heads)
+    if config.window_from != "query" and config.sliding_layers:
+        notes.append("windows count from each row there, from the root here: later rows of a block see a little less")
+    if config.anchor_slot == "drafts":
+        notes.append("the layout does not say that the slot of the root drafts: tell its reader (`draft_shift`)")
+    depth = target_depth(heads, target)
+    nested: dict[str, Any] = {keys.MASK_TOKEN: config.mask_token_id, keys.TAPS: taps(heads, depth)}
+    nested |= {"causal_head": True, "causal": True} if config.causal else {}
+    # z-lab's code reads blocks of sliding layers causally unless `is_causal` says otherwise.
+    nested |= {keys.NON_CAUSAL: not config.sliding_causal} if config.sliding_layers else {}
+    nested |= {keys.EMBEDDING_SCALE: config.embedding_scale} if config.embedding_scale != 1 else {}
+    nested |= {keys.MULTIPLIER: config.logit_multiplier} if config.logit_multiplier != 1 else {}
+    nested |= {keys.SOFTCAP: config.logit_softcap} if config.logit_softcap is not None else {}
+    fields = {
+        "architectures": [keys.ZLAB],
+        **qwen3_fields(heads, "dflash"),
+        keys.BLOCK_SIZE: config.block_size,
+        keys.NESTED: nested,
+        **({"is_causal": config.causal} if config.causal or not config.sliding_causal else {}),
+        **({keys.TARGET_DEPTH: depth} if depth is not None else {}),
+        "dtype": dtype_name(heads),
+    }
+    return Layout(fields, own_tensors(heads), notes)
+
+
+def qwen3_fields(heads: DFlashHead, destination: str) -> dict[str, Any]:
+    """Fields of the layers, as of an ordinary Qwen 3.
+
+    Raises:
+        ExportError: for layers that Qwen 3 does not have.
+    """
+    config = heads.config
+    if not config.qk_norm or config.mlp_bias or config.attention_bias != config.attention_out_bias:
+        raise ExportError(
+            "these heads have no norms of queries and keys, or biases that Qwen 3's layers have not; the layouts of "
+            "block drafters are made of those. Keep them in this package's own layout."
+        )
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range",
+             "num_hidden_layers", "attention_bias", "attention_dropout")  # fmt: skip
+    kinds = [keys.SLIDING if i in config.sliding_layers else keys.FULL for i in range(config.num_hidden_layers)]
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(config, name) for name in names},
+        **rope_fields(config, destination),
+        **token_fields(config),
+        keys.LAYER_TYPES: kinds,
+        keys.WINDOW: config.sliding_window if config.sliding_layers else None,
+        "use_sliding_window": bool(config.sliding_layers),
+        "max_window_layers": config.num_hidden_layers,
+        "tie_word_embeddings": False,
+    }
+
+
+def target_depth(heads: DFlashHead, target: PreTrainedModel | None) -> int | None:
+    """Layers of the target, as far as anybody knows."""
+    if target is not None:
+        return int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    return (heads.config.target or {}).get("num_hidden_layers")
+
+
+def taps(heads: DFlashHead, depth: int | None) -> list[int]:
+    """Hidden states the heads read, counted as outputs of layers.
+
+    Raises:
+        ExportError: for the last one of a target whose depth nobody knows.
+    """
+    levels = heads.feature_layers
+    if -1 in levels and depth is None:
+        raise ExportError(
+            "these heads read the target's last hidden state, and do not know its depth; pass `target=`."
+        )
+    return [(depth if level == -1 and depth is not None else level) - 1 for level in levels]
+
+
+def own_tensors(heads: DFlashHead) -> dict[str, Any]:
+    """The heads' weights, which have the layout's names already."""
+    return {name: parameter.detach() for name, parameter in heads.named_parameters()}

@@ -1,0 +1,78 @@
+"""Block drafters against losses and gradients recorded from the authors' training code, at its anchors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_specheads import load_heads
+from hf_specheads.trainer import unroll_losses
+
+GOLDENS = Path(__file__).resolve().parent / "goldens"
+
+
+def recorded(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
+    """Arguments of the unroll, what the authors' code computed, and its gradients.
+
+    An anchor there is the root, one after our row; a slot is supervised if its own token is, one after our row's.
+    """
+    folder = GOLDENS / name
+    inputs, outputs = load_file(folder / "inputs.safetensors"), load_file(folder / "outputs.safetensors")
+    expected = json.loads((folder / "expected.json").read_text())
+    target = load_file(folder / expected["target"] / "model.safetensors")
+    loss_mask = torch.zeros_like(inputs["loss_mask"][:, 1:])
+    loss_mask[:, :-1] = inputs["loss_mask"][:, 2:]
+    weight = target["lm_head.weight"]
+    says = inputs.get("target_logits", torch.zeros(*inputs["input_ids"].shape, len(weight)))
+    arguments = {
+        "features": inputs["target_features"][:, :-1],
+        "next_token_ids": inputs["input_ids"][:, 1:],
+        "target_features": says[:, 1:],
+        "lm_head": lambda states: (
+            states if states.shape[-1] == says.shape[-1] else states @ target["lm_head.weight"].T
+        ),
+        "loss_mask": loss_mask,
+        "attention_mask": None,
+        "embed_tokens": target["model.embed_tokens.weight"],
+        "anchors": torch.tensor(expected["anchors"]) - 1,
+        "num_items": 1.0,
+    }
+    return arguments, expected, {key.removeprefix("grad."): g for key, g in outputs.items() if key.startswith("grad.")}
+
+
+def check(heads: Any, loss: torch.Tensor, expected: dict[str, Any], gradients: dict[str, torch.Tensor]) -> None:
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
+    loss.backward()
+    assert {name for name, _ in heads.named_parameters()} == set(gradients)
+    for name, parameter in heads.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_dflash() -> None:
+    """Cross-entropy on the labels, weighted exp(-k / gamma) and divided by the sum of all weights."""
+    arguments, expected, gradients = recorded("training_dflash_b8")
+    heads = load_heads(GOLDENS / "dflash_zlab_b8" / "draft").train()
+    passes = unroll_losses(heads, **arguments, num_passes=7, losses=("next_token",))
+    decay = math.exp(-1 / expected["settings"]["loss_decay_gamma"])
+    total = sum(decay**position * losses.values["next_token"] for position, losses in enumerate(passes))
+    check(heads, total / expected["terms"]["loss_weight"], expected, gradients)
+
+
+def test_jetspec() -> None:
+    """KL to the target's distribution, which is the token loss less the target's entropy; all positions alike."""
+    arguments, expected, gradients = recorded("training_jetspec_b7")
+    heads = load_heads(GOLDENS / "jetspec_chain_b7" / "draft").train()
+    passes = unroll_losses(heads, **arguments, num_passes=6, losses=("token",))
+    probs = arguments["target_features"].softmax(-1)
+    entropy = torch.special.entr(probs).sum(-1)
+    rows = [(b, a + i) for b, row in enumerate(arguments["anchors"].tolist()) for a in row for i in range(6)]
+    rows = [(b, s) for b, s in rows if s < 35 and arguments["loss_mask"][b, s]]
+    assert len(rows) == expected["terms"]["loss_weight"]
+    total = sum(losses.values["token"] for losses in passes) - sum(entropy[row] for row in rows)
+    check(heads, total / len(rows), expected, gradients)

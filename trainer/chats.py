@@ -1,0 +1,260 @@
+"""Chats as token ids, with the tokens marked that the target itself would have generated.
+
+A chat becomes one row where its template renders every turn alike, whatever follows; else one row per reply, each
+rendered as serving would at that turn (Qwen3, DeepSeek-R1, GLM and gpt-oss drop earlier reasoning). Which tokens a
+reply has is what rendering it adds to its prompt:
+
+    prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+    reply     <think>\\nA greeting.\\n</think>\\n\\nHello.<|im_end|>
+
+What serving puts there is not supervised: an empty think block (thinking switched off), and line breaks after the end
+of a turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+THINKING = re.compile(r"\s*(?:<think>(?P<inside>.*?))?</think>\s*", re.DOTALL)
+PROMPTED_THINKING = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # at the end of a prompt: open, or empty
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+Row = tuple[list[int], list[int]]  # token ids, loss mask
+
+
+class ExampleError(ValueError):
+    """An example, or a chat template, from which no supervised tokens can be told."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a rendered chat.
+
+    Attributes:
+        text: With special tokens written out.
+        generated: Whether the target wrote it.
+    """
+
+    text: str
+    generated: bool
+
+
+def chat_problem(messages: Any) -> str | None:
+    """What is wrong with the messages of a chat, `None` if nothing is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"{messages!r}"
+    wrong = (message for message in messages if not _is_message(message))
+    return next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and something in it: templates write a content of `None` as the word."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return message.get("content") is not None or bool(message.get("tool_calls"))
+
+
+def tokenize_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    supervised_from: int = 0,
+) -> list[Row]:
+    """Token ids of a chat and loss masks: 1 at the tokens the assistant generated, its end of turn included.
+
+    Args:
+        messages: `{role, content}` each, `reasoning_content` and `tool_calls` where the template reads them.
+        tokenizer: With a chat template.
+        tools: Functions the assistant may call.
+        template_kwargs: For the template, e.g. `enable_thinking`.
+        supervised_from: First message whose tokens count.
+
+    Returns:
+        One row, or one per reply for templates that render a reply differently once more follows.
+
+    Raises:
+        ExampleError: for messages that are none, a template that refuses them, or one in which a reply is not what
+            follows its prompt.
+    """
+    if problem := chat_problem(messages):
+        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
+    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else None
+    if template is None:
+        raise ExampleError(
+            f"{type(tokenizer).__name__} has no chat template, so `messages` cannot be tokenized; set "
+            "`tokenizer.chat_template`, or use a `text` column."
+        )
+    messages, tools = [without_missing(message) for message in messages], without_missing(tools)
+    kwargs = dict(template_kwargs or {})
+    render = partial(_render, tokenizer, tools, kwargs)
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= supervised_from]
+    if not replies:
+        return []
+    if GENERATION_MARKER.search(template):
+        return _marked_rows(messages, replies, tokenizer, tools, kwargs, render)
+    turns = [_reply(messages, index, render) for index in replies]
+    whole = _joined(turns, render(messages))
+    return [encode(segments, tokenizer) for segments in ([whole] if whole is not None else map(_as_segments, turns))]
+
+
+def without_missing(value: Any) -> Any:
+    """Messages or tools as they were written: data sets in columns give every mapping the fields of all, `None` where
+    it had none, which templates would write out."""
+    if isinstance(value, Mapping):
+        return {name: without_missing(item) for name, item in value.items() if item is not None or name == "content"}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_missing(item) for item in value]
+    return value
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list | None,
+    kwargs: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    prompt: bool = False,
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **kwargs
+        )
+    except Exception as error:  # templates raise what they like: jinja's errors, TypeError for a missing content
+        raise ExampleError(f"the chat template refuses a chat: {error}") from error
+    return str(text)
+
+
+# ---------------------------------------------------------------------- templates with markers
+def _marked_rows(
+    messages: Sequence[Mapping[str, Any]],
+    replies: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list | None,
+    kwargs: Mapping[str, Any],
+    render: Callable[..., str],
+) -> list[Row]:
+    """The template says itself what was generated; row by row where it forgets the reasoning of earlier turns."""
+
+    def marked(upto: int) -> Row:
+        try:
+            encoded: Any = tokenizer.apply_chat_template(
+                list(messages[:upto]), tools=tools, return_dict=True, return_assistant_tokens_mask=True, **kwargs
+            )
+        except Exception as error:
+            raise ExampleError(f"the chat template refuses a chat: {error}") from error
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+
+    if replies[0] == next(i for i, m in enumerate(messages) if m["role"] == "assistant"):
+        text = render(messages)
+        earlier = [render(messages[: index + 1]) for index in replies if index + 1 < len(messages)]
+        if all(text.startswith(beginning) for beginning in earlier):
+            return [marked(len(messages))]
+    rows = []
+    for index in replies:
+        ids, mask = marked(index + 1)
+        prompt = len(tokenizer(render(messages[:index], prompt=True), add_special_tokens=False)["input_ids"])
+        rows.append((ids, [0] * min(prompt, len(ids)) + mask[prompt:]))
+    return rows
+
+
+# ---------------------------------------------------------------------- templates without
+@dataclass(frozen=True)
+class _Reply:
+    """One reply: its prompt as serving renders it, what the target then generated, and the end of turn after it."""
+
+    prompt: str
+    text: str
+    natural: bool  # whether rendering the chat up to it gives just this
+
+
+def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[..., str]) -> _Reply:
+    prompt, upto = render(messages[:index], prompt=True), render(messages[: index + 1])
+    if upto.startswith(prompt):
+        return _Reply(prompt, upto[len(prompt) :], natural=True)
+    base = PROMPTED_THINKING.sub("", prompt)
+    if base == prompt or not upto.startswith(base):
+        raise ExampleError(
+            f"the chat template renders the reply in message {index} otherwise than after its prompt, so its tokens "
+            "cannot be told; wrap the assistant's text in {% generation %} ... {% endgeneration %} in "
+            "`tokenizer.chat_template`."
+        )
+    # Serving opens the think block in the prompt, and the template forgets it in what is past.
+    visible, found = upto[len(base) :], THINKING.match(upto[len(base) :])
+    reasoning = reasoning_of(messages[index]) or ((found["inside"] or "").strip() if found else "")
+    visible = visible[found.end() if found else 0 :].lstrip("\n")
+    if "</think>" in prompt[len(base) :]:  # switched off
+        return _Reply(prompt, visible, natural=False)
+    if not reasoning:
+        return _Reply(f"{prompt.rstrip()}\n\n</think>\n\n", visible, natural=False)
+    return _Reply(prompt, f"{reasoning}\n</think>\n\n{visible}", natural=False)
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """What an assistant message thought first, from a field of its own or from a think block in its content."""
+    for name in REASONING_FIELDS:
+        if isinstance(message.get(name), str):
+            return str(message[name]).strip()
+    found = THINKING.match(message.get("content") or "") if isinstance(message.get("content"), str) else None
+    return (found["inside"] or "").strip() or None if found else None
+
+
+def _joined(turns: Sequence[_Reply], whole: str) -> list[Segment] | None:
+    """All replies in one row; `None` if the template renders some of them differently once more follows."""
+    segments, end = [], 0
+    for turn in turns:
+        start, stop = len(turn.prompt), len(turn.prompt) + len(turn.text)
+        if not turn.natural or start < end or whole[:stop] != turn.prompt + turn.text:
+            return None
+        segments += [Segment(whole[end:start], False), Segment(whole[start:stop], True)]
+        end = stop
+    return segments  # what follows the last reply has no supervised token
+
+
+def _as_segments(turn: _Reply) -> list[Segment]:
+    return [Segment(turn.prompt, False), Segment(turn.text, True)]
+
+
+def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Token ids and loss mask of a rendered chat, tokenized as one text where the tokenizer says where tokens lie."""
+    segments = [part for segment in segments for part in _generated_part(segment, tokenizer)]
+    if not tokenizer.is_fast:
+        pairs = [(tokenizer(s.text, add_special_tokens=False)["input_ids"], s.generated) for s in segments]
+        return [i for ids, _ in pairs for i in ids], [int(made) for ids, made in pairs for _ in ids]
+    text = "".join(segment.text for segment in segments)
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    bounds, start = [], 0
+    for segment in segments:
+        bounds.append((start, start + len(segment.text), segment.generated))
+        start += len(segment.text)
+    mask, place = [], 0
+    for first, last in encoded["offset_mapping"]:
+        while place + 1 < len(bounds) and first >= bounds[place][1]:
+            place += 1
+        mask.append(int(bounds[place][2] and first < last))  # a token belongs where it begins
+    return list(encoded["input_ids"]), mask
+
+
+def _generated_part(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
+    """A reply without what serving adds to it: an empty think block before, line breaks after its end of turn."""
+    if not segment.generated:
+        return [segment]
+    text, before = segment.text, ""
+    if found := EMPTY_THINKING.match(text):
+        before, text = text[: found.end()], text[found.end() :]
+    kept = text.rstrip()
+    if kept == text or not kept.endswith(_end_tokens(tokenizer)):
+        kept = text
+    return [Segment(before, False), Segment(kept, True), Segment(text[len(kept) :], False)]
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Tokens written as one, one of which ends a turn."""
+    return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -1,0 +1,93 @@
+"""What several processes do together: gradients summed in buckets, and waiting for the one that prepares data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+BUCKET_BYTES = 32 * 2**20
+LONGEST_WAIT = timedelta(days=2)  # tokenising may take longer than a collective is waited for
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
+    """All-reduce of gradients, bucket by bucket; a parameter unused on this process counts as zero."""
+    if processes <= 1:
+        return
+    grads = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grads.append(parameter.grad)
+    pending = []
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        pending.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        if len(pending) > 1:  # so that at most two buckets exist beside the gradients
+            _take_in(*pending.pop(0))
+    for waiting in pending:
+        _take_in(*waiting)
+
+
+def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one dtype and at most so many bytes, or one alone."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and (size + grad.nbytes > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def _take_in(bucket: list[torch.Tensor], flat: torch.Tensor, work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+    for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+        grad.copy_(summed.view_as(grad))
+
+
+@contextmanager
+def first_process_first(args: TrainingArguments) -> Iterator[None]:
+    """The first process of every machine does the work, and the others find it done (in `datasets`' cache).
+
+    They wait on a group of their own, so that no collective of the training times out meanwhile.
+    """
+    if args.world_size <= 1:
+        yield
+        return
+    group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+    first = args.local_process_index == 0
+    if not first:
+        dist.barrier(group)
+    try:
+        yield
+    finally:
+        if first:
+            dist.barrier(group)
+
+
+def refuse_sharding(trainer: Trainer) -> None:
+    """Refuses to shard heads, and several devices in one process.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
+            "Launch without them (for a large target, load it with `device_map`)."
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} devices are visible to one process; start one process per device with "
+            "`accelerate launch`, or show it a single device."
+        )

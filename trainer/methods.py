@@ -1,0 +1,97 @@
+"""What a method is trained with when nobody says otherwise: losses, their decay, and draft positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_specheads.heads.base import DraftHead
+
+from .arguments import DraftHeadTrainingArguments
+from .losses import LOSSES
+
+
+@dataclass(frozen=True)
+class MethodDefaults:
+    """Defaults of a method.
+
+    Attributes:
+        losses: Weight of each loss that counts.
+        pass_decay: Factor of the losses from one position to the next.
+        num_passes: Draft positions, `None` for what the heads say (`DraftHead.default_passes`).
+    """
+
+    losses: Mapping[str, float] = field(default_factory=dict)
+    pass_decay: float = 1.0
+    num_passes: int | None = None
+
+
+FEATURE_AND_TOKEN = {"feature": 1.0, "token": 0.1}
+DEFAULTS: dict[str, MethodDefaults] = {
+    "eagle": MethodDefaults(FEATURE_AND_TOKEN),  # arXiv 2401.15077, 3.2
+    "hass": MethodDefaults({**FEATURE_AND_TOKEN, "top_k": 1.0}, num_passes=3),  # arXiv 2408.15766, 3
+    "poss": MethodDefaults(FEATURE_AND_TOKEN),  # arXiv 2506.03566
+    "poss-lora": MethodDefaults(FEATURE_AND_TOKEN),
+    "eagle3": MethodDefaults({"token": 1.0}, pass_decay=0.8),  # arXiv 2503.01840
+    "poss-eagle3": MethodDefaults({"token": 1.0}),
+    "medusa": MethodDefaults({"next_token": 1.0}, pass_decay=0.8),  # arXiv 2401.10774, 2.2.1
+    "hydra": MethodDefaults({"next_token": 1.0}),  # arXiv 2402.05109
+    "dflash": MethodDefaults({"next_token": 1.0}, pass_decay=0.8669),  # arXiv 2602.06036: exp(-1/7), blocks of 16
+    "jetspec": MethodDefaults({"token": 1.0}),  # arXiv 2606.18394
+    "draft-lm": MethodDefaults({"token": 1.0}),
+}
+HYDRA_PLUS = MethodDefaults({"token": 1.0})  # the "teacher loss" of the same paper
+MEDUSA_2 = MethodDefaults({"next_token": 0.2}, pass_decay=0.8)  # arXiv 2401.10774, 2.2.2
+
+
+def method_defaults(heads: DraftHead, joint: bool = False) -> MethodDefaults:
+    """Defaults of heads; those of EAGLE-3 (the target's distribution alone) for a method that has none of its own.
+
+    Args:
+        heads: The heads to train.
+        joint: Whether an adapter of the target is trained along.
+    """
+    if heads.config.method == "hydra" and getattr(heads.config, "head_arch", None) == "prefix-mlp":
+        return HYDRA_PLUS
+    if heads.config.method == "medusa" and joint:
+        return MEDUSA_2
+    return DEFAULTS.get(heads.config.method, MethodDefaults({"token": 1.0}))
+
+
+def complete_arguments(args: DraftHeadTrainingArguments, heads: DraftHead, joint: bool = False) -> None:
+    """Fills in what the arguments leave to the method, in place.
+
+    Weights that are given replace the method's one by one; a weight alone adds to the method's losses.
+
+    Raises:
+        ValueError: if nothing would be trained.
+    """
+    defaults = method_defaults(heads, joint)
+    values: dict[str, Any] = {f"{loss}_loss_weight": defaults.losses.get(loss, 0.0) for loss in LOSSES}
+    values["pass_decay"] = defaults.pass_decay
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.num_passes is None:
+        args.num_passes = getattr(heads.config, "trained_positions", None) or defaults.num_passes
+    if not any(args.loss_weights.values()):
+        names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
+        raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
+
+
+def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
+    """Draft positions to train: as the arguments say, else as the heads' config does.
+
+    Raises:
+        ValueError: if some specialist would have no position, or the heads are pruned.
+    """
+    passes = args.num_passes or heads.default_passes
+    if problem := heads.passes_problem(passes):
+        raise ValueError(f"num_passes={passes} {problem}")
+    if heads.pruned_token_ids is not None:
+        raise ValueError(
+            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
+            "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
+        )
+    return passes

@@ -1,0 +1,104 @@
+"""What is tried on a target once, before it is trained for: its logit function, and whether it keeps documents apart.
+
+Neither can be told from a config. A teacher with another temperature than the target, or documents that read each
+other, train heads without an error and cost acceptance for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .data import PackedCollator
+from .target_features import FrozenTarget
+
+PROBE_LENGTHS = (7, 5)  # tokens of two documents
+TOLERANCE = 0.05  # of the spread of what is compared: above rounding to 16 bits, below any other function
+
+
+class ProbeError(ValueError):
+    """A target that cannot be trained for as asked."""
+
+
+def refuse_other_logits(frozen: FrozenTarget) -> None:
+    """Compares what the losses take for the target's logits with its own, on a few tokens.
+
+    Raises:
+        ProbeError: if they differ.
+    """
+    ids = _tokens(frozen)[0][None]
+    with torch.no_grad():
+        outputs = frozen.model(input_ids=ids, output_hidden_states=-1, use_cache=False)
+        ours = frozen.lm_head(outputs.hidden_states[-1]).float()
+    theirs = outputs.logits.float().to(ours.device)
+    name = type(frozen.model).__name__
+    if ours.shape != theirs.shape:
+        raise ProbeError(
+            f"{name} returns logits of shape {list(theirs.shape)}, and its `lm_head` makes {list(ours.shape)} of its "
+            "last hidden state; draft heads cannot be trained for a target that computes its logits otherwise."
+        )
+    if (difference := _relative(ours, theirs)) > TOLERANCE:
+        raise ProbeError(
+            f"the logits of {name} are not what its `lm_head` makes of its last hidden state, multipliers and "
+            f"soft-cap of its config included (they differ by {difference:.2g} of their spread on a probe), so heads "
+            "would be trained on another distribution than the target's; its logit function has to be added to "
+            "hf_specheads/target/logits.py."
+        )
+
+
+def packing_problem(frozen: FrozenTarget) -> str | None:
+    """Why two documents of one sequence are not told apart by this target, `None` if they are."""
+    documents = [{"input_ids": ids.tolist()} for ids in _tokens(frozen)]
+    collate = PackedCollator(0, sum(PROBE_LENGTHS))
+    packed = collate([*documents, *documents[::-1]])
+    try:
+        features = _features(frozen, packed)
+    except Exception as error:  # whatever a model's code raises for rows it does not know
+        return f"its forward of packed documents fails ({type(error).__name__}: {error})"
+    for document in documents:
+        alone = _features(frozen, collate([document]))[0]
+        for row, ids in zip(features, packed["input_ids"].tolist(), strict=True):
+            start = _place(ids, document["input_ids"])
+            found = row[start : start + len(alone)]
+            if (difference := _relative(found, alone)) > TOLERANCE:
+                return (
+                    f"a document's features change by {difference:.2g} of their spread when another one stands in the "
+                    "same sequence"
+                )
+    return None
+
+
+def refuse_leaking_packing(frozen: FrozenTarget) -> None:
+    """Refuses packed documents for a target that does not keep them apart.
+
+    Raises:
+        ProbeError: saying what was seen.
+    """
+    if (problem := packing_problem(frozen)) is not None:
+        raise ProbeError(
+            f"packing=True cannot be used with {type(frozen.model).__name__}: {problem}; set packing=False."
+        )
+
+
+def _tokens(frozen: FrozenTarget) -> list[torch.Tensor]:
+    """Token ids of two documents, spread over the vocabulary, no token twice."""
+    size = frozen.model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.linspace(3, size - 1, sum(PROBE_LENGTHS), device=frozen.model.get_input_embeddings().weight.device)
+    order = torch.arange(len(ids)).mul(5).remainder(len(ids))  # not ascending
+    return list(ids.long()[order].split(PROBE_LENGTHS))
+
+
+def _features(frozen: FrozenTarget, batch: dict[str, Any]) -> torch.Tensor:
+    device = frozen.model.get_input_embeddings().weight.device
+    return frozen.features({name: value.to(device) for name, value in batch.items()})[1].float()
+
+
+def _place(row: list[int], document: list[int]) -> int:
+    return next(i for i in range(len(row)) if row[i : i + len(document)] == document)
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, in units of the spread of what is expected; infinite where it is not a number."""
+    difference = (ours.float() - theirs.float()).abs().max() / theirs.float().std().clamp_min(1e-6)
+    return float(difference.nan_to_num(float("inf")))
