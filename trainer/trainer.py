@@ -33,8 +33,6 @@ from .publishing import HubCards
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
-STATISTICS_TOKENS = 8192  # whose features say what the target was
-
 
 # The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.
 class DraftHeadTrainer(AtomicCheckpoints, HubCards):
@@ -163,7 +161,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
         if training:
-            self.remember_features(features, batch["loss_mask"])
+            self._feature_statistics.remember(self.model.config, features, batch["loss_mask"])
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,
@@ -182,18 +180,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             separate_backward=separate_backward,
             measure=measure,
         )
-
-    def remember_features(self, features: torch.Tensor, loss_mask: torch.Tensor) -> None:
-        """Keeps scale and centre of the first features in the heads' config, to tell whether a target is the same.
-
-        Args:
-            features: [B, T, F].
-            loss_mask: [B, T].
-        """
-        statistics = self._feature_statistics
-        if statistics.levels and statistics.tokens < STATISTICS_TOKENS:
-            statistics.add(features.detach(), loss_mask)
-            self.model.config.feature_statistics = statistics.to_dict()
 
     def features_of(
         self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool

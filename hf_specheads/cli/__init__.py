@@ -10,7 +10,22 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, diff, doctor, env, evaluate, export, generate, inspect, push, regenerate, train, tune
+from . import (
+    bench,
+    convert,
+    demo,
+    diff,
+    doctor,
+    env,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    push,
+    regenerate,
+    train,
+    tune,
+)
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
 

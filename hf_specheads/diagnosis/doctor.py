@@ -64,6 +64,11 @@ def diagnose(
     started = time.perf_counter()
     if not prompts:
         raise ValueError("heads are diagnosed on prompts: expected at least one, got none.")
+    if heads.trains_at_anchors:
+        raise ValueError(
+            f"{heads.config.method} heads draft whole blocks, which hypotheses are not tried on yet; use `specheads "
+            "bench` for what they accept."
+        )
     with bound_anyway(heads, target) as wrong_target, _as_it_drafts(heads):
         evidence = gather(target, prompts, tokenizer, max_new_tokens)
         drafts, facts = measure(target, heads, evidence, prompts, tokenizer, positions, wrong_target)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 CHANNELS = 16
+ENOUGH = 8192  # tokens whose features say what a target is
 # Texts differ too: what is still the same target. Scale as a ratio, centres in deviations, deviations as a ratio.
 SCALE_RATIO, CENTRE_SHIFT, DEVIATION_RATIO = 1.5, 1.0, 2.0
 
@@ -43,6 +44,13 @@ class FeatureStatistics:
         sums = torch.cat([squares, picked.sum(0), picked.square().sum(0)], dim=-1).double().cpu()
         self._sums = sums if self._sums is None else self._sums + sums
         self.tokens += len(rows)
+
+    def remember(self, config: Any, features: torch.Tensor, mask: torch.Tensor) -> None:
+        """Takes in features until there are enough, and writes what is known into `feature_statistics` of a heads'
+        config. Heads that read no features have none."""
+        if self.levels and self.tokens < ENOUGH:
+            self.add(features.detach(), mask)
+            config.feature_statistics = self.to_dict()
 
     @staticmethod
     def _channels(width: int) -> torch.Tensor:
