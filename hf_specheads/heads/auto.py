@@ -19,7 +19,10 @@ from .draft_lm import DraftLanguageModel
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
+from .lookup import LookupHead
 from .medusa import MedusaHead
+from .mtp import MtpHead
+from .peagle import PEagleHead
 from .placement import Placement
 from .poss import PossHead
 from .poss_eagle3 import PossEagle3Head
@@ -34,7 +37,10 @@ METHODS: dict[str, type[DraftHead]] = {
     "hass": EagleHead,
     "hydra": HydraHead,
     "jetspec": DFlashHead,
+    "lookup": LookupHead,
     "medusa": MedusaHead,
+    "mtp": MtpHead,
+    "peagle": PEagleHead,
     "poss": PossHead,
     "poss-eagle3": PossEagle3Head,
     "poss-lora": PossLoraHead,
