@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
+    from .heads.dspark import DSparkHead as DSparkHead
+    from .heads.dspark import DSparkHeadConfig as DSparkHeadConfig
     from .heads.eagle import EagleHead as EagleHead
     from .heads.eagle import EagleHeadConfig as EagleHeadConfig
     from .heads.eagle3 import Eagle3Head as Eagle3Head
@@ -64,6 +66,7 @@ _MODULES = {
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
+    "heads.dspark": ("DSparkHead", "DSparkHeadConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
     "heads.hydra": ("HydraHead", "HydraHeadConfig"),

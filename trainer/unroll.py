@@ -299,8 +299,11 @@ class Unroll:
         if kept is not None:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
-        found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay)
-        names = [name for name in self.losses if features is not None or name != "feature"]
+        confidence = None if drafted.confidence is None else drafted.confidence(hidden)
+        found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay, confidence)
+        lacking = {"feature"} if features is None else set()
+        lacking |= {"confidence"} if confidence is None else set()
+        names = [name for name in self.losses if name not in lacking]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 
 

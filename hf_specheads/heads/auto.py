@@ -16,6 +16,7 @@ from ..tree.config import DraftTreeConfig
 from .base import DraftHead
 from .dflash import DFlashHead
 from .draft_lm import DraftLanguageModel
+from .dspark import DSparkHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
@@ -29,6 +30,7 @@ from .poss_lora import PossLoraHead
 METHODS: dict[str, type[DraftHead]] = {
     "dflash": DFlashHead,
     "draft-lm": DraftLanguageModel,
+    "dspark": DSparkHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hass": EagleHead,

@@ -18,6 +18,8 @@ PACKAGE = [
     "AutoDraftHead",
     "DFlashHead",
     "DFlashHeadConfig",
+    "DSparkHead",
+    "DSparkHeadConfig",
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",
