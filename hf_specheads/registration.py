@@ -20,6 +20,7 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 # Of every family: `heads.auto.HEADS` has the classes.
 MODEL_TYPES = (
     "specheads_dflash",
+    "specheads_dflash2",
     "specheads_draft_lm",
     "specheads_dspark",
     "specheads_eagle",

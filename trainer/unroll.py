@@ -300,9 +300,12 @@ class Unroll:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
         confidence = None if drafted.confidence is None else drafted.confidence(hidden)
-        found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay, confidence)
+        logits = drafted.logits(hidden)
+        selected = None if drafted.selected is None else drafted.selected(hidden, logits)
+        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected)
         lacking = {"feature"} if features is None else set()
         lacking |= {"confidence"} if confidence is None else set()
+        lacking |= {"selector"} if selected is None else set()
         names = [name for name in self.losses if name not in lacking]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 

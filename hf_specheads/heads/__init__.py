@@ -4,8 +4,9 @@ Whoever holds draft heads has imported this: here `AutoModel` is told of them an
 """
 
 from .. import dispatch
-from . import auto, dflash, draft_lm, dspark, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+from . import auto, dflash, dflash2, draft_lm, dspark, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
 from .dflash import *  # noqa: F403 (here and below: what the module's `__all__` names)
+from .dflash2 import *  # noqa: F403
 from .draft_lm import *  # noqa: F403
 from .dspark import *  # noqa: F403
 from .eagle import *  # noqa: F403
@@ -21,6 +22,7 @@ dispatch.install()
 
 __all__: list[str] = []
 __all__ += dflash.__all__
+__all__ += dflash2.__all__
 __all__ += draft_lm.__all__
 __all__ += dspark.__all__
 __all__ += eagle.__all__

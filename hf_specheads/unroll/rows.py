@@ -62,6 +62,8 @@ class DraftedPass:
         features: [B, T, H], drafted target features at row t + offset + 1; `None` for heads that draft none.
         confidence: Rows [R, *] of `hidden` -> logits [R] of a draft's being accepted; `None` for heads that predict
             none.
+        selected: Rows [R, *] of `hidden` and their logits [R, V] -> candidates int64 [R, K] and their scores [R, K],
+            which drafts are chosen by; `None` for heads that draft by their logits.
     """
 
     hidden: torch.Tensor
@@ -69,6 +71,7 @@ class DraftedPass:
     offset: int = 0
     features: torch.Tensor | None = None
     confidence: Callable[[torch.Tensor], torch.Tensor] | None = None
+    selected: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def row_positions(documents: torch.Tensor) -> torch.Tensor:

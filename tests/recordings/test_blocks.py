@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specheads import DraftHead, load_heads
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
-CASES = ("dflash_zlab_b8", "dflash_deepspec_b7", "dflash_swa_b6", "jetspec_chain_b7")
+CASES = ("dflash_zlab_b8", "dflash_deepspec_b7", "dflash_swa_b6", "jetspec_chain_b7", "dflash2_b8_swa")
 WITH_SPECULATORS = ("dflash_zlab_b8", "dspark_vanilla_b7")
 
 
@@ -108,6 +108,26 @@ def test_slots(name: str) -> None:
             torch.testing.assert_close(
                 heads.draft_logits(slots), recorded[f"{prefix}.slot_logits"], rtol=1e-4, atol=1e-4
             )
+
+
+@torch.no_grad()
+def test_candidates() -> None:
+    """DFlash 2: unary logits, and scores of the candidates of every slot after the token drafted before it."""
+    name = "dflash2_b8_swa"
+    case, recorded = case_of(name), load_file(GOLDENS / name / "tensors.safetensors")
+    heads = load_heads(GOLDENS / name / "draft", kind="chain", depth=7)
+    heads.bind(target_of((GOLDENS / name / case["target"]).resolve()))
+    first, features = case["rounds"][0], recorded["r0.target_features"]
+    cache, before = heads.new_draft_cache(), [first["root"], *first["drafted"]]
+    state, logits = heads.start_draft(cache, torch.tensor([[0] * len(features) + [first["root"]]]), features[None])
+    for position in range(7):
+        if position:
+            state, logits = heads.extend_draft(cache, position, torch.tensor([[before[position]]]), state, None)
+        unary = heads.slot_logits(cache, position)[0, 0]
+        torch.testing.assert_close(unary, recorded["r0.unary_logits"][position], rtol=1e-4, atol=1e-4)
+        scores = logits[0, 0, first["candidates"][position]]
+        torch.testing.assert_close(scores, recorded["r0.candidate_scores"][position], rtol=1e-4, atol=1e-4)
+        assert int(logits.isfinite().sum()) == len(first["candidates"][position])
 
 
 @pytest.mark.parametrize("name", ["dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b4"])

@@ -84,6 +84,23 @@ def test_jetspec() -> None:
     check(heads, total / len(rows), expected, gradients)
 
 
+def test_dflash2() -> None:
+    """DFlash's loss on unary logits, and half the selector's where the label is among the candidates; all over the sum
+    of all weights."""
+    arguments, expected, gradients = recorded("training_dflash2_b8")
+    heads, settings = load_heads(GOLDENS / "dflash2_b8_swa" / "draft").train(), expected["settings"]
+    passes = unroll_losses(heads, **arguments, num_passes=7, losses=("next_token", "selector"))
+    decay, terms = math.exp(-1 / settings["loss_decay_gamma"]), expected["terms"]
+    sums = {
+        name: sum(decay**position * losses.values[name] for position, losses in enumerate(passes))
+        for name in ("next_token", "selector")
+    }
+    assert float(sums["next_token"]) / terms["loss_weight"] == pytest.approx(terms["base_loss"], rel=1e-5)
+    assert float(sums["selector"]) / terms["loss_weight"] == pytest.approx(terms["selector_loss"], rel=1e-5)
+    total = sums["next_token"] + settings["selector_loss_weight"] * sums["selector"]
+    check(heads, total / terms["loss_weight"], expected, gradients)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated"])
 def test_dspark(kind: str) -> None:
     """All three losses at the recorded slots: theirs end at the first slot of a block that is not supervised."""

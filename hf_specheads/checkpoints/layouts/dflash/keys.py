@@ -21,5 +21,13 @@ MARKOV_IN, MARKOV_OUT = MARKOV + "markov_w1.weight", MARKOV + "markov_w2.weight"
 MARKOV_PARTS = {"vanilla": (), "gated": ("gate_proj.weight", "gate_proj.bias"),
                 "rnn": ("joint_proj.weight", "joint_proj.bias")}  # fmt: skip
 CONFIDENCE_PARTS = (CONFIDENCE + "proj.weight", CONFIDENCE + "proj.bias")
+SELECTOR = "candidate_selector."
+SELECTOR_PARTS = tuple(
+    SELECTOR + part for part in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+)
+# Of every layer of DFlash 2, without its prefix.
+CONVOLUTION_PARTS = tuple(
+    f"{place}_conv.{part}" for place in ("attention", "mlp") for part in ("base_kernel", "kernel_projection.weight")
+)
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
 ZLAB, DEEPSPEC = "DFlashDraftModel", "DSparkModel"

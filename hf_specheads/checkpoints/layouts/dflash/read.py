@@ -22,8 +22,9 @@ from ....errors import (
     UnknownFormatError,
     refuse_wrong_keys,
 )
-from ....heads.block_config import ANCHOR_SLOTS, spread_layers
+from ....heads.block_config import ANCHOR_SLOTS, BlockHeadConfig, spread_layers
 from ....heads.dflash import DFlashHeadConfig
+from ....heads.dflash2 import DFlash2HeadConfig
 from ....heads.dspark import DSparkHeadConfig
 from ....heads.pruning import PRUNED_TOKEN_IDS
 from ..fields import (
@@ -68,15 +69,15 @@ def convert(source: Source) -> Conversion:
     raw_config, notes = with_nested(source.raw_config), list[str]()
     tensors, borrowed = _apart(source.tensors)
     sizes = _sizes(raw_config, tensors, notes)
-    markov, parts = _markov(raw_config, tensors, sizes)
+    config_class, extra, parts = _method(raw_config, tensors, sizes, notes)
     _check_keys(tensors, sizes["num_hidden_layers"], parts)
     vocabulary = _draft_vocabulary(borrowed, raw_config, notes)
     causal = any(boolean(raw_config, name) for name in ("causal_head", "causal", "is_causal"))
     fields: dict[str, Any] = {
         **sizes,
-        "method": "dspark" if markov else "jetspec" if causal else "dflash",
+        "method": "jetspec" if causal and config_class is DFlashHeadConfig else config_class.method,
         "causal": causal,
-        **markov,
+        **extra,
         "attention_bias": FIRST_LAYER + attention_bias("q") in tensors,
         "attention_out_bias": FIRST_LAYER + attention_bias("o") in tensors,
         **block_fields(raw_config, source, notes),
@@ -85,7 +86,7 @@ def convert(source: Source) -> Conversion:
         "target": target_of(raw_config.get(TARGET_NAME), borrowed.get(EMBEDDING)),
         "pruned_vocab_size": None if vocabulary is None else len(vocabulary),
     }
-    config = config_of(DSparkHeadConfig if markov else DFlashHeadConfig, fields, source.name)
+    config = config_of(config_class, fields, source.name)
     return Conversion(config, tensors if vocabulary is None else tensors | {PRUNED_TOKEN_IDS: vocabulary}, notes)
 
 
@@ -233,10 +234,36 @@ def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
     )
 
 
+def _method(
+    raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
+) -> tuple[type[BlockHeadConfig], dict[str, Any], set[str]]:
+    """Config class of the method, its fields, and the tensors it has besides DFlash's."""
+    if any(key.startswith((keys.MARKOV, keys.CONFIDENCE)) for key in tensors):
+        return (DSparkHeadConfig, *_markov(raw_config, tensors, sizes))
+    if any(key.startswith(keys.SELECTOR) for key in tensors):
+        return (DFlash2HeadConfig, *_selector(raw_config, tensors, sizes, notes))
+    return DFlashHeadConfig, {}, set()
+
+
+def _selector(
+    raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Fields of DFlash 2's selector and convolutions, and the tensors they have."""
+    parts = {f"layers.{i}.{part}" for i in range(sizes["num_hidden_layers"]) for part in keys.CONVOLUTION_PARTS}
+    parts |= set(keys.SELECTOR_PARTS)
+    refuse_wrong_keys(missing=parts - set(tensors), unknown=set())
+    kernel = tensors[FIRST_LAYER + keys.CONVOLUTION_PARTS[0]]
+    fields = {
+        "selector_rank": matrix_shape(tensors, keys.SELECTOR_PARTS[0])[1],
+        "conv_kernel_size": kernel.shape[1] if kernel.dim() == 3 else 0,
+        "conv_group_size": integer(raw_config, "conv_group_size", notes, default=16),
+    }
+    refuse_contradiction(raw_config, fields)
+    return {**fields, "selector_top_k": integer(raw_config, "selector_top_k", notes, default=16)}, parts
+
+
 def _markov(raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int]) -> tuple[dict[str, Any], set[str]]:
-    """Fields of DSpark's Markov head and confidence head, and the tensors they have; both empty without."""
-    if not any(key.startswith((keys.MARKOV, keys.CONFIDENCE)) for key in tensors):
-        return {}, set()
+    """Fields of DSpark's Markov head and confidence head, and the tensors they have."""
     refuse_wrong_keys(missing={keys.MARKOV_IN, keys.MARKOV_OUT} - set(tensors), unknown=set())
     kind = raw_config.get("markov_head_type") or "vanilla"
     if kind not in keys.MARKOV_PARTS:
