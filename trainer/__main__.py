@@ -11,11 +11,13 @@ Goes on from the newest checkpoint in `output_dir` unless `resume=false`.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .recipe import Recipe, read_recipe, shipped_recipes
 
@@ -27,6 +29,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("specheads train", description=__doc__, formatter_class=raw)
     parser.add_argument("--config", metavar="RECIPE", help=f"YAML file, or one of {', '.join(shipped_recipes())}")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON, and nothing else, to stdout")
+    parser.add_argument("--quiet", action="store_true", help="no progress, and no log of the steps")
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
     return parser.parse_intermixed_args(argv)
@@ -41,20 +45,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         recipe = read_recipe(options.config, options.changes)
-        if sys.stderr.isatty():
+        if options.quiet:
+            hide_progress(recipe)
+        if sys.stderr.isatty() and not options.quiet:
             data = ", ".join(source.path for source in recipe.train_sources)
             print(f"Loading {data} and {recipe.target} ...", file=sys.stderr, flush=True)
         from .building import build_trainer
 
-        trainer = build_trainer(recipe)
-        checkpoint = newest_checkpoint(trainer, recipe)
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            trainer = build_trainer(recipe)
+            checkpoint = newest_checkpoint(trainer, recipe)
     except Exception as error:  # of any class: libraries that load models and data have many
         if options.debug:
             raise
         print(f"specheads train: error: {one_line(error)}", file=sys.stderr)
         return 2
-    train(trainer, recipe, checkpoint)
+    if options.quiet:
+        from transformers import PrinterCallback
+
+        trainer.remove_callback(PrinterCallback)
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        facts = train(trainer, recipe, checkpoint)
+    if options.json and facts is not None:
+        print(json.dumps(facts, default=str))
     return 0
+
+
+def hide_progress(recipe: Recipe) -> None:
+    """No bars of whoever loads, tokenises and trains."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    recipe.training["disable_tqdm"] = True
 
 
 def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
@@ -80,8 +104,8 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message} (--debug shows where)"
 
 
-def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = None) -> None:
-    """Trains, from a checkpoint if there is one, and writes heads and facts."""
+def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = None) -> dict[str, Any] | None:
+    """Trains, from a checkpoint if there is one, and writes heads and facts; returns these on the main process."""
     from .building import describe
     from .facts import write_facts
 
@@ -94,11 +118,14 @@ def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = No
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
     trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
     trainer.save_model(output)  # and pushes, under push_to_hub=true
-    if trainer.is_world_process_zero():
-        path = write_facts(trainer.facts(), output)
-        summary = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k in ("eval_loss", "eval_acceptance_length"))
-        print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
-        print(f"heads and {path.name} are in {output}")
+    if not trainer.is_world_process_zero():
+        return None
+    facts = trainer.facts()
+    path = write_facts(facts, output)
+    summary = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k in ("eval_loss", "eval_acceptance_length"))
+    print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
+    print(f"heads and {path.name} are in {output}")
+    return facts
 
 
 if __name__ == "__main__":

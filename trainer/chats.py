@@ -93,7 +93,7 @@ def tokenize_chat(
             f"{type(tokenizer).__name__} has no chat template, so `messages` cannot be tokenized; set "
             "`tokenizer.chat_template`, or use a `text` column."
         )
-    messages = [_without_missing(message) for message in messages]
+    messages, tools = [without_missing(message) for message in messages], without_missing(tools)
     kwargs = dict(template_kwargs or {})
     render = partial(_render, tokenizer, tools, kwargs)
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= supervised_from]
@@ -106,9 +106,14 @@ def tokenize_chat(
     return [encode(segments, tokenizer) for segments in ([whole] if whole is not None else map(_as_segments, turns))]
 
 
-def _without_missing(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as it was written: data sets in columns give every message all fields, `None` where it has none."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
+def without_missing(value: Any) -> Any:
+    """Messages or tools as they were written: data sets in columns give every mapping the fields of all, `None` where
+    it had none, which templates would write out."""
+    if isinstance(value, Mapping):
+        return {name: without_missing(item) for name, item in value.items() if item is not None or name == "content"}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_missing(item) for item in value]
+    return value
 
 
 def _render(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,22 @@ def _chat(messages: Any, row: Mapping[str, Any], how: Tokenizing, supervised_fro
         raise ExampleError("chats need a tokenizer; pass `processing_class`.")
     own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
     kwargs = {**how.template_kwargs, **own}
-    return tokenize_chat(messages, how.tokenizer, row.get("tools") or None, kwargs, supervised_from)
+    return tokenize_chat(messages, how.tokenizer, tools_of(row), kwargs, supervised_from)
+
+
+def tools_of(row: Mapping[str, Any]) -> list | None:
+    """Tools of a row, also where they are written as JSON.
+
+    Raises:
+        ExampleError: if that is none.
+    """
+    tools = row.get("tools") or None
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools)
+    except ValueError as error:
+        raise ExampleError(f"`tools` are neither a list nor JSON: {error}") from error
 
 
 def _messages(row: Mapping[str, Any], how: Tokenizing) -> list[Row]:

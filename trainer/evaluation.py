@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,6 +17,67 @@ from hf_specheads.tuning.turns import every_round_drafts
 
 from .arguments import DraftHeadTrainingArguments
 from .unroll import DEFAULT_LOSSES, PassLosses
+
+
+class AgreementMeter:
+    """Counts of [`losses.agreement`] per draft position, over batches and processes."""
+
+    def __init__(self, num_passes: int, device: torch.device | str):
+        self.sums = torch.zeros(num_passes, 3, device=device)
+
+    def drain(self) -> dict[str, float]:
+        """`accuracy_i` and `acceptance_i` of draft position i, and what a chain would accept of them in a round,
+        plus 1 (`expected_acceptance_length`); empty without rows. Starts anew."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.sums)
+        counts = self.sums.tolist()
+        self.sums.zero_()
+        if not counts[0][2]:
+            return {}
+        shares = [(same / max(rows, 1), accepted / max(rows, 1)) for same, accepted, rows in counts]
+        values = {f"accuracy_{i}": same for i, (same, _) in enumerate(shares, start=1)}
+        values |= {f"acceptance_{i}": accepted for i, (_, accepted) in enumerate(shares, start=1)}
+        length, reached = 1.0, 1.0
+        for _, accepted in shares:
+            reached *= accepted
+            length += reached
+        return values | {"expected_acceptance_length": length}
+
+
+class Throughput:
+    """Tokens per second between two entries of the log, evaluations left out."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.zeros(())
+        self._since: float | None = None
+        self._paused = 0.0
+
+    def add(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Counts the tokens of a batch, padding left out."""
+        if self._since is None:  # what came before the first step is no training
+            self._since = time.perf_counter()
+        real = batch.get("attention_mask", batch["input_ids"])
+        self.tokens = self.tokens.to(real.device) + real.ne(0).sum()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here does not count."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
+
+    def drain(self) -> dict[str, float]:
+        """`tokens_per_second` of all processes, and `peak_memory_gib` of this one's accelerator; starts anew."""
+        tokens = self.tokens.float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(tokens)
+        now = time.perf_counter()
+        seconds = max(now - (now if self._since is None else self._since) - self._paused, 1e-9)
+        self.tokens, self._since, self._paused = torch.zeros(()), now, 0.0
+        values = {"tokens_per_second": round(float(tokens) / seconds, 1)}
+        if torch.cuda.is_available():
+            values["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return values
 
 
 class LossMeter:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 BUCKET_BYTES = 32 * 2**20
 LONGEST_WAIT = timedelta(days=2)  # tokenising may take longer than a collective is waited for
@@ -73,3 +73,21 @@ def first_process_first(args: TrainingArguments) -> Iterator[None]:
     finally:
         if first:
             dist.barrier(group)
+
+
+def refuse_sharding(trainer: Trainer) -> None:
+    """Refuses to shard heads, and several devices in one process.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
+            "Launch without them (for a large target, load it with `device_map`)."
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} devices are visible to one process; start one process per device with "
+            "`accelerate launch`, or show it a single device."
+        )

@@ -306,6 +306,15 @@ def _selector_loss(rows: DraftedRows) -> torch.Tensor:
     return next_token_loss(scores, labels)
 
 
+@torch.no_grad()
+def agreement(rows: DraftedRows) -> torch.Tensor:
+    """How the drafts of one pass agree with the target, fp32 [3]: rows whose most probable token is the target's, the
+    sum of a, the probability that a drawn draft is accepted, and the number of rows."""
+    accepted = 1 - rows.overlap_losses[0]
+    same = (rows.logits.argmax(dim=-1) == rows.target.probs.argmax(dim=-1)) * rows.weight
+    return torch.stack([same.float().sum(), accepted.sum(), accepted.new_tensor(float(len(accepted)))])
+
+
 def masked_mean(values: torch.Tensor, num_items: torch.Tensor | float | None = None) -> torch.Tensor:
     """Sum of the supervised rows' losses over the number of supervised rows; 0 when there are none.
 

@@ -81,3 +81,20 @@ def complete_arguments(args: DraftHeadTrainingArguments, heads: DraftHead, joint
     if not any(args.loss_weights.values()):
         names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
         raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
+
+
+def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
+    """Draft positions to train: as the arguments say, else as the heads' config does.
+
+    Raises:
+        ValueError: if some specialist would have no position, or the heads are pruned.
+    """
+    passes = args.num_passes or heads.default_passes
+    if problem := heads.passes_problem(passes):
+        raise ValueError(f"num_passes={passes} {problem}")
+    if heads.pruned_token_ids is not None:
+        raise ValueError(
+            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
+            "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
+        )
+    return passes

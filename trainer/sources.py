@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .shards import kind_of_folder
+
 KINDS_OF_DATA = ["messages", "conversations", "prompt and completion", "text", "input_ids"]
 DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 HEADS_PREFIX = "specheads_"  # of the `model_type` of draft heads
@@ -70,7 +72,7 @@ class DataSource:
 
     Attributes:
         path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
-            `Dataset.save_to_disk`, or a dataset's name on the Hub.
+            `Dataset.save_to_disk` or `specheads regenerate`, or a dataset's name on the Hub.
         name: Configuration of a Hub dataset.
         split: Split to read, slices such as `train[:1%]` included.
         revision: Revision of a Hub dataset.
@@ -107,6 +109,20 @@ class DataSource:
         Raises:
             RecipeError: naming the place, if nothing can be read there, or no column is one to train on.
         """
+        dataset = self.load_raw()
+        names = dataset.column_names or list(next(iter(dataset)))
+        if kind_of(names) is None:
+            raise RecipeError(
+                f"data {self.path!r} has the columns {names}, and one of {KINDS_OF_DATA} is needed; rename one."
+            )
+        return dataset
+
+    def load_raw(self) -> Any:
+        """The same, whatever columns it has.
+
+        Raises:
+            RecipeError: naming the place, if nothing can be read there.
+        """
         self.refuse_wrong_path()
         try:
             dataset = self._load()
@@ -114,11 +130,6 @@ class DataSource:
             raise RecipeError(f"data {self.path!r} cannot be read: {self._reason(error)}") from error
         if not self.streaming and len(dataset) == 0:
             raise RecipeError(f"data {self.path!r} holds no example in the split {self.split!r}.")
-        names = dataset.column_names or list(next(iter(dataset)))
-        if kind_of(names) is None:
-            raise RecipeError(
-                f"data {self.path!r} has the columns {names}, and one of {KINDS_OF_DATA} is needed; rename one."
-            )
         return dataset
 
     def _load(self) -> Any:
@@ -128,6 +139,9 @@ class DataSource:
         if local.is_dir() and (local / "state.json").exists():
             stored = load_from_disk(self.path)
             return stored.to_iterable_dataset() if self.streaming else stored
+        if local.is_dir() and kind_of_folder(local) == "regeneration":
+            files = sorted(str(path) for path in local.glob("shard-?????.jsonl") if path.stat().st_size)
+            return load_dataset("json", data_files=files, split=self.split, streaming=self.streaming)
         if local.suffix in DATA_LOADERS:
             options = {"sample_by": "document"} if local.suffix == ".txt" else {}
             kind = DATA_LOADERS[local.suffix]

@@ -19,11 +19,11 @@ from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
 from .data import cut_prompts, default_collator
-from .evaluation import LossMeter, generation_metrics
-from .gradients import first_process_first, sum_gradients
+from .evaluation import AgreementMeter, LossMeter, Throughput, generation_metrics
+from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
 from .identity import run_identity
-from .methods import complete_arguments
+from .methods import complete_arguments, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
@@ -38,7 +38,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     """Trains draft heads of any family on what a frozen target says.
 
     Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
-    first. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
+    first, how the drafts agree with the target (`accuracy_1`, `acceptance_1`, ...), and tokens per second. Evaluation
+    adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
     What is pushed to the Hub has the model card of draft heads; see [`publishing.HubCards`].
 
     Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
@@ -105,7 +106,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         )
         given = self.optimizer
         self.optimizer_given = None if given is None else type(given).__name__
-        self._refuse_sharding()
+        refuse_sharding(self)
         if args.upstream_masking:
             warnings.warn(
                 "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
@@ -126,6 +127,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training
+        self._agreement, self._throughput = AgreementMeter(self.num_passes, self.args.device), Throughput()
         self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros(())
 
     def identity(self) -> dict[str, Any]:
@@ -144,18 +146,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             report=report,
         )
 
-    def _refuse_sharding(self) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
-                "Launch without them (for a large target, load it with `device_map`)."
-            )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"{self.args.n_gpu} devices are visible to one process; start one process per device with "
-                "`accelerate launch`, or show it a single device."
-            )
-
     # ------------------------------------------------------------------ loss
     def start_unroll(
         self,
@@ -164,6 +154,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         *,
         training: bool = True,
         separate_backward: bool = False,
+        measure: bool = False,
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
@@ -183,6 +174,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             ),
             num_items=num_items,
             separate_backward=separate_backward,
+            measure=measure,
         )
 
     def features_of(
@@ -261,7 +253,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         together = 1 if apart else self.num_passes
         total = torch.zeros((), device=self.args.device)
         with self.accelerator.autocast():
-            unroll = self.start_unroll(inputs, num_items, separate_backward=apart)
+            unroll = self.start_unroll(inputs, num_items, separate_backward=apart, measure=self._is_logged_step())
         total += sum(loss.detach() for loss in self.shared_losses())
         for first in range(0, self.num_passes, together):
             with self.accelerator.autocast():
@@ -276,7 +268,14 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 self._train_losses.add(position, losses)
                 total += self.weighted_loss(losses, position)
         unroll.finish_backward()
+        self._agreement.sums += unroll.measured
+        self._throughput.add(inputs)
         return total
+
+    def _is_logged_step(self) -> bool:
+        """Whether the step's agreement with the target will be seen; the others do not pay for it."""
+        step = self.state.global_step + 1
+        return step % max(int(self.state.logging_steps or 1), 1) == 0 or (step == 1 and self.args.logging_first_step)
 
     def shared_losses(self) -> list[torch.Tensor]:
         """Weighted losses of the batch besides those of the passes, for trainers that have some."""
@@ -319,11 +318,13 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def reset_losses(self) -> None:
         """Forgets losses gathered for the log so far."""
         self._train_losses.drain()
+        self._agreement.drain()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in Trainer; training logs gain each loss component per draft position."""
+        """As in Trainer; training logs gain each loss component, accuracy and expected acceptance per draft
+        position (of the logged steps), and tokens per second."""
         if "loss" in logs:
-            logs.update(self._train_losses.drain())
+            logs.update({**self._train_losses.drain(), **self._agreement.drain(), **self._throughput.drain()})
             if self._step_guard.skipped:
                 logs["skipped_steps"] = self._step_guard.skipped
         super().log(logs, start_time)
@@ -346,22 +347,28 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Losses without noise over the evaluation set, and what generation with these heads accepts."""
+        with self._throughput.paused():
+            return self._evaluation_loop(dataloader, metric_key_prefix)
+
+    def _evaluation_loop(self, dataloader: torch.utils.data.DataLoader, prefix: str) -> EvalLoopOutput:
         self.model.to(self.args.device).eval()
         meter = LossMeter(self.num_passes, self.args.device, self.loss_names)
+        agreement = AgreementMeter(self.num_passes, self.args.device)
         for batch in dataloader:
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
-                unroll = self.start_unroll(inputs, 1.0, training=False)  # divided by 1: sums over rows
+                unroll = self.start_unroll(inputs, 1.0, training=False, measure=True)  # divided by 1: sums over rows
                 passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
             meter.steps += unroll.num_rounds
-        metrics = self.evaluated_losses(meter)
+            agreement.sums += unroll.measured
+        metrics = {**self.evaluated_losses(meter), **agreement.drain()}
         metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
         return EvalLoopOutput(
             predictions=None,  # type: ignore[arg-type]  # as Trainer's own loop, which wants losses only
             label_ids=None,
-            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            metrics={f"{prefix}_{name}": value for name, value in metrics.items()},
             num_samples=self.num_examples(dataloader),
         )
 
@@ -380,20 +387,3 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if self._eval_prompts is not None:
             return [list(prompt) for prompt in self._eval_prompts[: args.eval_acceptance_prompts]]
         return cut_prompts(dataloader.dataset, args.eval_acceptance_prompts, args.eval_prompt_length)
-
-
-def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
-    """Draft positions to train: as the arguments say, else as the heads' config does.
-
-    Raises:
-        ValueError: if some specialist would have no position, or the heads are pruned.
-    """
-    passes = args.num_passes or heads.default_passes
-    if problem := heads.passes_problem(passes):
-        raise ValueError(f"num_passes={passes} {problem}")
-    if heads.pruned_token_ids is not None:
-        raise ValueError(
-            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
-            "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
-        )
-    return passes

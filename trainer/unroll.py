@@ -19,7 +19,7 @@ from hf_specheads.target.borrowed import as_embedding, as_lm_head
 from hf_specheads.unroll.rows import DraftedPass, TrainingRows, later, row_positions
 
 from .chunks import CHUNK_ROWS, ChunkedPass, send_on
-from .losses import IGNORED, DraftedRows, TargetDistribution, mean_loss
+from .losses import IGNORED, DraftedRows, TargetDistribution, agreement, mean_loss
 
 # A module of the target, or what stands for one.
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -125,6 +125,10 @@ class Unroll:
         num_items: Divisor of the losses instead of each pass's own number of supervised rows.
         separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at rows
             that passes share are kept until [`finish_backward`].
+        measure: Also count how drafts agree with the target, which costs a softmax.
+
+    Attributes:
+        measured: fp32 [num_passes, 3], see [`losses.agreement`].
 
     Raises:
         ValueError: if a shape does not fit.
@@ -152,6 +156,7 @@ class Unroll:
         anchors: torch.Tensor | None = None,
         num_items: torch.Tensor | float | None = None,
         separate_backward: bool = False,
+        measure: bool = False,
     ):
         _refuse_shapes(
             features,
@@ -186,6 +191,8 @@ class Unroll:
         labels[:, -1] = IGNORED  # what follows the last row is not in the batch
         self._labels = labels.flatten()
         self._target_features = target_features.detach().flatten(0, 1)
+        self.measured = torch.zeros(num_passes, 3, device=features.device)
+        self._measures = measure
         self._passes = draft_head.unroll(rows, num_passes)
         self._position = 0
 
@@ -214,7 +221,7 @@ class Unroll:
         # Rows are selected before `lm_head`, the largest product of a pass.
         hidden = drafted.hidden.flatten(0, 1)[rows]
         features = None if drafted.features is None else drafted.features.flatten(0, 1)[rows]
-        values = self._losses(drafted, hidden, features, self.supervised, kept, self.target)
+        values = self._losses(drafted, hidden, features, self.supervised, kept, self.target, self._position)
         self._position += 1
         return PassLosses(values, None if drafted.features is None else drafted.features.detach())
 
@@ -252,7 +259,7 @@ class Unroll:
             for position, chunked in enumerate(passes, start=self._position):
                 rows, kept = self._rows_of(chunked.drafted.offset, supervised)
                 hidden, features, leaves = chunked.take(rows)
-                values = self._losses(chunked.drafted, hidden, features, supervised, kept, target)
+                values = self._losses(chunked.drafted, hidden, features, supervised, kept, target, position)
                 chunked.add(values)
                 if weigh is not None:
                     loss = weigh(PassLosses(values, None), position)
@@ -294,6 +301,7 @@ class Unroll:
         supervised: torch.Tensor,
         kept: torch.Tensor | None,
         target: TargetDistribution,
+        position: int,
     ) -> dict[str, torch.Tensor]:
         """Losses of drafted rows [R', *] against those `kept` of the supervised rows, where `target` is."""
         if kept is not None:
@@ -303,6 +311,8 @@ class Unroll:
         logits = drafted.logits(hidden)
         selected = None if drafted.selected is None else drafted.selected(hidden, logits)
         found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected)
+        if self._measures:
+            self.measured[position] += agreement(found)
         lacking = {"feature"} if features is None else set()
         lacking |= {"confidence"} if confidence is None else set()
         lacking |= {"selector"} if selected is None else set()

@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    Fp8QuantizedLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -26,6 +27,7 @@ RECURRENT_CACHE_LAYERS = (
     *CHAIN_CACHE_LAYERS,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    Fp8QuantizedLayer,
 )
 # Of a modeling file of transformers; their states are replaced and never written into.
 COMPRESSING_LAYERS = {"DeepseekV4HCACache", "DeepseekV4CSACache"}
@@ -50,6 +52,13 @@ def chain_cache_problem(cache: Cache) -> str | None:
 def recurrent_cache_problem(cache: Cache) -> str | None:
     """Why the states of a target cache cannot be kept and restored, or `None` if they can."""
     return _offloading_problem(cache) or _layer_problem(cache, RECURRENT_CACHE_LAYERS, COMPRESSING_LAYERS)
+
+
+def is_restored(cache: Cache) -> bool:
+    """Whether no row can be taken out of a cache, which can go back to what it held before all the same: layers of
+    8-bit floats quantise every row alike, whatever forward it came in. (Fewer bits are quantised in groups of rows.)
+    """
+    return any(type(layer) is Fp8QuantizedLayer for layer in cache.layers)
 
 
 def _offloading_problem(cache: Cache) -> str | None:

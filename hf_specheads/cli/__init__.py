@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, train, tune
+from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, regenerate, train, tune
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": generate,
     "eval": evaluate,
     "bench": bench,
+    "regenerate": regenerate,
     "train": train,
     "inspect": inspect,
     "convert": convert,
@@ -27,6 +28,8 @@ COMMANDS = {
     "tune": tune,
     "env": env,
 }
+
+HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 for a failed check, 2 for wrong input.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["train"]:  # all its arguments, --help included, are the trainer's
-        return train.hand_over(argv[1:])
+    if argv and (module := HANDED_OVER.get(argv[0])):  # all its arguments, --help included, are the trainer's
+        return train.hand_over(argv[1:], argv[0], module)
     args = build_parser().parse_args(argv)
     try:
         if args.quiet or not sys.stderr.isatty():

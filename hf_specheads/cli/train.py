@@ -20,11 +20,11 @@ def run(args: argparse.Namespace) -> int:
     return hand_over(args.arguments)
 
 
-def hand_over(arguments: list[str]) -> int:
-    """Runs the trainer's own entry point with these arguments; returns its exit code."""
-    saved, sys.argv = sys.argv, ["specheads train", *arguments]
+def hand_over(arguments: list[str], command: str = "train", module: str = "hf_specheads.trainer") -> int:
+    """Runs the entry point of a module of the trainer with these arguments; returns its exit code."""
+    saved, sys.argv = sys.argv, [f"specheads {command}", *arguments]
     try:
-        runpy.run_module("hf_specheads.trainer", run_name="__main__", alter_sys=False)
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:

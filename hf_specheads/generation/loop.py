@@ -22,7 +22,6 @@ from ..errors import UnsupportedGenerationError
 from ..metrics import wait_for
 from ..target.features import FeatureReader
 from ..target.parallel import as_first_says, parallel_group
-from ..target.recurrence import is_recurrent
 from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
@@ -31,7 +30,7 @@ from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import Pace, pace_of
 from .probe import RoundKind, refuse_by_probe
-from .refusals import refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
+from .refusals import goes_back, refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
 from .stepwise import StepwiseCriteria
@@ -141,7 +140,7 @@ def run_rounds(
 
 def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
     """What the target is asked to verify in a call."""
-    if is_recurrent(target):
+    if goes_back(target, cache):
         return RoundKind(tree=False, recurrent=True)
     rolled_back = options.tree.kind == "chain" and tree_problem_of(target, cache) is not None
     return RoundKind(options.tree.kind != "chain", batch > 1, options.compiled, rolled_back)
@@ -270,7 +269,7 @@ class RoundLoop:
         stock = self.stock
         self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
         positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
-        if is_recurrent(self.target):
+        if goes_back(self.target, stock):
             return self.open_recurrent(stock, positions)
         if self.options.tree.kind == "chain" and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None

@@ -13,10 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..cache.layers import chain_cache_problem, recurrent_cache_problem, tree_cache_problem
+from ..cache.layers import chain_cache_problem, is_restored, recurrent_cache_problem, tree_cache_problem
 from ..cache.recurrent import cache_name, holds_tokens
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
+from ..target.images import IMAGES_SERVED, TOKEN_TYPES, read_by_the_prompt
 from ..target.positions import rope_limit, sparse_limit
 from ..target.recurrence import is_recurrent, recurrence_problem
 from ..target.structure import own_mask
@@ -31,8 +32,6 @@ FORWARD_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "inputs_embeds",
     "logits_to_keep", "output_hidden_states", "return_dict",
 }  # fmt: skip
-# Arguments of multimodal targets that tell the tokens of images from those of text, which are 0.
-TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Those that carry images, videos and sound, or what an encoder has made of them.
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}
 STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
@@ -143,7 +142,7 @@ def refuse_prepared_call(
         UnsupportedGenerationError: names the obstacle and the way out.
     """
     cache = _usable_cache(target, model_kwargs)
-    _refuse_arguments(options, model_kwargs)
+    _refuse_arguments(target, options, model_kwargs)
     if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
@@ -152,10 +151,10 @@ def refuse_prepared_call(
     for problem_of in (rescaling_rope_problem, sparse_attention_problem):
         if reason := problem_of(target, config):
             raise UnsupportedGenerationError(reason)
-    if options.loop == "transformers" and is_recurrent(target):
+    if options.loop == "transformers" and goes_back(target, cache):
         raise UnsupportedGenerationError(
-            f"transformers' own loop cannot take tokens out of the state of {type(target).__name__} again; use "
-            "`heads.loop = 'own'`."
+            f"transformers' own loop cannot take tokens out of what {type(target).__name__} keeps here again "
+            f"({type(cache.layers[0]).__name__}); use `heads.loop = 'own'`."
         )
     if options.compiled:
         _refuse_compiled(target, options, config, cache)
@@ -182,25 +181,26 @@ def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cach
     return cache
 
 
-def _refuse_arguments(options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
+def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
     """What a verifying forward would not get."""
-    extra = sorted(
-        name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)
-    )
-    if media := sorted(MEDIA.intersection(extra)):
+    extra = {name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)}
+    if options.loop == "own":
+        extra -= read_by_the_prompt(target, model_kwargs)
+    if media := sorted(MEDIA & extra):
         raise UnsupportedGenerationError(
-            f"draft heads serve text only, and this prompt has images, videos or sound ({media}); leave them out or "
-            "drop `assistant_model`."
+            f"draft heads do not serve prompts of {type(target).__name__} with {media}; leave them out or drop "
+            f"`assistant_model` (images are served in heads' own loop for {sorted(IMAGES_SERVED)})."
         )
     if extra and options.loop == "own":
         raise UnsupportedGenerationError(
-            f"draft heads do not hand {extra} on to the target's forward; leave them out or drop `assistant_model`."
+            f"draft heads do not hand {sorted(extra)} on to the target's forward; leave them out or drop "
+            "`assistant_model`."
         )
 
 
 def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
     """What cannot be drafted for a target that takes no trees: trees, and chains that cannot be rolled back."""
-    problem_of = recurrent_cache_problem if is_recurrent(target) else chain_cache_problem
+    problem_of = recurrent_cache_problem if goes_back(target, cache) else chain_cache_problem
     if chain_problem := problem_of(cache):
         raise UnsupportedGenerationError(
             f"draft heads are not supported for {type(target).__name__} here: {chain_problem}; use the default cache, "
@@ -255,6 +255,11 @@ def _refuse_batch(
                 f"draft heads do not support a batch of {batch_size} with {type(target).__name__} here ({what}); "
                 "generate one sequence at a time, or mend that."
             )
+
+
+def goes_back(target: PreTrainedModel, cache: Cache) -> bool:
+    """Whether rejected tokens are forgotten by restoring what the cache held before ([`RecurrentCache`])."""
+    return is_recurrent(target) or is_restored(cache)
 
 
 def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:

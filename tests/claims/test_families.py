@@ -77,17 +77,6 @@ def test_multimodal_targets_that_are_refused(model_type, words):
     assert forwards.count == 0
 
 
-def test_images_are_refused():
-    target = tiny_target("llava", auto=AutoModelForImageTextToText)
-    inputs = inputs_of(LENGTHS[:1])
-    heads = oracle(target, inputs, inputs["input_ids"])
-    inputs["input_ids"] = torch.cat([torch.full((1, 256), 98), inputs["input_ids"]], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="serve text only"):
-        generate(target, inputs, assistant_model=heads, pixel_values=torch.zeros(1, 3, 224, 224))
-    assert forwards.count == 0
-
-
 @pytest.mark.parametrize("limit", [8, 48])
 def test_contexts_of_which_sparse_attention_sees_a_part(limit):
     """`index_topk` tokens are chosen of longer contexts, and ties fall otherwise in a forward over several tokens."""

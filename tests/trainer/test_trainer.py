@@ -191,7 +191,7 @@ def test_evaluation_loss_does_not_depend_on_the_batch_size(make_trainer, heads):
 
 def test_given_prompts_are_used(make_trainer, target, heads):
     trainer = make_trainer(eval_data=Dataset.from_list(make_examples(2)), eval_acceptance_prompts=1)
-    assert not any("acceptance" in name for name in make_trainer(eval_data=trainer.eval_dataset).evaluate())
+    assert not any("pos_acc" in name for name in make_trainer(eval_data=trainer.eval_dataset).evaluate())
     trainer._eval_prompts = [[5, 6, 7], [8, 9]]
     assert trainer._prompts(None) == [[5, 6, 7]]
 

@@ -1,0 +1,72 @@
+"""What a run shows: agreement with the target, tokens per second, and how the command prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_specheads.trainer.__main__ import main
+from hf_specheads.trainer.evaluation import AgreementMeter, Throughput
+from hf_specheads.trainer.losses import DraftedRows, TargetDistribution, agreement
+
+from .conftest import make_examples
+
+
+def test_agreement_by_hand() -> None:
+    target = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]).log()
+    drafted = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.7, 0.1]]).log()
+    counts = agreement(DraftedRows(drafted, TargetDistribution.from_logits(target, 2)))
+    assert counts.tolist() == pytest.approx([1.0, (0.2 + 0.3 + 0.2) + (0.1 + 0.7 + 0.1), 2.0])
+
+
+def test_expected_length_of_a_chain() -> None:
+    meter = AgreementMeter(2, "cpu")
+    assert meter.drain() == {}
+    meter.sums += torch.tensor([[3.0, 2.0, 4.0], [1.0, 1.0, 4.0]])
+    assert meter.drain() == {"accuracy_1": 0.75, "accuracy_2": 0.25, "acceptance_1": 0.5, "acceptance_2": 0.25,
+                             "expected_acceptance_length": 1 + 0.5 + 0.5 * 0.25}  # fmt: skip
+    assert not meter.sums.any()
+
+
+def test_the_log_and_the_evaluation_have_it(make_trainer, target) -> None:
+    held_out = Dataset.from_list(make_examples(4, seed=5))
+    trainer = make_trainer(max_steps=4, logging_steps=2, eval_data=held_out, eval_strategy="steps", eval_steps=4)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    for entry in logs:
+        assert all(0 <= entry[f"{name}_{i}"] <= 1 for name in ("accuracy", "acceptance") for i in (1, 2, 3, 4))
+        assert 1 <= entry["expected_acceptance_length"] <= 5 and entry["tokens_per_second"] > 0
+    evaluated = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    # Against losses that are computed on their own: a is 1 - the total variation.
+    other = make_trainer(model=trainer.model, total_variation_loss_weight=1.0, eval_data=held_out)
+    assert evaluated["eval_acceptance_1"] == pytest.approx(
+        1 - other.evaluate()["eval_total_variation_loss_1"], abs=1e-5
+    )
+
+
+def test_tokens_per_second(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    seen = Throughput()
+    clock[0] = 100.0  # loading
+    for _ in range(2):
+        seen.add({"input_ids": torch.zeros(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])})
+        clock[0] += 5.0
+    with seen.paused():
+        clock[0] += 50.0
+    assert seen.drain()["tokens_per_second"] == 1.0
+
+
+def test_json_and_quiet(workspace, tmp_path: Path, capsys) -> None:
+    options = [*workspace.options, "max_steps=1", f"output_dir={tmp_path / 'run'}"]
+    assert main([*options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["steps"] == 1 and facts["metrics"]["eval_acceptance_length"] >= 1
+    assert main([*options, "--quiet", f"output_dir={tmp_path / 'other'}"]) == 0
+    said = capsys.readouterr()
+    assert "'loss'" not in said.out and "%|" not in said.err and "trained 1 steps" in said.out

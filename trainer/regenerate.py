@@ -1,0 +1,207 @@
+"""The target answers the prompts of a data set; its own words are what draft heads should learn.
+
+    specheads regenerate --target org/model --data org/prompts --out runs/data
+    specheads regenerate --target org/model --data prompts.jsonl --out runs/data --server http://localhost:8000/v1
+
+Every turn is answered against the target's own earlier turns; recorded tool results are put after its calls. Rows hold
+the exact token ids. The command goes on where it stopped; train with train_data=runs/data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .sources import DataSource
+
+ROWS_PER_SHARD = 500
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "specheads regenerate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", required=True, help="target model: folder or Hub id (of a server: its tokenizer)")
+    parser.add_argument("--data", required=True, help="file, folder or Hub id, with messages, conversations or prompt")
+    parser.add_argument("--name", help="configuration of a Hub data set")
+    parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
+    parser.add_argument("--limit", type=int, help="rows to read at most")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="one is drawn for each chat")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=1024)
+    parser.add_argument("--max-length", type=int, default=4096, help="of prompt and reply together")
+    parser.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template")
+    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows-per-shard", type=int, default=ROWS_PER_SHARD)
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts answered together")
+    here = parser.add_argument_group("in this process")
+    here.add_argument("--heads", help="draft heads that make it faster, e.g. those of an earlier round")
+    here.add_argument("--dtype", default="auto", help="of the target")
+    here.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    there = parser.add_argument_group("by a server (vLLM, SGLang, any with OpenAI's completions API)")
+    there.add_argument("--server", metavar="URL", help="e.g. http://localhost:8000/v1")
+    there.add_argument("--model", help="name of the target at the server, default --target")
+    there.add_argument("--concurrency", type=int, default=32, help="requests at a time")
+    there.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    there.add_argument("--retokenize", action="store_true", help="take texts where the server returns no token ids")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the counts as JSON, and nothing else, to stdout")
+    output.add_argument("--quiet", action="store_true", help="no progress")
+    output.add_argument("--debug", action="store_true", help="show where an error came from")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes shards until all rows are answered; 0 if some row was, 1 if none was, 2 for wrong input."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        counts = regenerate(args)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"specheads regenerate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"out": str(args.out), **counts}))
+    else:
+        told = f"{counts['rows']} rows: {counts['success']} answered, {counts['error']} failed, "
+        print(f"{told}{counts['skipped']} skipped; {counts['generations']} generations, {counts['tokens']} tokens")
+        print(f"train with train_data={args.out}; what was lost is in {args.out}/shard-*.lost.jsonl")
+    return 0 if counts["success"] else 1
+
+
+def regenerate(args: argparse.Namespace) -> dict[str, int]:
+    """Does what the arguments say.
+
+    Returns:
+        Counts over the whole folder; `success`, `error` and `skipped` add up to `rows`.
+
+    Raises:
+        ValueError: for arguments or data that are wrong, and for a folder begun with other settings.
+    """
+    if args.server and args.heads:
+        raise ValueError("--heads make this process faster, and --server answers elsewhere; drop one of them.")
+    from .regeneration import RegenerationOptions, Regenerator
+    from .shards import ShardFolder
+
+    kwargs = {**args.template_kwargs, **({"enable_thinking": args.thinking == "on"} if args.thinking else {})}
+    options = RegenerationOptions(
+        tuple(args.temperature), args.max_new_tokens, args.max_length, args.top_p, args.top_k, kwargs,
+        args.batch_size, args.seed,
+    )  # fmt: skip
+    rows = load_rows(args)
+    folder = ShardFolder(args.out, "regeneration", settings_of(args, kwargs, len(rows)))
+    starts = range(0, len(rows), args.rows_per_shard)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    todo = [index for index in range(rank, len(starts), world) if not folder.is_done(index)]
+    if todo:
+        answerer, tokenizer = load_answerer(args)
+        done = sum(map(folder.is_done, range(len(starts)))) * args.rows_per_shard
+        with _progress(args, len(rows), done) as told:
+            regenerator = Regenerator(answerer, tokenizer, options, told.add_tokens)
+            for index in todo:
+                part = rows.select(range(starts[index], min(starts[index] + args.rows_per_shard, len(rows))))
+                generated, lost, counts = regenerator.run(list(part), starts[index])
+                if counts["error"] and not counts["generations"]:  # a server that is down
+                    raise RuntimeError(
+                        f"none of {counts['error']} chats was answered, so nothing is written for them; the first: "
+                        f"{next(row['problem'] for row in lost if row['status'] == 'error')}"
+                    )
+                folder.write_lines(index, generated)
+                folder.write_lines(index, lost, ".lost.jsonl")
+                folder.finish(index, {"rows": len(part), **counts})
+                told.add_rows(len(part))
+    found = folder.counts()
+    return {name: found[name] for name in ("rows", "success", "error", "skipped", "generations", "tokens")}
+
+
+def load_rows(args: argparse.Namespace) -> Any:
+    """The data set; any with chats or prompts.
+
+    Raises:
+        RecipeError: if nothing can be read, or no column holds prompts.
+    """
+    rows = DataSource(args.data, args.name, args.split).load_raw()
+    if not {"messages", "conversations", "prompt"} & set(rows.column_names):
+        raise ValueError(
+            f"data {args.data!r} have the columns {rows.column_names}, and one of messages, conversations and prompt "
+            "is needed; rename one."
+        )
+    return rows if args.limit is None else rows.select(range(min(args.limit, len(rows))))
+
+
+def settings_of(args: argparse.Namespace, template_kwargs: dict[str, Any], rows: int) -> dict[str, Any]:
+    """What all shards of a folder have in common. Heads, server and batch size may change: the target stays."""
+    names = ("target", "data", "name", "split", "limit", "temperature", "top_p", "top_k", "max_new_tokens")
+    settings = {name: getattr(args, name) for name in (*names, "max_length", "seed", "rows_per_shard")}
+    return {**settings, "template_kwargs": template_kwargs, "rows": rows, "retokenized": args.retokenize}
+
+
+def load_answerer(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Who answers, and the target's tokenizer.
+
+    Raises:
+        ValueError: for a target without a chat template.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_specheads import load_heads
+
+    from .answering import Server, TargetInProcess
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {args.target!r} has no chat template, so prompts cannot be put to it.")
+    if args.server:
+        known = tokenizer if args.retokenize else None
+        name = args.model or args.target
+        return Server(args.server, name, args.concurrency, args.api_key, tokenizer=known), tokenizer
+    import torch
+
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=args.device)
+    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    heads = None if args.heads is None else load_heads(args.heads, dtype=target.dtype).bind(target)
+    return TargetInProcess(target, pad, heads), tokenizer
+
+
+class _progress:
+    """A bar of rows with tokens per second, where somebody looks."""
+
+    def __init__(self, args: argparse.Namespace, rows: int, done: int):
+        import time
+
+        from tqdm import tqdm
+
+        hidden = args.quiet or not sys.stderr.isatty()
+        self.bar = tqdm(total=rows, initial=min(done, rows), unit="row", disable=hidden, desc="regenerating")
+        self.tokens, self.clock = 0, time.perf_counter
+        self.started = self.clock()
+
+    def __enter__(self) -> _progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def add_tokens(self, count: int) -> None:
+        self.tokens += count
+        self.bar.set_postfix_str(f"{self.tokens / max(self.clock() - self.started, 1e-9):.0f} tokens/s")
+
+    def add_rows(self, count: int) -> None:
+        self.bar.update(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
