@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_specheads import load_heads
-from hf_specheads.target.borrowed import as_embedding, as_lm_head
+from hf_specheads.target.borrowed import as_embedding
 from hf_specheads.trainer import unroll_losses
 from hf_specheads.trainer.losses import LOSSES, DraftedRows, TargetDistribution
 from hf_specheads.trainer.methods import method_defaults
@@ -48,8 +48,22 @@ def recorded(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch
         "num_items": 1.0,
     }
     if "target_last_hidden" in inputs:
-        arguments |= {"lm_head_weight": weight, "last_hidden": inputs["target_last_hidden"][:, 1:]}
+        arguments["last_hidden"] = inputs["target_last_hidden"][:, 1:]
     return arguments, expected, {key.removeprefix("grad."): g for key, g in outputs.items() if key.startswith("grad.")}
+
+
+def rows_of(arguments: dict[str, Any]) -> TrainingRows:
+    documents = torch.zeros_like(arguments["next_token_ids"])
+    return TrainingRows(
+        features=arguments["features"],
+        token_ids=None,
+        next_token_ids=arguments["next_token_ids"],
+        documents=documents,
+        position_ids=row_positions(documents),
+        embed=as_embedding(arguments["embed_tokens"]),
+        lm_head=arguments["lm_head"],
+        anchors=arguments["anchors"],
+    )
 
 
 def check(heads: Any, loss: torch.Tensor, expected: dict[str, Any], gradients: dict[str, torch.Tensor]) -> None:
@@ -85,20 +99,26 @@ def test_jetspec() -> None:
 
 
 def test_dflash2() -> None:
-    """DFlash's loss on unary logits, and half the selector's where the label is among the candidates; all over the sum
-    of all weights."""
+    """DFlash's loss on unary logits, and half the selector's mean over slots whose label is a candidate."""
     arguments, expected, gradients = recorded("training_dflash2_b8")
     heads, settings = load_heads(GOLDENS / "dflash2_b8_swa" / "draft").train(), expected["settings"]
-    passes = unroll_losses(heads, **arguments, num_passes=7, losses=("next_token", "selector"))
-    decay, terms = math.exp(-1 / settings["loss_decay_gamma"]), expected["terms"]
-    sums = {
-        name: sum(decay**position * losses.values[name] for position, losses in enumerate(passes))
-        for name in ("next_token", "selector")
-    }
-    assert float(sums["next_token"]) / terms["loss_weight"] == pytest.approx(terms["base_loss"], rel=1e-5)
-    assert float(sums["selector"]) / terms["loss_weight"] == pytest.approx(terms["selector_loss"], rel=1e-5)
-    total = sums["next_token"] + settings["selector_loss_weight"] * sums["selector"]
-    check(heads, total / terms["loss_weight"], expected, gradients)
+    rows, anchors = rows_of(arguments), arguments["anchors"]
+    base, selector, found_weight = 0.0, 0.0, 0.0
+    for position, drafted in enumerate(heads.unroll(rows, 7)):
+        at, weight = anchors + position, math.exp(-position / settings["loss_decay_gamma"])
+        kept = (at < 34) & (arguments["loss_mask"].gather(1, at.clamp_max(34)) > 0)
+        labels = arguments["next_token_ids"].gather(1, (at + 1).clamp_max(34))[kept]
+        hidden = drafted.hidden[kept]
+        logits = drafted.logits(hidden)
+        target = TargetDistribution.from_logits(torch.zeros_like(logits), 0, labels=labels)
+        found = DraftedRows(logits, target, selected=drafted.selected(hidden, logits))
+        base = base + weight * LOSSES["next_token"](found).sum()
+        selector = selector + weight * LOSSES["selector"](found).sum()
+        found_weight += weight * int((found.selected[0] == labels[:, None]).sum())
+    base, selector = base / expected["terms"]["loss_weight"], selector / found_weight
+    assert float(base.detach()) == pytest.approx(expected["terms"]["base_loss"], rel=1e-5)
+    assert float(selector.detach()) == pytest.approx(expected["terms"]["selector_loss"], rel=1e-5)
+    check(heads, base + settings["selector_loss_weight"] * selector, expected, gradients)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated"])
@@ -107,17 +127,7 @@ def test_dspark(kind: str) -> None:
     arguments, expected, gradients = recorded(f"training_dspark_{kind}")
     settings, outputs = expected["settings"], load_file(GOLDENS / f"training_dspark_{kind}" / "outputs.safetensors")
     heads = load_heads(GOLDENS / f"dspark_{kind}_b7" / "draft").train()
-    documents = torch.zeros_like(arguments["next_token_ids"])
-    rows = TrainingRows(
-        features=arguments["features"],
-        token_ids=None,
-        next_token_ids=arguments["next_token_ids"],
-        documents=documents,
-        position_ids=row_positions(documents),
-        embed=as_embedding(arguments["embed_tokens"]),
-        lm_head=as_lm_head(arguments["lm_head_weight"]),
-        anchors=arguments["anchors"],
-    )
+    rows = rows_of(arguments)
     sums = dict.fromkeys(("next_token", "total_variation", "confidence"), 0.0)
     for position, drafted in enumerate(heads.unroll(rows, settings["block_size"])):
         kept = outputs["eval_mask"][:, :, position].bool()
