@@ -174,6 +174,13 @@ class DraftingContract:
         """Whether drafting calls modules of the target: its token embedding or its `lm_head`."""
         return bool(self.feature_layers)
 
+    @property
+    def copied_ngrams(self) -> tuple[int, int] | None:
+        """Of heads that draft nothing but copies of what the text says elsewhere: the longest and the shortest n-gram
+        they look for. A round in which the text has no such n-gram a second time is a plain step. `None` for others.
+        """
+        return None
+
     # ------------------------------------------------------------------ the drafting contract
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor

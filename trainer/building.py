@@ -84,6 +84,8 @@ def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> 
 
     if len(datasets) == 1:
         return datasets[0]
+    if not all(hasattr(dataset, "column_names") for dataset in datasets):
+        raise RecipeError("stored features cannot be mixed with other data; train on one folder of them.")
     if len({hasattr(dataset, "__len__") for dataset in datasets}) > 1:
         raise RecipeError("a mixture is of streams alone or of data sets alone; give every source of train_data the "
                           "same `streaming`.")  # fmt: skip
@@ -157,7 +159,8 @@ def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub)
     except (OSError, ValueError) as error:
         raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
-    columns = [dataset.column_names or list(next(iter(dataset))) for dataset in datasets if dataset is not None]
+    known = [dataset for dataset in datasets if hasattr(dataset, "column_names")]
+    columns = [dataset.column_names or list(next(iter(dataset))) for dataset in known]
     chats = [kind for names in columns if (kind := kind_of(names)) in ("messages", "conversations")]
     if chats and not tokenizer.chat_template:
         raise RecipeError(

@@ -35,6 +35,8 @@ DEFAULTS: dict[str, MethodDefaults] = {
     "poss-lora": MethodDefaults(FEATURE_AND_TOKEN),
     "eagle3": MethodDefaults({"token": 1.0}, pass_decay=0.8),  # arXiv 2503.01840
     "poss-eagle3": MethodDefaults({"token": 1.0}),
+    "peagle": MethodDefaults({"token": 1.0}, num_passes=5),  # arXiv 2602.01469
+    "mtp": MethodDefaults({"token": 1.0}, num_passes=3),
     "medusa": MethodDefaults({"next_token": 1.0}, pass_decay=0.8),  # arXiv 2401.10774, 2.2.1
     "hydra": MethodDefaults({"next_token": 1.0}),  # arXiv 2402.05109
     "dflash": MethodDefaults({"next_token": 1.0}, pass_decay=0.8669),  # arXiv 2602.06036: exp(-1/7), blocks of 16

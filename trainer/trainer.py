@@ -29,6 +29,7 @@ from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
+from .stored_features import collator_of
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
@@ -95,6 +96,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             args.accelerator_config.dispatch_batches = False
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
+            pad = data_collator.pad_token_id
+            data_collator = collator_of([train_dataset, eval_dataset], model, target, pad, args) or data_collator
         super().__init__(
             model=model,
             args=args,

@@ -4,7 +4,23 @@ Whoever holds draft heads has imported this: here `AutoModel` is told of them an
 """
 
 from .. import dispatch
-from . import auto, dflash, dflash2, draft_lm, dspark, eagle, eagle3, hydra, medusa, poss, poss_eagle3, poss_lora
+from . import (
+    auto,
+    dflash,
+    dflash2,
+    draft_lm,
+    dspark,
+    eagle,
+    eagle3,
+    hydra,
+    lookup,
+    medusa,
+    mtp,
+    peagle,
+    poss,
+    poss_eagle3,
+    poss_lora,
+)
 from .dflash import *  # noqa: F403 (here and below: what the module's `__all__` names)
 from .dflash2 import *  # noqa: F403
 from .draft_lm import *  # noqa: F403
@@ -12,7 +28,10 @@ from .dspark import *  # noqa: F403
 from .eagle import *  # noqa: F403
 from .eagle3 import *  # noqa: F403
 from .hydra import *  # noqa: F403
+from .lookup import *  # noqa: F403
 from .medusa import *  # noqa: F403
+from .mtp import *  # noqa: F403
+from .peagle import *  # noqa: F403
 from .poss import *  # noqa: F403
 from .poss_eagle3 import *  # noqa: F403
 from .poss_lora import *  # noqa: F403
@@ -28,7 +47,10 @@ __all__ += dspark.__all__
 __all__ += eagle.__all__
 __all__ += eagle3.__all__
 __all__ += hydra.__all__
+__all__ += lookup.__all__
 __all__ += medusa.__all__
+__all__ += mtp.__all__
+__all__ += peagle.__all__
 __all__ += poss.__all__
 __all__ += poss_eagle3.__all__
 __all__ += poss_lora.__all__

@@ -21,7 +21,10 @@ from .dspark import DSparkHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
+from .lookup import LookupHead
 from .medusa import MedusaHead
+from .mtp import MtpHead
+from .peagle import PEagleHead
 from .placement import Placement
 from .poss import PossHead
 from .poss_eagle3 import PossEagle3Head
@@ -38,7 +41,10 @@ METHODS: dict[str, type[DraftHead]] = {
     "hass": EagleHead,
     "hydra": HydraHead,
     "jetspec": DFlashHead,
+    "lookup": LookupHead,
     "medusa": MedusaHead,
+    "mtp": MtpHead,
+    "peagle": PEagleHead,
     "poss": PossHead,
     "poss-eagle3": PossEagle3Head,
     "poss-lora": PossLoraHead,

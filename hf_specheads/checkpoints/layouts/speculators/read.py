@@ -22,6 +22,7 @@ from ..dflash import read as dflash
 from ..eagle import read as eagle
 from ..eagle3 import read as eagle3
 from ..fields import Conversion, RawConfig, Source, Tensors, boolean, renamed, with_our_prefix
+from ..peagle import read as peagle
 from . import keys
 
 
@@ -57,6 +58,9 @@ def convert(source: Source) -> Conversion:
     if kind == keys.EAGLE_KIND:
         tensors = _eagle_tensors(raw_config, source.tensors)
         conversion = eagle.convert(Source(flat, tensors, source.name))
+    elif kind == keys.PEAGLE_KIND:
+        flat |= {field: raw_config[field] for field in keys.PEAGLE_FIELDS if field in raw_config}
+        conversion = peagle.convert(Source(_with_residual(flat), source.tensors, source.name))
     elif kind in (keys.DFLASH_KIND, keys.DSPARK_KIND):
         conversion = dflash.convert(replace(source, raw_config=flat | _block_config(raw_config, kind)))
     else:
