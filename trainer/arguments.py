@@ -31,6 +31,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         total_variation_loss_weight: Weight of 1 - a, for a the probability that a sampled draft token is accepted.
         acceptance_loss_weight: Weight of -log a.
         lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
+        confidence_loss_weight: Weight of the loss of predicted acceptance (DSpark: 1.0).
+        selector_loss_weight: Weight of the loss of selected candidates (DFlash 2: 0.5).
         lk_decay: How fast it does so: KL counts `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
@@ -84,6 +86,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
     total_variation_loss_weight: float | None = field(default=None, metadata={"help": "Weight of 1 - acceptance."})
     acceptance_loss_weight: float | None = field(default=None, metadata={"help": "Weight of -log of the acceptance."})
     lk_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the LK loss."})
+    confidence_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the confidence loss."})
+    selector_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the selector loss."})
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
     pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})

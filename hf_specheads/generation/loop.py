@@ -236,9 +236,10 @@ class RoundLoop:
                 accepted = self.accept(tree, outputs.logits)
             with self.stats.stage("commit"):
                 new_rows = self.commit(tree, outputs, accepted)
-                rows = new_rows if tree.num_nodes > 1 else rows.followed_by(new_rows)
+                gave_up = drafts and self.candidates.gave_up
+                rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
                 self.emit(outputs, accepted, new_rows.token_ids)
-                self.record(tree, accepted, drafts)
+                self.record(tree, accepted, drafts and not gave_up)
             if self.pace is not None:
                 self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)
