@@ -19,7 +19,16 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..errors import ExportError
-from ..heads import DFlashHead, DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
+from ..heads import (
+    DFlash2Head,
+    DFlashHead,
+    DraftLanguageModel,
+    DSparkHead,
+    Eagle3Head,
+    EagleHead,
+    HydraHead,
+    MedusaHead,
+)
 from ..heads.base import DraftHead
 from .files import CONFIG
 from .layouts.commands import path_note, sglang_command, vllm_command
@@ -39,6 +48,8 @@ DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     MedusaHead: ("vllm-medusa", "medusa"),
     HydraHead: ("hydra",),
     DFlashHead: ("speculators", "dflash"),
+    DFlash2Head: (),
+    DSparkHead: (),
     DraftLanguageModel: ("vllm", "sglang"),
 }
 ALL_DESTINATIONS = tuple(sorted({to for destinations in DESTINATIONS.values() for to in destinations}))

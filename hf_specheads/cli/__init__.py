@@ -19,6 +19,7 @@ from . import (
     env,
     evaluate,
     export,
+    features,
     generate,
     inspect,
     push,
@@ -37,6 +38,7 @@ COMMANDS = {
     "diff": diff,
     "doctor": doctor,
     "regenerate": regenerate,
+    "features": features,
     "train": train,
     "inspect": inspect,
     "convert": convert,
@@ -46,7 +48,7 @@ COMMANDS = {
     "env": env,
 }
 
-HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE}
+HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE, "features": features.MODULE}
 
 
 def build_parser() -> argparse.ArgumentParser:
