@@ -61,6 +61,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         max_length: Longest training example in tokens; longer chats are cut, longer texts split.
         packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
             The target is tried with two documents first, and refused if one of them sees the other.
+        shard_target: Shard the decoder layers of the frozen target over the processes (FSDP2); heads stay
+            data-parallel. Wants `eval_acceptance_prompts=0`.
         packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
             nearly `max_length` tokens; `"batch"` packs the examples of every batch.
         chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
@@ -100,6 +102,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
     packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
+    shard_target: bool = field(default=False, metadata={"help": "Shard the frozen target over the processes."})
     packing_strategy: str = field(default="best_fit", metadata={"help": f"One of {PACKING_STRATEGIES}."})
     chat_template_kwargs: dict | None = field(default=None, metadata={"help": "For the chat template."})
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})

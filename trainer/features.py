@@ -4,8 +4,8 @@
     specheads train --config eagle target=org/model train_data=runs/features output_dir=runs/eagle
 
 Seldom worth it: at H = 4096 a token takes 8 KiB, four times that for EAGLE-3, and the trainer computes features in
-process as fast as it needs them. The size is said first, and asked for (--yes) above a limit. The command goes on where
-it stopped.
+process as fast as it needs them. The size is said first, and asked for (--yes) above a limit. The command goes on
+where it stopped.
 """
 
 from __future__ import annotations
