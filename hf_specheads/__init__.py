@@ -29,16 +29,26 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.base import DraftHead as DraftHead
     from .heads.dflash import DFlashHead as DFlashHead
     from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
+    from .heads.dflash2 import DFlash2Head as DFlash2Head
+    from .heads.dflash2 import DFlash2HeadConfig as DFlash2HeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
+    from .heads.dspark import DSparkHead as DSparkHead
+    from .heads.dspark import DSparkHeadConfig as DSparkHeadConfig
     from .heads.eagle import EagleHead as EagleHead
     from .heads.eagle import EagleHeadConfig as EagleHeadConfig
     from .heads.eagle3 import Eagle3Head as Eagle3Head
     from .heads.eagle3 import Eagle3HeadConfig as Eagle3HeadConfig
     from .heads.hydra import HydraHead as HydraHead
     from .heads.hydra import HydraHeadConfig as HydraHeadConfig
+    from .heads.lookup import LookupHead as LookupHead
+    from .heads.lookup import LookupHeadConfig as LookupHeadConfig
     from .heads.medusa import MedusaHead as MedusaHead
     from .heads.medusa import MedusaHeadConfig as MedusaHeadConfig
+    from .heads.mtp import MtpHead as MtpHead
+    from .heads.mtp import MtpHeadConfig as MtpHeadConfig
+    from .heads.peagle import PEagleHead as PEagleHead
+    from .heads.peagle import PEagleHeadConfig as PEagleHeadConfig
     from .heads.poss import PossHead as PossHead
     from .heads.poss import PossHeadConfig as PossHeadConfig
     from .heads.poss_eagle3 import PossEagle3Head as PossEagle3Head
@@ -63,11 +73,16 @@ _MODULES = {
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
+    "heads.dflash2": ("DFlash2Head", "DFlash2HeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
+    "heads.dspark": ("DSparkHead", "DSparkHeadConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
     "heads.hydra": ("HydraHead", "HydraHeadConfig"),
+    "heads.lookup": ("LookupHead", "LookupHeadConfig"),
     "heads.medusa": ("MedusaHead", "MedusaHeadConfig"),
+    "heads.mtp": ("MtpHead", "MtpHeadConfig"),
+    "heads.peagle": ("PEagleHead", "PEagleHeadConfig"),
     "heads.poss": ("PossHead", "PossHeadConfig"),
     "heads.poss_eagle3": ("PossEagle3Head", "PossEagle3HeadConfig"),
     "heads.poss_lora": ("PossLoraHead", "PossLoraHeadConfig"),

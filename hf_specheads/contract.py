@@ -149,6 +149,17 @@ class DraftingContract:
         """Whether [`start_draft`] runs the layers for all draft positions, and [`extend_draft`] runs none."""
         return False
 
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether the heads have [`predicted_acceptance`]; `stop_below` then compares that, per position, and may
+        leave a round without any draft: it becomes a plain step."""
+        return False
+
+    def predicted_acceptance(self, cache: DraftCache, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """How likely a draft at `position` (0-based) is to be accepted after nodes with tokens [B, K], probabilities
+        [B, K]; it must not depend on what is drafted there, nor deeper."""
+        raise NotImplementedError
+
     def draft_rows(self, tree: DraftTreeConfig) -> int:
         """Most rows of a round in the draft cache, those to commit not counted."""
         return tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
@@ -166,6 +177,13 @@ class DraftingContract:
     def borrows(self) -> bool:
         """Whether drafting calls modules of the target: its token embedding or its `lm_head`."""
         return bool(self.feature_layers)
+
+    @property
+    def copied_ngrams(self) -> tuple[int, int] | None:
+        """Of heads that draft nothing but copies of what the text says elsewhere: the longest and the shortest n-gram
+        they look for. A round in which the text has no such n-gram a second time is a plain step. `None` for others.
+        """
+        return None
 
     # ------------------------------------------------------------------ the drafting contract
     def start_draft(

@@ -20,11 +20,16 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 # Of every family: `heads.auto.HEADS` has the classes.
 MODEL_TYPES = (
     "specheads_dflash",
+    "specheads_dflash2",
     "specheads_draft_lm",
+    "specheads_dspark",
     "specheads_eagle",
     "specheads_eagle3",
     "specheads_hydra",
+    "specheads_lookup",
     "specheads_medusa",
+    "specheads_mtp",
+    "specheads_peagle",
     "specheads_poss",
     "specheads_poss_eagle3",
     "specheads_poss_lora",

@@ -66,16 +66,16 @@ class DraftCache(SlotCache):
             self.reserve(self.longest + valid.shape[1] + 1)
             self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
-    def open_rows(self, rows: int, device: torch.device, and_root: bool = False) -> torch.Tensor:
+    def open_rows(self, rows: int, device: torch.device, and_root: int = 0) -> torch.Tensor:
         """Starts a round: drafted rows are forgotten, and the next forward writes `rows` new rows to commit.
 
         Args:
             rows: M.
             device: Where the head computes.
-            and_root: The forward writes one row more, the root's, which is not to be committed.
+            and_root: Rows that the forward writes besides and that are not to be committed: the root's, mask rows.
 
         Returns:
-            Positions int64 [1 or B, M, or M + 1 with the root]. Rows that are not real have positions after those.
+            Positions int64 [1 or B, M + and_root]. Rows that are not real have positions after those.
         """
         self.drop_drafted()
         if self.taken_in is None:
@@ -87,7 +87,7 @@ class DraftCache(SlotCache):
         if not self.static:
             self.reserve(self.longest + rows + and_root)
             self._end = max(count + new for count, new in zip(self.counts, counts, strict=True)) + and_root
-        real = torch.nn.functional.pad(valid, (0, 1), value=True) if and_root else valid
+        real = torch.nn.functional.pad(valid, (0, int(and_root)), value=True) if and_root else valid
         rank = real.cumsum(1) - 1
         after = real.sum(1, keepdim=True) + (~real).cumsum(1) - 1
         self.slots = lengths[:, None] + torch.where(real, rank, after)

@@ -12,7 +12,8 @@ from ..errors import HeadLoadError
 from ..heads.auto import HEADS
 from ..heads.base import DraftHead
 from ..heads.placement import Placement, announce
-from .fetch import local_folder, name_of
+from .fetch import HubOptions, local_folder, name_of
+from .native import read_native
 from .read import StoredHeads, read_heads, with_note
 from .tensors import usual_dtype
 
@@ -26,6 +27,7 @@ def load_heads(
     token: str | bool | None = None,
     local_files_only: bool = False,
     positions_per_specialist: int | None = None,
+    method: str | None = None,
     anchor_slot: str | None = None,
     compile: bool = False,  # noqa: A002 (transformers' word)
     **tree_overrides: Any,
@@ -47,6 +49,7 @@ def load_heads(
         local_files_only: Never ask the network.
         positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
             nowhere; default from a name such as `PosS3-...`.
+        method: `"mtp"` takes the MTP layers out of a target's own checkpoint: `repo_or_path` is then the target.
         anchor_slot: `"idle"` or `"drafts"`: whether the first slot of a block predicts a token, of block drafters
             whose files do not say it (JetSpec heads trained with `draft_shift`); default idle.
         compile: Compile the rounds of `generate` (`heads.compiled`).
@@ -62,10 +65,15 @@ def load_heads(
         ValueError: for impossible tree options.
     """
     name = name_of(repo_or_path)
-    folder = local_folder(repo_or_path, revision=revision, token=token, local_files_only=local_files_only)
+    hub: HubOptions = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    folder = Path(repo_or_path) if method is not None else local_folder(repo_or_path, **hub)
     placement = Placement.asked_for(device_map, dtype)
     try:
-        stored, dtype = _with_dtype(read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot), dtype)
+        if method is not None:
+            stored = read_native(repo_or_path, method, hub)
+        else:
+            stored = read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot)
+        stored, dtype = _with_dtype(stored, dtype)
         heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
             None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
         )
@@ -75,7 +83,7 @@ def load_heads(
     heads.placement = placement
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     heads.compiled = compile
-    if not Path(repo_or_path).is_dir():
+    if not Path(repo_or_path).is_dir() and method is None:
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)

@@ -76,7 +76,12 @@ def read_heads(
     """
     raw_config = read_json(config_file(folder))
     if detect_from_config(raw_config) == OURS:
-        own_config(raw_config, positions)  # refused before any weights are read
+        config = own_config(raw_config, positions)  # refused before any weights are read
+        elsewhere = HEADS[config.model_type].weights_elsewhere(config)
+        if elsewhere is not None:
+            pruned = config.pruned_vocab_size is not None
+            beside = read_checkpoint(weight_files(folder)).tensors if pruned else {}
+            return identify(raw_config, Checkpoint(elsewhere | beside, (config_file(folder),)), name, positions)
     checkpoint = read_checkpoint(weight_files(folder), headers_only=headers_only)
     return identify(raw_config, checkpoint, name, positions, anchor_slot)
 
@@ -106,7 +111,7 @@ def identify(
             f"`anchor_slot` belongs to block drafters whose files do not say it, got {anchor_slot!r} for these "
             f"{config.method} heads; leave it out."
         )
-    _check_against_config(tensors, config)
+    check_against_config(tensors, config)
     check_dtypes(tensors, checkpoint.files[0], HEADS[config.model_type].integer_tensors)
     return StoredHeads(layout, config, tensors, checkpoint.files, (*checkpoint.notes, *notes))
 
@@ -171,7 +176,7 @@ def _check_target(target: object) -> None:
         )
 
 
-def _check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
+def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
     counts = {name: getattr(config, name, None) or 0 for name in COUNTS}
     if getattr(config, "fc_norm", False):  # a norm for each level

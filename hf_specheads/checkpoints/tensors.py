@@ -311,7 +311,7 @@ def usual_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     for tensor in tensors.values():
         if tensor.dtype.is_floating_point:
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
 def without_common_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -66,6 +66,9 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
         "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
     )
     parser.add_argument(
+        "--method", choices=("mtp",), help="take the target's own MTP layers; the heads are the target"
+    )
+    parser.add_argument(
         "--anchor-slot", choices=("idle", "drafts"), help="for block drafters whose files do not say it (JetSpec)"
     )
     parser.add_argument("--local-files-only", action="store_true", help="never ask the network")
@@ -76,6 +79,7 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--depth", type=int, metavar="N", help="draft positions")
     tree.add_argument("--top-k", type=int, metavar="N", dest="tree_top_k", help="children considered per node")
     tree.add_argument("--total-tokens", type=int, metavar="N", help="nodes verified per round, the root included")
+    tree.add_argument("--lookup", type=int, metavar="N", help="nodes copied from the text itself, besides")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +99,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 def tree_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Tree options the user gave."""
     values = {"kind": args.kind, "depth": args.depth, "top_k": args.tree_top_k, "total_tokens": args.total_tokens,
-              "choices": args.choices, "children": args.children}  # fmt: skip
+              "choices": args.choices, "children": args.children, "lookup": args.lookup}  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -124,6 +128,7 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
         revision=args.heads_revision,
         local_files_only=args.local_files_only,
         positions_per_specialist=args.positions_per_specialist,
+        method=args.method,
         anchor_slot=args.anchor_slot,
         **kwargs,
         **tree_overrides(args),

@@ -15,10 +15,13 @@ from ..metrics import GenerationStats, devices_of
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..target.positions import context_limit, rope_limit
 from ..tree.draft_tree import DraftTree
+from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
+from .lookup import TextLookup
 from .options import DraftingOptions
+from .pace import Pace
 from .sampling import DraftSampler
 
 
@@ -66,8 +69,14 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if self.options.profile:
             self.stats.devices = devices_of(target, cast(PreTrainedModel, head))
         self.compiled: CompiledRounds | None = None
+        self.gave_up = False
+        self.lookup: TextLookup | None = None
+        if head.copied_ngrams is not None:
+            self.lookup = TextLookup(*head.copied_ngrams)
+        elif self.options.tree.lookup:
+            self.lookup = TextLookup()
         self._proposed: list[int] = []
-        self._drafted = False
+        self._taken_in = 0  # tokens of the text that the heads know, in transformers' loop
 
     def room(self, lengths: Sequence[int], context_length: int) -> int:
         """Draft positions of the next round: none for the last token of the budget, none past the target's context
@@ -79,7 +88,11 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """
         if self.max_length is not None and self.max_length - min(lengths) <= 1:
             return 0
-        depth = self.options.tree.depth
+        return min(self.levels(context_length), self.options.tree.depth)
+
+    def levels(self, context_length: int) -> int:
+        """Levels below the root that the target's context has room for, looked-up ones included."""
+        depth = self.options.tree.most_levels
         limits = [self.max_positions]
         if self.rope_limit is not None and context_length < self.rope_limit[0]:
             limits.append(self.rope_limit[0])  # the deepest node stays on the side of the limit that the root is on
@@ -102,8 +115,58 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
         """
         depth, device = self.room(lengths, context_length), self.head.device
+        self.gave_up = False
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
+        tree = self._grow(rows, depth, input_ids)
+        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
+        if self.options.tree.stop_below > 0:
+            first = 0 if self.head.predicts_acceptance else 1  # of the levels that were asked whether
+            self.stats.host_syncs += min(tree.max_depth + 1, depth) - first
+        if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
+            self.stats.host_syncs += 2  # there and back
+        tree = self._with_lookup(tree.to(rows.token_ids.device), self.levels(context_length))
+        self.gave_up = tree.num_nodes == 1
+        return tree
+
+    def _with_lookup(self, tree: DraftTree, levels: int) -> DraftTree:
+        """The tree and what is copied from the text, where there is something to copy and room for it."""
+        nodes = min(self.options.tree.lookup, levels - tree.max_depth)
+        if self.lookup is None or nodes < 1:
+            return tree
+        path = self.lookup.continuations(tree.max_depth + nodes, tree.token_ids.device)
+        return tree if path is None else graft_path(tree, path, nodes)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether there is anything to draft: heads that only copy have nothing where the text does not repeat."""
+        return self.head.copied_ngrams is None or self.lookup is None or self.lookup.found
+
+    def begin_text(self, prompt: torch.Tensor) -> None:
+        """Takes in the prompts [B, T] of a call, where copies are looked for in them."""
+        if self.lookup is not None:
+            self.lookup.begin(prompt, self.padding_mask)
+
+    def extend_text(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """The same with the tokens a round has emitted, one list per sequence."""
+        if self.lookup is not None:
+            self.lookup.extend(token_ids)
+
+    def why_plain(self, pace: Pace | None) -> str | None:
+        """What plain steps were taken for."""
+        if self.head.copied_ngrams is not None:
+            return "because the text had nothing to copy there, or because copying had not paid"
+        return None if pace is None else pace.why_plain()
+
+    def select_sequences(self, kept: list[int]) -> None:
+        """Keeps only some sequences of the batch."""
+        self.draft_cache.select_sequences(kept)
+        if self.lookup is not None:
+            self.lookup.select_sequences(kept)
+
+    def _grow(self, rows: NewRows, depth: int, input_ids: torch.Tensor | None) -> DraftTree:
+        """The heads' own tree, on their device."""
+        device = self.head.device
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
         if self.draft_cache.static:
@@ -112,16 +175,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         sampler = None
         if self.sampling_processors is not None and self.options.tree.children == "sampled":
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.options.tree.depth + 2:
-            tree = self.compiled.grow(self.head, self.draft_cache, self.options.tree, token_ids, features, depth)
-        else:
-            tree = grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
-        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
-        if self.options.tree.stop_below > 0:
-            self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
-        if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
-            self.stats.host_syncs += 2  # there and back
-        return tree.to(rows.token_ids.device)
+        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.options.tree.most_levels + 2:
+            return self.compiled.grow(self.head, self.draft_cache, self.options.tree, token_ids, features, depth)
+        return grow_tree(self.head, self.draft_cache, self.options.tree, token_ids, features, depth, sampler)
 
     def get_candidates(
         self,
@@ -142,13 +198,18 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if is_first_iteration or model_outputs is None:
             return input_ids, None
         length, features = input_ids.shape[1], None
-        committed = n_last_matches + 1 if self._drafted else length - 1
+        committed = length - 1 - self._taken_in
         if self.head.feature_layers:
             features = select_hidden_states(model_outputs.hidden_states, self.head.feature_layers)[:, :committed]
         rows = NewRows(input_ids[:, -committed - 1 :], features)
-        if not self._drafted:
+        if not self._taken_in:
             rows = NewRows.of_prompt(input_ids, features, self.padding_mask)
-        self._drafted = True
+        if self.lookup is not None:
+            self.lookup.follow(input_ids)
+        if not self.has_drafts:
+            self._proposed = []
+            return input_ids, None
+        self._taken_in = length - 1
         tree = self.draft(rows, [length], length - 1, input_ids)
         self._proposed = tree.token_ids[0, 1:].tolist()
         draft_logits = None if tree.sampled is None else tree.sampled.probs.log()

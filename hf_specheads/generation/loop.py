@@ -144,8 +144,8 @@ def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int
     """What the target is asked to verify in a call."""
     if goes_back(target, cache):
         return RoundKind(tree=False, recurrent=True)
-    rolled_back = options.tree.kind == "chain" and tree_problem_of(target, cache) is not None
-    return RoundKind(options.tree.kind != "chain", batch > 1, options.compiled, rolled_back)
+    rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
+    return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)
 
 
 class RoundLoop:
@@ -199,7 +199,7 @@ class RoundLoop:
 
     def fix_capacities(self, rows: NewRows) -> None:
         """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        drafted = self.candidates.head.draft_rows(self.options.tree)
+        drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
         self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
 
     @property
@@ -230,6 +230,7 @@ class RoundLoop:
             began = time.perf_counter()
             drafts = self.begin_round()
             with self.stats.stage("draft"):
+                drafts = drafts and self.candidates.has_drafts
                 tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
             with self.stats.stage("target"):
                 outputs = self.verify(tree)
@@ -237,15 +238,16 @@ class RoundLoop:
                 accepted = self.accept(tree, outputs.logits)
             with self.stats.stage("commit"):
                 new_rows = self.commit(tree, outputs, accepted)
-                rows = new_rows if tree.num_nodes > 1 else rows.followed_by(new_rows)
+                gave_up = drafts and self.candidates.gave_up
+                rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
                 self.emit(outputs, accepted, new_rows.token_ids)
-                self.record(tree, accepted, drafts)
+                self.record(tree, accepted, drafts and not gave_up)
             if self.pace is not None:
                 self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)
         wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
-        self.stats.plain_because = self.pace.why_plain() if self.pace is not None and self.stats.plain_steps else None
+        self.stats.plain_because = self.candidates.why_plain(self.pace) if self.stats.plain_steps else None
         self.close()
         return self.outputs.result(sequences.padded(), self.stock)
 
@@ -256,6 +258,7 @@ class RoundLoop:
         outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
+        self.candidates.begin_text(prompt)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
         first = to_device([result.token_ids for result in accepted.values()], prompt.device)
@@ -272,12 +275,12 @@ class RoundLoop:
         positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
         if goes_back(self.target, stock):
             return self.open_recurrent(stock, positions)
-        if self.options.tree.kind == "chain" and tree_problem_of(self.target, stock):
+        if self.options.tree.is_chain and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
         capacity = None
         if self.compiled is not None:
-            capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.num_nodes)
+            capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.most_nodes)
         return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
 
     def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
@@ -310,7 +313,8 @@ class RoundLoop:
         """One target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
         cache, hidden_states = self.target_cache, self.reader.forward_kwargs
-        sizes = (self.options.tree.num_nodes, *([] if self.pace is None else [1]))
+        plain = self.pace is not None or self.candidates.lookup is not None
+        sizes = (self.options.tree.num_nodes, self.options.tree.most_nodes, *([1] if plain else []))
         if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
             return self.compiled.verify(self.target, cache, tree, hidden_states)
         if isinstance(cache, RecurrentCache):
@@ -328,7 +332,7 @@ class RoundLoop:
 
     def commit(self, tree: DraftTree, outputs: ModelOutput, accepted: dict[int, Accepted]) -> NewRows:
         """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
-        longest = None if self.compiled is None else self.options.tree.depth + 1
+        longest = None if self.compiled is None else self.options.tree.most_levels + 1
         paths = PackedPaths.of(list(accepted.values()), self.sequences.last_tokens(), tree.token_ids.device, longest)
         self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
         return paths.rows(self.reader.features(outputs))
@@ -341,6 +345,7 @@ class RoundLoop:
         self.outputs.collect(outputs, accepted, prefill)
         for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
             self.sequences.append(sequence, result.token_ids, row)
+        self.candidates.extend_text([result.token_ids for result in accepted.values()])
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice between drafting and plain steps. Rounds that compile, and
@@ -382,7 +387,7 @@ class RoundLoop:
         if self.pace is not None:
             self.pace.conditions_changed()
         self.target_cache.select_sequences(kept)
-        self.candidates.draft_cache.select_sequences(kept)
+        self.candidates.select_sequences(kept)
         return rows.select_sequences(kept)
 
     def close(self) -> None:

@@ -84,10 +84,11 @@ def refuse_options(heads: DraftingContract, options: DraftingOptions, config: Ge
         )
     if problem := heads.tree_problem(options.tree):
         raise UnsupportedGenerationError(f"{problem}.")
-    if options.loop == "transformers" and options.tree.kind != "chain":
+    if options.loop == "transformers" and not options.tree.is_chain:
         raise UnsupportedGenerationError(
-            f"transformers' own loop verifies chains only, and these heads draft a {options.tree.kind} tree; use "
-            "`heads.with_tree(kind='chain')` or `heads.loop = 'own'`."
+            f"transformers' own loop verifies chains only, and these heads draft a {options.tree.kind} tree"
+            f"{' with looked-up tokens' if options.tree.lookup else ''}; use "
+            "`heads.with_tree(kind='chain', lookup=0)` or `heads.loop = 'own'`."
         )
 
 
@@ -206,10 +207,10 @@ def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cac
             f"draft heads are not supported for {type(target).__name__} here: {chain_problem}; use the default cache, "
             "or drop `assistant_model`."
         )
-    if options.tree.kind != "chain":
+    if not options.tree.is_chain:
         raise UnsupportedGenerationError(
             f"draft trees are not supported for {type(target).__name__}: {problem}; draft a chain instead, "
-            "`heads.with_tree(kind='chain')`, or drop `assistant_model`."
+            f"`heads.with_tree(kind='chain'{', lookup=0' if options.tree.lookup else ''})`, or drop `assistant_model`."
         )
 
 

@@ -15,11 +15,16 @@ from ..target.borrowed import BorrowedModules
 from ..tree.config import DraftTreeConfig
 from .base import DraftHead
 from .dflash import DFlashHead
+from .dflash2 import DFlash2Head
 from .draft_lm import DraftLanguageModel
+from .dspark import DSparkHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
+from .lookup import LookupHead
 from .medusa import MedusaHead
+from .mtp import MtpHead
+from .peagle import PEagleHead
 from .placement import Placement
 from .poss import PossHead
 from .poss_eagle3 import PossEagle3Head
@@ -28,13 +33,18 @@ from .poss_lora import PossLoraHead
 # The one place that lists the methods; a new family adds its row, and its line in `heads/__init__.py`.
 METHODS: dict[str, type[DraftHead]] = {
     "dflash": DFlashHead,
+    "dflash2": DFlash2Head,
     "draft-lm": DraftLanguageModel,
+    "dspark": DSparkHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hass": EagleHead,
     "hydra": HydraHead,
     "jetspec": DFlashHead,
+    "lookup": LookupHead,
     "medusa": MedusaHead,
+    "mtp": MtpHead,
+    "peagle": PEagleHead,
     "poss": PossHead,
     "poss-eagle3": PossEagle3Head,
     "poss-lora": PossLoraHead,

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo
+from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from ..configuration import DraftHeadConfig
 from ..contract import LOOPS, DraftingContract, Memory, TrainingContract
@@ -244,6 +246,22 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
 
     @classmethod
+    def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor] | None:
+        """Weights of heads that a config describes completely: none, or those of another checkpoint that it names.
+        `None` for heads whose weights lie beside their config, as for most.
+
+        Args:
+            config: The config.
+            **hub: `token` and `local_files_only`, if that checkpoint is on the Hub.
+        """
+        return None
+
+    @property
+    def weights_are_elsewhere(self) -> bool:
+        """Whether these heads save a config without weights, see [`weights_elsewhere`]."""
+        return False
+
+    @classmethod
     def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Options of `AutoDraftHead.from_target` apart: fields of the config, and what is kept in the weights instead,
         which [`start_from_target`] and [`start_from`] are given by name."""
@@ -291,6 +309,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         """
         kwargs.setdefault("use_safetensors", True)
         placement = Placement.asked_for(kwargs.get("device_map"), kwargs.get("dtype", kwargs.get("torch_dtype")))
+        args, kwargs = _with_weights_from_elsewhere(cls, args, kwargs)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         heads, info = loaded
         refuse_wrong_keys(missing=set(info["missing_keys"]), unknown=set(info["unexpected_keys"]))
@@ -308,6 +327,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self.write_trees()
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self.config, Path(save_directory), self._binding.target)
+        if self.weights_are_elsewhere:
+            kwargs["state_dict"] = {name: t for name, t in self.state_dict().items() if name == PRUNED_TOKEN_IDS}
         saved = super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             save_card(save_directory)
@@ -340,6 +361,24 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             ValueError: for an unknown fact.
         """
         return push_heads(self, repo_id, **options)
+
+
+def _with_weights_from_elsewhere(
+    cls: type[DraftHead], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of transformers' `from_pretrained`, with the weights themselves where a config describes them."""
+    source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if source is None:
+        return args, kwargs
+    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
+    config = kwargs.get("config") or cls.config_class.from_pretrained(source, **hub)
+    weights = cls.weights_elsewhere(config, **{name: hub[name] for name in hub if name != "revision"})
+    if weights is None:
+        return args, kwargs
+    if config.pruned_vocab_size is not None:
+        weights |= load_file(cached_file(source, "model.safetensors", **hub))
+    kept = {name: value for name, value in kwargs.items() if name not in (*hub, "pretrained_model_name_or_path")}
+    return (None, *args[1:]), {**kept, "config": config, "state_dict": weights}
 
 
 def _one_of(name: str, value: str, known: Collection[str]) -> str:

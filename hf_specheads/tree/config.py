@@ -27,7 +27,13 @@ class DraftTreeConfig:
             greedy decoding takes the most probable ones all the same.
         draft_temperature: The draft logits are divided by it.
         stop_below: A level is drafted only if the best node of the level before is that probable, i.e. the product of
-            the draft probabilities from the root down to it; one host sync per level. 0 always drafts `depth` levels.
+            the draft probabilities from the root down to it; one host sync per level. Heads that predict acceptance
+            (DSpark) are asked for that instead, of each level by itself and of the first one too. 0 always drafts
+            `depth` levels.
+        lookup: Nodes to copy from the text itself (prompt lookup): where its last two or three tokens have occurred
+            before, what followed them there becomes a path of the tree, and `lookup` nodes more are verified than the
+            heads draft. A round without such a place is as without `lookup`. Not with drawn children: one rule covers
+            either what was drawn or what was chosen.
 
     Raises:
         ValueError: if a size is below its minimum, a name is unknown, or `choices` are no tree.
@@ -41,6 +47,7 @@ class DraftTreeConfig:
     children: str = "top_k"
     draft_temperature: float = 1.0
     stop_below: float = 0.0
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("kind", TREE_KINDS), ("children", CHILDREN)):
@@ -51,7 +58,7 @@ class DraftTreeConfig:
             self._take_choices()
         elif self.choices is not None:
             raise ValueError(f"`choices` belong to a static or optimal tree, got kind={self.kind!r}; drop `choices`.")
-        for name, minimum in (("depth", 1), ("top_k", 1), ("total_tokens", 2)):
+        for name, minimum in (("depth", 1), ("top_k", 1), ("total_tokens", 2), ("lookup", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ValueError(f"`{name}` of a draft tree must be an integer of at least {minimum}, got {value!r}.")
@@ -88,6 +95,11 @@ class DraftTreeConfig:
 
     def _refuse_biased_sampling(self) -> None:
         """Which drawn children are verified must not depend on what was drawn."""
+        if self.lookup:
+            raise ValueError(
+                f"looked-up tokens (lookup={self.lookup}) are copied, not drawn, and the rule for drawn children "
+                "divides by the probability of having drawn them; use children='top_k', or lookup=0."
+            )
         if self.kind == "dynamic":
             raise ValueError(
                 "a dynamic tree keeps the most probable of the drawn children, which biases sampled ones; use "
@@ -116,6 +128,21 @@ class DraftTreeConfig:
     def num_nodes(self) -> int:
         """Upper bound N of nodes verified per round, including the root."""
         return self.depth + 1 if self.kind == "chain" else self.total_tokens
+
+    @property
+    def most_nodes(self) -> int:
+        """[`num_nodes`] with those that are looked up."""
+        return self.num_nodes + self.lookup
+
+    @property
+    def most_levels(self) -> int:
+        """Levels below the root, with those that are looked up."""
+        return self.depth + self.lookup
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every round verifies a single path."""
+        return self.kind == "chain" and not self.lookup
 
     def replace(self, **changes: Any) -> "DraftTreeConfig":
         """A copy with some fields changed.

@@ -126,7 +126,7 @@ def measure_acceptance(
         ValueError: without prompts, or if no round drafted anything.
     """
     depth = min(depth, heads.max_draft_positions or depth)
-    measured = heads.with_tree(kind="static", choices=favourite_path(depth, num_children))
+    measured = heads.with_tree(kind="static", choices=favourite_path(depth, num_children), lookup=0)
     measured.trace = measured.profile = True
     accepted = [[0] * num_children for _ in range(depth)]
     trials, seconds = [0] * depth, []

@@ -112,6 +112,10 @@ def _collected(seconds: dict[tuple, list[tuple[float, float, float]]]) -> TimedR
             found.chain_draft[depth] = draft
         else:
             drafts.setdefault((top_k, depth), []).append(draft)
+    if not others:
+        raise ValueError(
+            "no round drafted anything on these prompts, so nothing can be timed; give prompts like those to come."
+        )
     for (chain, nodes), values in targets.items():
         (found.chain_target if chain else found.tree_target)[nodes] = statistics.median(values)
     for (top_k, depth), values in drafts.items():

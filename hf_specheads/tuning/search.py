@@ -216,7 +216,7 @@ def search_tree(
     # What a round took beyond the forwards it is made of: choosing children and nodes, accepting, compacting.
     overhead = max(acceptance.seconds_per_round - costs.of(acceptance.tree.paths), 0.0)
     costs = replace(costs, overhead=overhead)
-    children = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    children = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature", "lookup")}
     table = acceptance.by_position if by_position else acceptance.pooled
     found = optimal_tree(table, costs, max_nodes, len(acceptance.trials), **children)
     return replace(found, acceptance=acceptance)

@@ -113,6 +113,7 @@ class TuningResult:
 def describe(tree: DraftTreeConfig) -> str:
     """A tree in a few words."""
     stop = f", stop {tree.stop_below:g}" if tree.stop_below else ""
+    stop += f", lookup {tree.lookup}" if tree.lookup else ""
     if tree.kind == "chain":
         return f"chain, depth {tree.depth}{stop}"
     width = f", top_k {tree.top_k}" if tree.kind == "dynamic" else ""
@@ -236,6 +237,8 @@ def tune(
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
     candidates = _candidates(target, heads, made_for, depth, top_k, repeats, options)
+    if heads.predicts_acceptance:  # `stop_below` is then another quantity than the recorded one
+        candidates = [one for one in candidates if one.tree.stop_below == 0]
     chosen = shortlist(candidates, confirm)
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
     if before not in chosen:
@@ -264,7 +267,7 @@ def _candidates(
     options: dict[str, Any],
 ) -> list[TunedTree]:
     """All trees that could be taken, with what they promise on some prompts, the best first."""
-    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature")}
+    tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature", "lookup")}
     if tree["children"] == "sampled" and options.get("do_sample"):
         return _trees_of_drawn_children(target, heads, prompts, depth, tree, options)
     record = record_drafts(target, heads, prompts, depth, top_k, **options)

@@ -23,7 +23,8 @@ def test_greedy(method, kind, family):
     assert plain(target, ids, NEW, assistant_model=heads)[0].tolist() == expected[0].tolist()
     stats = heads.last_stats
     assert stats.draft_forwards > 0
-    assert sum(n + 1 for n in stats.num_accepted[0]) == NEW - 1  # the first token comes from the prefill
+    # The first token comes from the prefill; heads that copy have nothing to draft in some rounds.
+    assert sum(n + 1 for n in stats.num_accepted[0]) + stats.plain_steps == NEW - 1
 
 
 @pytest.mark.parametrize("kind", TREES)

@@ -176,7 +176,7 @@ def test_weights_that_are_no_numbers_are_not_saved(make_trainer, tmp_path: Path,
 
 
 # ---------------------------------------------------------------------- defaults
-@pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - {"draft_lm"}))
+@pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - {"draft_lm", "mtp"}))
 def test_a_method_by_arguments_alone_trains_as_its_recipe(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(name, ["target=org/model", f"output_dir={tmp_path}", "use_cpu=true"])
     target = own_target("llama", num_hidden_layers=8)

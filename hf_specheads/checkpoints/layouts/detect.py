@@ -17,6 +17,7 @@ from .fields import RawConfig
 from .hydra import read as hydra
 from .keys import EMBEDDING, FC, FIRST_LAYER, INPUT_NORM, LM_HEAD
 from .medusa import read as medusa
+from .peagle import read as peagle
 from .speculators import keys as speculators_keys
 from .speculators import read as speculators
 
@@ -26,17 +27,21 @@ EAGLE = "eagle"
 EAGLE3 = "eagle3"
 HYDRA = "hydra"
 MEDUSA = "medusa"
+PEAGLE = "peagle"
 POSS = "poss"
+NATIVE = "native"
 SPECULATORS = "speculators"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
 LAYOUTS = {
-    SPECULATORS: speculators, DFLASH: dflash, HYDRA: hydra, MEDUSA: medusa, EAGLE3: eagle3, POSS: eagle, EAGLE: eagle,
+    SPECULATORS: speculators, DFLASH: dflash, HYDRA: hydra, MEDUSA: medusa, PEAGLE: peagle, EAGLE3: eagle3,
+    POSS: eagle, EAGLE: eagle,
 }  # fmt: skip
 TITLES = {
-    OURS: "this package's own layout", SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
-    MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", POSS: "PosS's layout", EAGLE: "EAGLE's layout",
-    DFLASH: "the layout of block drafters",
+    OURS: "this package's own layout", NATIVE: "the checkpoint of the target they belong to",
+    SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
+    MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", PEAGLE: "P-EAGLE's layout",
+    POSS: "PosS's layout", EAGLE: "EAGLE's layout", DFLASH: "the layout of block drafters",
 }  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]
@@ -65,8 +70,8 @@ def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
     Raises:
         UnknownFormatError: for everything else, naming what it looks like.
     """
-    if parallel := [key for key in shapes if key == "mask_hidden" or key.startswith("parallel_draft_heads.")]:
-        raise UnknownFormatError(_not_read(f"a parallel drafter (P-EAGLE or ModelOpt's, with {parallel[0]!r})"))
+    if parallel := [key for key in shapes if key.startswith("parallel_draft_heads.")]:
+        raise UnknownFormatError(_not_read(f"a parallel drafter (ModelOpt's, with {parallel[0]!r})"))
     for name, module in LAYOUTS.items():
         if module is not eagle and module.recognises(shapes, config):
             return name
@@ -98,11 +103,13 @@ def _keys_problem(shapes: Shapes) -> str | None:
 def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
-        "HASS, PosS, Medusa, Hydra, DFlash and JetSpec, and EAGLE-1/3, HASS and DFlash as `speculators` saves them."
+        "P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec and DSpark, and what `speculators` saves of EAGLE-1/3, "
+        "P-EAGLE, HASS, DFlash and DSpark."
     )
 
 
 __all__ = [
-    "DFLASH", "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "OURS", "POSS", "SPECULATORS", "TITLES",
+    "DFLASH", "EAGLE", "EAGLE3", "HYDRA", "LAYOUTS", "MEDUSA", "NATIVE", "OURS", "PEAGLE", "POSS", "SPECULATORS",
+    "TITLES",
     "detect_from_config", "detect_from_keys",
 ]  # fmt: skip

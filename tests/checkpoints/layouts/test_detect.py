@@ -98,7 +98,7 @@ def test_own_layout() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"speculators_model_type": "peagle"}, "speculators.*peagle"),
+        ({"speculators_model_type": "eagle9"}, "speculators.*eagle9"),
         ({"hydra_num_heads": 4, "hydra_head_arch": "eagle-attn"}, "Hydra .*eagle-attn"),
     ],
 )
@@ -115,8 +115,6 @@ def language_model_keys() -> list[str]:
     ("keys", "config", "words"),
     [
         (["parallel_draft_heads.0.weight", "fc.weight", "midlayer.hidden_norm.weight"], {}, "parallel_draft_heads"),
-        (["mask_hidden", "fc.weight"], {}, "P-EAGLE"),
-        (["mask_hidden", "fc.weight", "layers.0.hidden_norm.weight", "d2t"], {"draft_vocab_size": 40}, "P-EAGLE"),
         (["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.input_layernorm.weight"], {}, "consecutive layers"),
         (language_model_keys(), {}, "whole language model"),
         (["transformer.wte.weight"], {}, "no draft heads of a known layout"),

@@ -19,3 +19,4 @@ PREFIXES = {
 # Fields of `config.json`, named as ours.
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 LEVELS = "eagle_aux_hidden_state_layer_ids"
+OUTPUT_LEVELS = "target_layer_ids"  # of DeepSpec

@@ -1,4 +1,5 @@
-"""The authors' layout of EAGLE-3 heads (arXiv 2503.01840), written by SafeAILab's, SpecForge's and ModelOpt's code.
+"""The authors' layout of EAGLE-3 heads (arXiv 2503.01840), written by SafeAILab's, SpecForge's, ModelOpt's and
+DeepSpec's code.
 
     fc.weight [h, 3 H]   norm.weight [h]   lm_head.weight [Vd, h]   d2t int64 [Vd], offsets   t2d bool [V]
     midlayer.* or layers.0.*   attention over [embedding ; feature], hidden_norm, input_layernorm, ...
@@ -64,6 +65,7 @@ from .keys import (
     LEVELS_NORM,
     MIDLAYER,
     NORM,
+    OUTPUT_LEVELS,
     PREFIXES,
     Q_NORM,
     T2D,
@@ -140,12 +142,16 @@ def _levels(
     tensors: Tensors,
     notes: list[str],
 ) -> list[int] | None:
-    """Hidden states the heads read, `None` for the usual three. ModelOpt counts outputs of layers, one less."""
+    """Hidden states the heads read, `None` for the usual three. ModelOpt and DeepSpec count outputs of layers, one
+    less."""
     width, levels = sizes["feature_size"], raw_config.get(LEVELS)
     shift = 0
     if not levels and eagle_config.get(LEVELS):
         levels, shift = eagle_config[LEVELS], 1
         notes.append(f"ModelOpt's {LEVELS}={levels} are outputs of layers, as its own code counts")
+    elif not levels and raw_config.get(OUTPUT_LEVELS):
+        levels, shift = raw_config[OUTPUT_LEVELS], 1
+        notes.append(f"DeepSpec's {OUTPUT_LEVELS}={levels} are outputs of layers, as its own code counts")
     count = tensors[FC].shape[1] // width
     if not levels:
         if count != 3:

@@ -1,0 +1,61 @@
+"""Draft heads that a target was published with: MTP layers, read out of the target's own checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from ..errors import HeadConfigError, UnknownFormatError
+from ..heads.auto import build_config
+from ..heads.mtp import native_tensors
+from ..heads.mtp_config import MOST_LAYERS, MtpHeadConfig, layer_config_of, layers_of
+from .fetch import HubOptions
+from .layouts.detect import NATIVE
+from .read import StoredHeads, check_against_config
+
+METHODS = ("mtp",)
+
+
+def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) -> StoredHeads:
+    """The heads in a target's checkpoint.
+
+    Args:
+        source: The target's folder or Hub id.
+        method: Which; one of [`METHODS`].
+        hub: What of a repository is wanted.
+
+    Raises:
+        ValueError: for another method.
+        HeadLoadError: one of its subclasses, if the target has no such heads or they cannot be read.
+    """
+    if method not in METHODS:
+        raise ValueError(
+            f"`method` of load_heads says which heads to take out of a target's checkpoint, one of {list(METHODS)}, "
+            f"got {method!r}; heads in files of their own are recognised without it."
+        )
+    try:
+        target = AutoConfig.from_pretrained(str(source), **hub)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnknownFormatError(f"its config.json is none of a target transformers knows: {error}") from error
+    text, fields = target.get_text_config(decoder=True), layer_config_of(target)
+    width, count = text.hidden_size, layers_of(target)
+    identity = {
+        "name": str(source),
+        "revision": getattr(target, "_commit_hash", None),
+        "model_type": text.model_type,
+        "num_hidden_layers": text.num_hidden_layers,
+    }
+    sizes = {"hidden_size": width, "feature_size": width, "embedding_size": width, "vocab_size": text.vocab_size}
+    special = {name: getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    layers = {"layer_config": fields, "num_mtp_layers": min(count, MOST_LAYERS)}
+    try:
+        config = build_config(MtpHeadConfig, {**sizes, **special, **layers, "target": identity})
+    except ValueError as error:
+        raise HeadConfigError(f"config.json describes no layers that can draft: {error}") from error
+    assert isinstance(config, MtpHeadConfig)
+    tensors = native_tensors(config, str(source), **hub)
+    check_against_config(tensors, config)
+    notes = (f"the first {MOST_LAYERS} of {count} MTP layers are used",) if count > MOST_LAYERS else ()
+    return StoredHeads(NATIVE, config, tensors, (Path(source),), notes)

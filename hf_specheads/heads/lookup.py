@@ -1,0 +1,220 @@
+"""Prompt lookup as a draft head without weights: it drafts what followed the same words earlier in the text.
+
+Copying from the prompt drafts well where an answer repeats it: summaries, edits of code, retrieval (LLMA, arXiv
+2304.04487; prompt lookup decoding, Saxena 2023). There it is one path in one sequence; here the text is a distribution
+over next tokens like any head's, so that trees, batches, sampling and drawn children come with it.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedModel
+
+from ..cache.draft import DraftCache
+from ..configuration import DraftHeadConfig
+from ..errors import WrongTargetError
+from ..generation.lookup import LONGEST, SHORTEST
+from ..publishing.card.facts import Published
+from ..target.identity import target_sizes
+from ..unroll.rows import DraftedPass, TrainingRows
+from .base import DraftHead
+
+__all__ = ["LookupHead", "LookupHeadConfig"]
+
+LOOKUP_PAPERS = (
+    "Inference with Reference: Lossless Acceleration of Large Language Models (LLMA), "
+    "[arXiv:2304.04487](https://arxiv.org/abs/2304.04487)",
+    "Prompt lookup decoding (Saxena, 2023), "
+    "[github.com/apoorvumang/prompt-lookup-decoding](https://github.com/apoorvumang/prompt-lookup-decoding)",
+)
+# A place where one token more agrees counts as much as so many places with one less.
+LONGER_COUNTS = 8.0
+UNSEEN = 1e-9  # weight of tokens that never followed: drawn children need some, however small
+NO_TOKEN = -1  # before the text begins; agrees with nothing
+
+
+@strict
+class LookupHeadConfig(DraftHeadConfig):
+    r"""Configuration of prompt lookup.
+
+    Args:
+        longest_ngram, shortest_ngram: How many of the last tokens are looked for: places that agree in more of them
+            count more, and those that agree in fewer than `shortest_ngram` do not count.
+    """
+
+    model_type = "specheads_lookup"
+    required_fields: ClassVar[tuple[str, ...]] = ("vocab_size",)
+
+    method: str = "lookup"
+    longest_ngram: int = LONGEST
+    shortest_ngram: int = SHORTEST
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        if not 1 <= self.shortest_ngram <= self.longest_ngram <= 64:
+            raise ValueError(
+                "`shortest_ngram` must be at least 1, and `longest_ngram` from there to 64, got "
+                f"{self.shortest_ngram} and {self.longest_ngram}."
+            )
+
+
+class TextCache(DraftCache):
+    """The committed text and its root, as far as a generation has come.
+
+    Attributes:
+        token_ids: int64 [B, >= longest + 1]; `None` before the first round.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.token_ids: torch.Tensor | None = None
+
+    @property
+    def text(self) -> torch.Tensor:
+        """int64 [B, C], tokens in all slots shown; those after the root mean nothing."""
+        if self.token_ids is None:
+            raise RuntimeError("no text yet; `start_draft` takes it in.")
+        return self.token_ids[:, : self.shown()[1]]
+
+    def take_in(self, token_ids: torch.Tensor) -> None:
+        """Appends committed rows and the root, int64 [B, M + 1]."""
+        rows = token_ids.shape[1] - 1
+        slots = self.open_rows(rows, token_ids.device, and_root=True).expand(len(token_ids), -1)
+        if self.token_ids is None:
+            self.token_ids = token_ids.new_zeros(len(token_ids), self.capacity)
+        elif self.token_ids.shape[1] < self.capacity:
+            wider = self.capacity - self.token_ids.shape[1]
+            self.token_ids = torch.nn.functional.pad(self.token_ids, (0, wider))
+        self.token_ids = self.token_ids.scatter(1, slots, token_ids)
+        self.commit(rows)
+
+    def roots(self) -> torch.Tensor:
+        """Slot of every sequence's root, int64 [B or 1, 1]."""
+        known = self.known_lengths()
+        return known[:, None] if isinstance(known, torch.Tensor) else self.text.new_tensor([[known]])
+
+    def select_buffers(self, kept: list[int]) -> None:
+        super().select_buffers(kept)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[kept]
+
+
+class LookupHead(DraftHead):
+    """Drafts what the text said after its last few tokens before; has no weights, reads no features, fits any target
+    with the same tokenizer.
+
+    A token's draft logit is the log of the summed weights of the places it followed: places that agree in more tokens
+    count more, later ones up to twice as much as early ones. A round in which the text has no such place is a plain
+    step. See also `lookup` of [`DraftTreeConfig`], which puts such a path into the trees of other heads.
+    """
+
+    config_class = LookupHeadConfig
+    config: LookupHeadConfig
+    placed: torch.Tensor
+    published: ClassVar[dict[str, Published]] = {"lookup": Published("Prompt lookup", LOOKUP_PAPERS)}
+
+    def __init__(self, config: LookupHeadConfig):
+        super().__init__(config)
+        self.register_buffer("placed", torch.zeros(1), persistent=False)  # says where the heads are, and in what type
+        self.post_init()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # transformers asks parameters, and there are none
+        return self.placed.device
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.placed.dtype
+
+    @classmethod
+    def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor]:
+        """There are none."""
+        return {}
+
+    @property
+    def weights_are_elsewhere(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------ the target
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuses a target of another vocabulary; nothing else of it matters."""
+        theirs = target_sizes(target)["vocab_size"]
+        if self.config.vocab_size != theirs:
+            name = target.config.name_or_path or type(target).__name__
+            raise WrongTargetError(
+                f"these lookup heads draft tokens of a vocabulary of {self.config.vocab_size}, and {name!r} has "
+                f"{theirs}; make them for it, `AutoDraftHead.from_target(target, 'lookup')`."
+            )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def copied_ngrams(self) -> tuple[int, int]:
+        return self.config.longest_ngram, self.config.shortest_ngram
+
+    def _refresh_pruning(self) -> None:
+        """There are no rows to copy: logits of other tokens are left out."""
+
+    # ------------------------------------------------------------------ drafting
+    def new_draft_cache(self) -> TextCache:
+        return TextCache()
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in the contract; the state of a node is the last few tokens on its path, int64 [B, 1, longest_ngram]."""
+        assert isinstance(cache, TextCache)
+        cache.take_in(token_ids)
+        back = torch.arange(1 - self.config.longest_ngram, 1, device=token_ids.device)
+        slots = (cache.roots() + back).expand(len(token_ids), -1)
+        last = torch.where(slots >= 0, cache.text.gather(1, slots.clamp_min(0)), NO_TOKEN)[:, None]
+        return last, self._logits(cache, last)
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(cache, TextCache)
+        last = torch.cat([features[..., 1:], token_ids[..., None]], dim=-1)
+        return last, self._logits(cache, last)
+
+    def _logits(self, cache: TextCache, last: torch.Tensor) -> torch.Tensor:
+        """Draft logits fp32 [B, K, Vd] after nodes whose paths end in the tokens `last` [B, K, n]."""
+        text, roots = cache.text, cache.roots()
+        places = torch.arange(text.shape[1], device=text.device)
+        agree = (places < roots)[:, None].expand(-1, last.shape[1], -1)  # a token has followed
+        agreeing = torch.zeros(*last.shape[:2], text.shape[1], device=text.device)
+        for back in range(last.shape[2]):
+            same = text.roll(back, dims=1)[:, None] == last[..., last.shape[2] - 1 - back, None]
+            agree = agree & same & (places >= back)
+            agreeing = agreeing + agree
+        recent = 0.5 + 0.5 * (places + 1) / (roots + 1)
+        counts = LONGER_COUNTS ** (agreeing - last.shape[2]) * recent[:, None]
+        counts = torch.where(agreeing >= self.config.shortest_ngram, counts, 0.0)
+        followers = text.roll(-1, dims=1)[:, None].expand_as(counts)
+        seen = counts.new_zeros(*last.shape[:2], self.config.vocab_size).scatter_add(2, followers, counts)
+        if self.draft_vocabulary is not None:
+            seen = seen[..., self.draft_vocabulary]
+        return (seen + UNSEEN).log()
+
+    # ------------------------------------------------------------------ training
+    def passes_problem(self, num_passes: int) -> str | None:
+        return "but lookup heads have no weights to train; train heads of another method."
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """There is nothing to train.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("lookup heads have no weights to train; train heads of another method.")

@@ -1,0 +1,298 @@
+"""Multi-token prediction: the layers a target was pre-trained with to look further ahead, as draft heads.
+
+    u_j = fc([norm(e(x_{j+1})) ; norm(h_j)])         h: the target's feature, or the state drafted before
+    g_j = norm(layer(u_j))                           a whole decoder layer of the target's class
+    logits = the target's lm_head(g_j);  g_j is fed back
+
+A target with one layer drafts to any depth with it, one with two drafts its second position and all later ones with
+the second layer (DeepSeek-V3, arXiv 2412.19437, section 2.2, where every depth has its own; Qwen's and GLM's reports).
+
+Of a second layer, a row is made of the first layer's state one token *earlier*: its row in slot s is made of x_{s+1}
+and g_{s-1}, so that all layers write their rows into the same slots. It has none in slot 0, which is hidden.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+import copy
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
+
+from ..cache.draft import DraftCache
+from ..cache.masks import additive_mask, slot_mask
+from ..configuration import DraftHeadConfig
+from ..errors import HeadConfigError, HeadLoadError, UnsupportedGenerationError, refuse_wrong_keys
+from ..publishing.card.facts import Published
+from ..target.mtp import read_mtp
+from ..unroll.rows import DraftedPass, TrainingRows
+from ..unroll.streams import document_starts, next_stream, stream_mask, visible_rows
+from .base import DraftHead
+from .mtp_config import MtpHeadConfig
+
+__all__ = ["MtpHead", "MtpHeadConfig"]
+
+MTP_PAPER = "DeepSeek-V3 Technical Report, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437)"
+TRAINED_PASSES = 3
+
+
+class MtpLayer(nn.Module):
+    """One MTP layer around a decoder layer; see the formulas above."""
+
+    def __init__(self, config: MtpHeadConfig, block: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.fc = nn.Linear(config.embedding_size + config.feature_size, config.hidden_size, bias=False)
+        self.block = block
+        self.norm = copy.deepcopy(norm)
+
+
+class MtpCache(DraftCache):
+    """One layer of slots per MTP layer.
+
+    Attributes:
+        earlier: State [B, 1, h] of the first layer's last committed row, which the second layer reads next round.
+    """
+
+    def __init__(self, num_layers: int):
+        super().__init__(num_layers)
+        self.earlier: torch.Tensor | None = None
+
+    def select_buffers(self, kept: list[int]) -> None:
+        super().select_buffers(kept)
+        if self.earlier is not None:
+            self.earlier = self.earlier[kept]
+
+    def one_later(self, states: torch.Tensor) -> torch.Tensor:
+        """States [B, M, h] of the rows to commit, each handed to the row after it; before `commit`."""
+        earlier = torch.zeros_like(states[:, :1]) if self.earlier is None else self.earlier.to(states.dtype)
+        moved = torch.cat([earlier, states[:, :-1]], dim=1)
+        self.earlier = states[:, -1:]
+        if self.taken_in is None:
+            return moved
+        # Of sequences with fewer rows than others, the first real one comes after columns of no meaning.
+        first = torch.nn.functional.pad(~self.taken_in.valid[:, :-1], (1, 0), value=True)
+        return torch.where(first[..., None], earlier, moved)
+
+
+class MtpHead(DraftHead):
+    """MTP layers that draft recurrently, as chains and trees of any depth; embedding and `lm_head` are the target's.
+
+    `load_heads(target_repo, method="mtp")` and `AutoDraftHead.from_target(target, "mtp")` take them out of the
+    target's checkpoint. `from_target(target, "mtp", native=False)` makes fresh ones to train: a decoder layer of the
+    target's class, or, where that cannot stand alone, a Llama layer of the target's proportions.
+    """
+
+    config_class = MtpHeadConfig
+    config: MtpHeadConfig
+    published: ClassVar[dict[str, Published]] = {"mtp": Published("MTP", (MTP_PAPER,))}
+    _no_split_modules = ["MtpLayer"]
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    passes_are_detached = False  # keys and values of earlier passes are read with their gradients
+
+    def __init__(self, config: MtpHeadConfig):
+        super().__init__(config)
+        described = config.decoder_config()
+        described._attn_implementation = config._attn_implementation or "sdpa"
+        try:
+            decoder = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)](described).get_decoder()
+            blocks, norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
+        except (AttributeError, KeyError, TypeError, AssertionError) as error:
+            raise ValueError(f"`layer_config` describes layers that cannot be taken by themselves: {error}") from error
+        self.layers = nn.ModuleList(MtpLayer(config, block, norm) for block in blocks)
+        self.post_init()
+
+    # ------------------------------------------------------------------ where the weights come from
+    @classmethod
+    def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor] | None:
+        """Native layers are in the checkpoint of the target they were taken from.
+
+        Raises:
+            HeadLoadError: if that is not known, or cannot be read.
+        """
+        if not isinstance(config, MtpHeadConfig) or not config.native:
+            return None
+        target = config.target or {}
+        if not (source := target.get("name")):
+            raise HeadConfigError(
+                "these MTP heads are their target's own layers, and their config does not say which target's; load "
+                "them with load_heads(TARGET, method='mtp')."
+            )
+        return native_tensors(config, source, **{**hub, "revision": target.get("revision")})
+
+    @property
+    def weights_are_elsewhere(self) -> bool:
+        return self.config.native
+
+    def start_from_target(self, target: PreTrainedModel) -> None:
+        """Takes the layers out of the target's checkpoint, unless fresh ones were asked for.
+
+        Raises:
+            HeadLoadError: if the target was not loaded from one, or it has no MTP layers.
+        """
+        if not self.config.native:
+            return
+        if not (source := target.config.name_or_path):
+            raise HeadLoadError(
+                "this target was not loaded from a checkpoint, so there are no MTP layers to take; load it with "
+                "from_pretrained, or make fresh ones to train, `from_target(target, 'mtp', native=False)`."
+            )
+        tensors = native_tensors(self.config, source, revision=getattr(target.config, "_commit_hash", None))
+        expected = self.state_dict()
+        refuse_wrong_keys(missing=set(expected) - set(tensors), unknown=set(tensors) - set(expected))
+        self.load_state_dict(tensors)
+
+    # ------------------------------------------------------------------ rows
+    def forward(
+        self,
+        index: int,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        """One MTP layer over rows to append: the only forward, for prefill, drafting and training.
+
+        Args:
+            index: Which layer.
+            embeddings: [B, R, E], of the token after each row's.
+            states: [B, R, H], target features or drafted states.
+            position_ids: [B, R], rope positions of the rows.
+            attention_mask: Additive float [B, 1, R, cached + R].
+            past_key_values: Cache to append to, or `None`.
+
+        Returns:
+            Drafted states [B, R, H].
+        """
+        layer = cast(MtpLayer, self.layers[index])
+        dtype = layer.fc.weight.dtype
+        normed = layer.embedding_norm(embeddings.to(dtype)), layer.hidden_norm(states.to(dtype))
+        fused = layer.fc(torch.cat(normed, dim=-1))
+        outputs = layer.block(
+            fused,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=self.rotary_emb(fused, position_ids),
+            past_key_values=past_key_values,
+        )
+        return layer.norm(outputs[0] if isinstance(outputs, tuple) else outputs)
+
+    def layer_at(self, position: int) -> int:
+        """Layer that drafts a position (0-based); the last one goes on past its own."""
+        return min(position, self.config.num_mtp_layers - 1)
+
+    def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Embeddings of tokens [B, R], the target's: [B, R, E]."""
+        return self.borrowed.embed_tokens(token_ids).to(device)
+
+    # ------------------------------------------------------------------ drafting
+    def new_draft_cache(self) -> DraftCache:
+        """An empty cache.
+
+        Raises:
+            UnsupportedGenerationError: for compiled rounds of two layers: what one round hands to the next would not
+                survive the replay of its graph.
+        """
+        if self.compiled and self.config.num_mtp_layers > 1:
+            raise UnsupportedGenerationError(
+                "MTP heads of two layers do not draft in compiled rounds; set `heads.compiled = False`, or load them "
+                "with num_mtp_layers=1."
+            )
+        return MtpCache(self.config.num_mtp_layers)
+
+    def start_draft(
+        self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(cache, MtpCache)
+        embeddings = self.embed(token_ids[:, 1:], features.device)
+        positions = cache.open_rows(features.shape[1], features.device).expand(len(features), -1)
+        states, drafted = features, features
+        for index in range(self.config.num_mtp_layers):
+            states = self(index, embeddings, states, positions, self._rows_mask(cache, positions, index), cache)
+            if index == 0:
+                drafted = states[:, -1:]
+            if index + 1 < self.config.num_mtp_layers:
+                states = cache.one_later(states)
+        cache.commit(features.shape[1])
+        return drafted, self.draft_logits(drafted)
+
+    def extend_draft(
+        self,
+        cache: DraftCache,
+        position: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nodes, index = token_ids.shape[1], self.layer_at(position)
+        if visible is None:
+            visible = torch.ones(len(token_ids), nodes, position, dtype=torch.bool, device=token_ids.device)
+        cache.place(visible.shape[2] - nodes, nodes)
+        lengths = cache.known_lengths()
+        first, end = cache.shown()
+        seen = slot_mask(visible, lengths, first, end) & (torch.arange(first, end, device=visible.device) >= index)
+        root = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
+        positions = torch.full_like(token_ids, position - 1) + root
+        mask = additive_mask(seen[:, None], self.dtype)
+        drafted = self(index, self.embed(token_ids, features.device), features, positions, mask, cache)
+        return drafted, self.draft_logits(drafted)
+
+    def _rows_mask(self, cache: DraftCache, slots: torch.Tensor, index: int) -> torch.Tensor:
+        """Additive [B, 1, M, shown]: rows in `slots` [B, M] see those before them, but not what a layer lacks."""
+        shown = torch.arange(cache.shown()[1], device=slots.device)
+        return additive_mask(((shown <= slots[..., None]) & (shown >= index))[:, None], self.dtype)
+
+    # ------------------------------------------------------------------ training
+    @property
+    def default_passes(self) -> int:
+        return self.config.trained_positions or TRAINED_PASSES
+
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """As for EAGLE heads (see [`unroll.streams`]): pass i reads what pass i - 1 drafted one row earlier, without
+        its gradient. A second layer has only streams that were drafted, and does not see the first row of a document.
+
+        Weights that are trained are the heads' own from then on.
+        """
+        if torch.is_grad_enabled():
+            self.config.native = False
+        embeddings, stream = rows.embed(rows.next_token_ids), rows.features
+        starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
+        itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device)
+        caches = [DynamicCache() for _ in range(self.config.num_mtp_layers)]
+        for position in range(num_passes):
+            index = self.layer_at(position)
+            seen = visible if index == 0 else visible & (~starts[:, None] | itself)
+            mask = stream_mask(seen, position - index + 1, self.dtype).clamp_min(torch.finfo(self.dtype).min)
+            drafted = self(index, embeddings, stream, rows.position_ids, mask, _OneLayer(caches[index]))
+            yield DraftedPass(hidden=drafted, logits=rows.lm_head)
+            stream = next_stream(rows.features, drafted, starts)
+
+    @classmethod
+    def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
+        fields = super().fields_of_source(source)
+        return {**fields, "native": False, "num_mtp_layers": source.config.num_mtp_layers}
+
+
+class _OneLayer:
+    """A cache of one layer, whatever number the layer has that writes into it."""
+
+    def __init__(self, cache: DynamicCache):
+        self._cache = cache
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.update(key, value, 0)
+
+
+def native_tensors(config: MtpHeadConfig, source: str, **hub: Any) -> dict[str, torch.Tensor]:
+    """The MTP layers in a target's checkpoint that a config asks for; see [`target.mtp.read_mtp`].
+
+    Raises:
+        HeadLoadError: if they are not there.
+    """
+    num_layers = int((config.layer_config or {}).get("num_hidden_layers", 0))
+    tensors = read_mtp(source, num_layers, **hub)
+    wanted = tuple(f"layers.{index}." for index in range(config.num_mtp_layers))
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(wanted)}

@@ -1,0 +1,60 @@
+"""MTP layers, P-EAGLE and DeepSpec's EAGLE-3 against recordings of their code: text, accepted counts, drafts."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specheads import load_heads
+
+GOLDENS = Path(__file__).resolve().parent / "goldens"
+DEPTHS = {"mtp_qwen_k4": 4, "mtp_glm4moe_2": 2, "peagle_k5_d2t": 5, "eagle3_deepspec_ttt5": 5}
+
+
+@cache
+def recorded(name: str) -> tuple[dict[str, Any], PreTrainedModel, Any]:
+    """A case, its target, and heads of it that draft chains."""
+    case = json.loads((GOLDENS / name / "case.json").read_text())
+    folder = (GOLDENS / name / case["target"]).resolve()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    method = {"method": "mtp"} if case["method"] == "mtp" else {}
+    heads = load_heads(
+        folder if method else GOLDENS / name / case["draft"], kind="chain", depth=DEPTHS[name], **method
+    )
+    heads.trace, heads.adaptive = True, False
+    return case, target, heads.bind(target)
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_chains(name: str) -> None:
+    case, target, heads = recorded(name)
+    ids = torch.tensor([case["prompt_ids"]])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+    text = target.generate(ids, assistant_model=heads, max_new_tokens=len(case["output_ids"]), **options)
+    assert text[0, ids.shape[1] :].tolist() == case["output_ids"]
+    rounds = len(case["accept_lengths"]) - 2  # the last ones run past the text there
+    assert heads.last_stats.num_accepted[0][:rounds] == case["accept_lengths"][:rounds]
+    for theirs, tree in zip(case["rounds"], heads.last_stats.trees, strict=False):
+        assert tree.token_ids[0, 1:].tolist() == theirs["drafted"]
+
+
+@torch.no_grad()
+def test_slots_of_peagle() -> None:
+    """Logits of all slots in the first rounds, from the recorded features."""
+    case, _, heads = recorded("peagle_k5_d2t")
+    tensors = load_file(GOLDENS / "peagle_k5_d2t" / "tensors.safetensors")
+    text = case["prompt_ids"] + case["output_ids"]
+    for index, theirs in enumerate(case["rounds"][:3]):
+        features = tensors[f"r{index}.target_features"][None]
+        ids = torch.tensor([text[: theirs["committed"] + 1]])
+        state, logits = heads.start_draft(heads.new_draft_cache(), ids, features)
+        found = [logits] + [heads.extend_draft(None, d, ids[:, :1], state, None)[1] for d in range(1, 5)]
+        expected = tensors[f"r{index}.slot_logits"]
+        torch.testing.assert_close(torch.cat(found, dim=1)[0], expected, rtol=1e-4, atol=1e-4)
