@@ -110,6 +110,10 @@ class DraftingContract:
         it is bound already."""
         raise NotImplementedError
 
+    def for_call(self, target: PreTrainedModel) -> Self:
+        """These heads for one call with a target, bound to it whatever other calls bind them to meanwhile."""
+        raise NotImplementedError
+
     def with_tree(self, **overrides: Any) -> Self:
         """The same heads (weights shared) with another draft tree."""
         raise NotImplementedError

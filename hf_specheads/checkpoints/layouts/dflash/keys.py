@@ -25,9 +25,10 @@ SELECTOR = "candidate_selector."
 SELECTOR_PARTS = tuple(
     SELECTOR + part for part in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
 )
+SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Of every layer of DFlash 2, without its prefix.
 CONVOLUTION_PARTS = tuple(
     f"{place}_conv.{part}" for place in ("attention", "mlp") for part in ("base_kernel", "kernel_projection.weight")
 )
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
-ZLAB, DEEPSPEC = "DFlashDraftModel", "DSparkModel"
+ZLAB, ZLAB2, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel"
