@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .checkpoints.write import Exported as Exported
     from .checkpoints.write import export_heads as export_heads
     from .configuration import DraftHeadConfig as DraftHeadConfig
+    from .diagnosis.diagnosis import Diagnosis as Diagnosis
+    from .diagnosis.difference import Difference as Difference
+    from .diagnosis.difference import explain_difference as explain_difference
+    from .diagnosis.doctor import diagnose as diagnose
     from .errors import ExportError as ExportError
     from .errors import HeadLoadError as HeadLoadError
     from .errors import UnsupportedGenerationError as UnsupportedGenerationError
@@ -29,8 +33,12 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.base import DraftHead as DraftHead
     from .heads.dflash import DFlashHead as DFlashHead
     from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
+    from .heads.dflash2 import DFlash2Head as DFlash2Head
+    from .heads.dflash2 import DFlash2HeadConfig as DFlash2HeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
+    from .heads.dspark import DSparkHead as DSparkHead
+    from .heads.dspark import DSparkHeadConfig as DSparkHeadConfig
     from .heads.eagle import EagleHead as EagleHead
     from .heads.eagle import EagleHeadConfig as EagleHeadConfig
     from .heads.eagle3 import Eagle3Head as Eagle3Head
@@ -63,13 +71,18 @@ _MODULES = {
     "checkpoints.load": ("load_heads",),
     "checkpoints.write": ("Exported", "export_heads"),
     "configuration": ("DraftHeadConfig",),
+    "diagnosis.diagnosis": ("Diagnosis",),
+    "diagnosis.difference": ("Difference", "explain_difference"),
+    "diagnosis.doctor": ("diagnose",),
     "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
     "generation.candidates": ("DraftHeadCandidateGenerator",),
     "generation.loop": ("speculative_generate",),
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
+    "heads.dflash2": ("DFlash2Head", "DFlash2HeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
+    "heads.dspark": ("DSparkHead", "DSparkHeadConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
     "heads.hydra": ("HydraHead", "HydraHeadConfig"),

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.statistics import FeatureStatistics
 
 from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
@@ -29,6 +30,8 @@ from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
+from .sharding import shard_target
+from .stored_features import collator_of
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
@@ -95,6 +98,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             args.accelerator_config.dispatch_batches = False
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
+            pad = data_collator.pad_token_id
+            data_collator = collator_of([train_dataset, eval_dataset], model, target, pad, args) or data_collator
         super().__init__(
             model=model,
             args=args,
@@ -116,12 +121,15 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if not getattr(target, "hf_device_map", None):
             # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
             target.to(self.args.device)  # type: ignore[arg-type]
+        if args.shard_target:
+            shard_target(target, self.args, self.trains_target)
         refuse_other_logits(self.frozen_target)
         if args.packing:
             refuse_leaking_packing(self.frozen_target)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
+        self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
         self._micro_step = 0
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
@@ -158,6 +166,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
+        if training:
+            self._feature_statistics.remember(self.model.config, features, batch["loss_mask"])
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,
@@ -332,7 +342,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
         even = self.accelerator.even_batches
-        self.accelerator.even_batches = False
+        self.accelerator.even_batches = self.args.shard_target  # whose processes run the target together
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
