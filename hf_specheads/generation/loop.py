@@ -29,8 +29,15 @@ from .compiled import bucket, compiled_rounds
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace, pace_of
-from .probe import RoundKind, refuse_by_probe
-from .refusals import goes_back, refuse_call, refuse_options, refuse_prepared_call, refuse_processors, tree_problem_of
+from .probe import refuse_by_probe
+from .refusals import (
+    kind_of_rounds,
+    refuse_call,
+    refuse_options,
+    refuse_prepared_call,
+    refuse_processors,
+    tree_problem_of,
+)
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
 from .stepwise import StepwiseCriteria
@@ -138,14 +145,6 @@ def run_rounds(
         return loop.run()
     finally:
         loop.close()
-
-
-def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
-    """What the target is asked to verify in a call."""
-    if goes_back(target, cache):
-        return RoundKind(tree=False, recurrent=True)
-    rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
-    return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)
 
 
 class RoundLoop:
@@ -303,8 +302,8 @@ class RoundLoop:
         self.choice = self.pace.choose(max(self.target_cache.counts))
         if self.group is not None:
             self.choice = number_of_first(self.choice, self.group, self.target.device)
-        if self.choice != PLAIN:
-            self.candidates.tree = self.pace.menu[self.choice]
+        # The tree in force is always the same object: compiled steps are made for it.
+        self.candidates.tree = self.pace.menu[self.choice] if self.choice > 0 else self.options.tree
         return self.choice != PLAIN
 
     def draft(self, rows: NewRows) -> DraftTree:
@@ -359,7 +358,8 @@ class RoundLoop:
             return
         if isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up:
             return  # neither a plain step nor a round
-        if tree.num_nodes == 1:
+        gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
+        if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
             return
         whole = tree.max_depth >= self.candidates.tree.depth or self.candidates.tree.stop_below > 0

@@ -22,6 +22,7 @@ from ..target.positions import rope_limit, sparse_limit
 from ..target.recurrence import is_recurrent, recurrence_problem
 from ..target.structure import own_mask
 from .options import DraftingOptions
+from .probe import RoundKind
 from .sampling import TokenSampler, out_of_step
 from .verification.rules import RULES
 
@@ -312,3 +313,11 @@ def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) 
         "the same ones in a forward over several tokens, and this call may reach "
         f"{config.max_length or 'any length'}; lower max_new_tokens or drop `assistant_model`."
     )
+
+
+def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
+    """What the target is asked to verify in a call."""
+    if goes_back(target, cache):
+        return RoundKind(tree=False, recurrent=True)
+    rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
+    return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)

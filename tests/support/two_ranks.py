@@ -38,14 +38,14 @@ def main(folder: Path, each_for_itself: bool) -> None:
     rank = torch.distributed.get_rank()
     target = AutoModelForCausalLM.from_pretrained(folder / "target", tp_plan="auto")
     heads = load_heads(folder / "heads")
-    decided: list[bool] = []
-    drafts = Pace.drafts
+    decided: list[int] = []
+    choose = Pace.choose
 
-    def remembered(self: Pace, context: int) -> bool:
-        decided.append(drafts(self, context))
+    def remembered(self: Pace, context: int) -> int:
+        decided.append(choose(self, context))
         return decided[-1]
 
-    Pace.drafts = remembered
+    Pace.choose = remembered
     loop.time = Clock([(1.0, 3.0, 0.1, 7.0, 2.0), (0.2, 5.0, 0.7, 0.1, 9.0, 0.3)][rank])
     if each_for_itself:
         loop.parallel_group = lambda target: None
