@@ -29,8 +29,12 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.base import DraftHead as DraftHead
     from .heads.dflash import DFlashHead as DFlashHead
     from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
+    from .heads.dflash2 import DFlash2Head as DFlash2Head
+    from .heads.dflash2 import DFlash2HeadConfig as DFlash2HeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
+    from .heads.dspark import DSparkHead as DSparkHead
+    from .heads.dspark import DSparkHeadConfig as DSparkHeadConfig
     from .heads.eagle import EagleHead as EagleHead
     from .heads.eagle import EagleHeadConfig as EagleHeadConfig
     from .heads.eagle3 import Eagle3Head as Eagle3Head
@@ -69,7 +73,9 @@ _MODULES = {
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
+    "heads.dflash2": ("DFlash2Head", "DFlash2HeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
+    "heads.dspark": ("DSparkHead", "DSparkHeadConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),
     "heads.eagle3": ("Eagle3Head", "Eagle3HeadConfig"),
     "heads.hydra": ("HydraHead", "HydraHeadConfig"),

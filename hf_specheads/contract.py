@@ -110,6 +110,10 @@ class DraftingContract:
         it is bound already."""
         raise NotImplementedError
 
+    def for_call(self, target: PreTrainedModel) -> Self:
+        """These heads for one call with a target, bound to it whatever other calls bind them to meanwhile."""
+        raise NotImplementedError
+
     def with_tree(self, **overrides: Any) -> Self:
         """The same heads (weights shared) with another draft tree."""
         raise NotImplementedError
@@ -144,6 +148,17 @@ class DraftingContract:
     def drafts_in_one_forward(self) -> bool:
         """Whether [`start_draft`] runs the layers for all draft positions, and [`extend_draft`] runs none."""
         return False
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether the heads have [`predicted_acceptance`]; `stop_below` then compares that, per position, and may
+        leave a round without any draft: it becomes a plain step."""
+        return False
+
+    def predicted_acceptance(self, cache: DraftCache, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """How likely a draft at `position` (0-based) is to be accepted after nodes with tokens [B, K], probabilities
+        [B, K]; it must not depend on what is drafted there, nor deeper."""
+        raise NotImplementedError
 
     def draft_rows(self, tree: DraftTreeConfig) -> int:
         """Most rows of a round in the draft cache, those to commit not counted."""

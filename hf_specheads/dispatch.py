@@ -135,7 +135,9 @@ def _get_candidate_generator(original: Callable, target: Any, *args: Any, **kwar
         return original(target, *args, **kwargs)
     mask, config = kwargs["model_kwargs"].get("attention_mask"), kwargs["generation_config"]
     processors = kwargs["logits_processor"] if config.do_sample else None
-    return DraftHeadCandidateGenerator(head, target, config.max_length, mask, processors)
+    candidates = DraftHeadCandidateGenerator(head.for_call(target), target, config.max_length, mask, processors)
+    head.last_stats = candidates.stats
+    return candidates
 
 
 def _load_assistant_model(

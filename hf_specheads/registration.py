@@ -20,7 +20,9 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 # Of every family: `heads.auto.HEADS` has the classes.
 MODEL_TYPES = (
     "specheads_dflash",
+    "specheads_dflash2",
     "specheads_draft_lm",
+    "specheads_dspark",
     "specheads_eagle",
     "specheads_eagle3",
     "specheads_hydra",

@@ -31,6 +31,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         total_variation_loss_weight: Weight of 1 - a, for a the probability that a sampled draft token is accepted.
         acceptance_loss_weight: Weight of -log a.
         lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
+        confidence_loss_weight: Weight of the loss of predicted acceptance (DSpark: 1.0).
+        selector_loss_weight: Weight of the loss of selected candidates (DFlash 2: 0.5).
         lk_decay: How fast it does so: KL counts `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
@@ -59,6 +61,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         max_length: Longest training example in tokens; longer chats are cut, longer texts split.
         packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
             The target is tried with two documents first, and refused if one of them sees the other.
+        shard_target: Shard the decoder layers of the frozen target over the processes (FSDP2); heads stay
+            data-parallel. Wants `eval_acceptance_prompts=0`.
         packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
             nearly `max_length` tokens; `"batch"` packs the examples of every batch.
         chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
@@ -82,6 +86,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
     total_variation_loss_weight: float | None = field(default=None, metadata={"help": "Weight of 1 - acceptance."})
     acceptance_loss_weight: float | None = field(default=None, metadata={"help": "Weight of -log of the acceptance."})
     lk_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the LK loss."})
+    confidence_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the confidence loss."})
+    selector_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the selector loss."})
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
     pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
@@ -96,6 +102,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
     packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
+    shard_target: bool = field(default=False, metadata={"help": "Shard the frozen target over the processes."})
     packing_strategy: str = field(default="best_fit", metadata={"help": f"One of {PACKING_STRATEGIES}."})
     chat_template_kwargs: dict | None = field(default=None, metadata={"help": "For the chat template."})
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})

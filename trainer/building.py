@@ -18,6 +18,7 @@ from .gradients import first_process_first
 from .joint import JointTrainer, JointTrainingArguments
 from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
 from .recipe import Recipe
+from .sharding import share_here
 from .sources import RecipeError, kind_of, refuse_wrong_model
 from .trainer import DraftHeadTrainer
 from .vocabulary import frequent_tokens
@@ -84,6 +85,8 @@ def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> 
 
     if len(datasets) == 1:
         return datasets[0]
+    if not all(hasattr(dataset, "column_names") for dataset in datasets):
+        raise RecipeError("stored features cannot be mixed with other data; train on one folder of them.")
     if len({hasattr(dataset, "__len__") for dataset in datasets}) > 1:
         raise RecipeError("a mixture is of streams alone or of data sets alone; give every source of train_data the "
                           "same `streaming`.")  # fmt: skip
@@ -154,10 +157,13 @@ def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
     """
     hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub)
+        trusted = {name: recipe.target_options[name] for name in ("trust_remote_code",)
+                   if name in recipe.target_options}  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub, **trusted)
     except (OSError, ValueError) as error:
         raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
-    columns = [dataset.column_names or list(next(iter(dataset))) for dataset in datasets if dataset is not None]
+    known = [dataset for dataset in datasets if hasattr(dataset, "column_names")]
+    columns = [dataset.column_names or list(next(iter(dataset))) for dataset in known]
     chats = [kind for names in columns if (kind := kind_of(names)) in ("messages", "conversations")]
     if chats and not tokenizer.chat_template:
         raise RecipeError(
@@ -165,6 +171,30 @@ def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
             "target with one, or data with a `text` column."
         )
     return tokenizer
+
+
+def load_target(recipe: Recipe) -> Any:
+    """The target, placed and quantised as the recipe says.
+
+    Raises:
+        RecipeError: for an option that is no argument, or whose library is missing.
+    """
+    hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    dtype: Any = recipe.target_dtype
+    if dtype != "auto":
+        dtype = torch_dtype("target_dtype", dtype)
+    options = dict(recipe.target_options)
+    if isinstance(options.get("quantization_config"), dict):
+        from transformers.quantizers import AutoQuantizationConfig
+
+        try:
+            options["quantization_config"] = AutoQuantizationConfig.from_dict(options["quantization_config"])
+        except (ValueError, TypeError, ImportError) as error:
+            raise RecipeError(f"`target_options.quantization_config` is none: {error}") from error
+    try:
+        return AutoModelForCausalLM.from_pretrained(recipe.target, dtype=dtype, **options, **hub)
+    except TypeError as error:
+        raise RecipeError(f"`target_options` {sorted(options)} cannot be used with this target: {error}") from error
 
 
 def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
@@ -183,11 +213,7 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     report = DataReport()
     with first_process_first(args):
         train = prepare_sources(recipe, sources, tokenizer, args, report)
-    hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
-    dtype: Any = recipe.target_dtype
-    if dtype != "auto":
-        dtype = torch_dtype("target_dtype", dtype)
-    target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=dtype, **hub)
+    target = load_target(recipe)
     heads_dtype = torch_dtype("heads_dtype", recipe.heads_dtype)
     base = None
     if recipe.from_heads is not None:
@@ -223,10 +249,12 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     train, evaluation = _length(trainer.train_dataset), _length(trainer.eval_dataset)
     weights = " + ".join(f"{weight} {name}" for name, weight in args.loss_weights.items() if weight)
+    share = share_here(trainer.frozen_target.model)
+    placed = "" if share is None else f", {share:.0%} of the layers' weights on each process".replace("%", " %")
     sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
     specialists = getattr(config, "num_specialists", 1)
     rows = [
-        ("target", f"{recipe.target} ({sizes})"),
+        ("target", f"{recipe.target} ({sizes}){placed}"),
         ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
                   f"{trainer.model.dtype}, from {recipe.from_heads or 'random weights'}"),
         ("passes", f"{trainer.num_passes}, {args.backward} backward, {args.pass_reduction} over passes"),

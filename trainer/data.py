@@ -6,7 +6,7 @@ plain text. How data become examples: [`preparing`], [`columns`], [`chats`].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -97,9 +97,7 @@ def documents_of(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     return documents
 
 
-def default_collator(
-    tokenizer: PreTrainedTokenizerBase | None, max_length: int, packing: bool
-) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]]:
+def default_collator(tokenizer: PreTrainedTokenizerBase | None, max_length: int, packing: bool) -> PaddedCollator:
     """The collator for `packing`; pads with the tokenizer's padding token, else its end token, else id 0."""
     candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
     pad = next(token for token in candidates if token is not None)

@@ -84,7 +84,7 @@ def refuse_sharding(trainer: Trainer) -> None:
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(
             "draft heads are a few layers and are trained data-parallel; FSDP and DeepSpeed are not supported. "
-            "Launch without them (for a large target, load it with `device_map`)."
+            "Launch without them (for a large target, set shard_target=True, or load it with `device_map`)."
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(

@@ -19,6 +19,8 @@ follows in the data, and a = sum_x min(p(x), q(x)), the probability that a token
 | `total_variation` | 1/2 sum_x abs(p(x) - q(x)) = 1 - a       | sampled use, heads that are trained already: small gradients where p and q hardly overlap | Leviathan et al., arXiv 2211.17192, 3.2 |
 | `acceptance`      | -log a                                   | sampled use, from scratch: the gradient of `total_variation` over a | LK losses, arXiv 2602.23881 |
 | `lk`              | w KL(p, q) + (1 - w)(1 - a), w = exp(-`lk_decay` a) held constant | sampled use, from scratch: KL while the overlap is small, 1 - a later | LK losses, arXiv 2602.23881 |
+| `selector`        | -log softmax over K candidates at y      | heads that select among candidates (DFlash 2) | inco.ai/blog/dflash2 |
+| `confidence`      | BCE(c, a), a held constant               | heads that predict how likely a draft is to be accepted (DSpark) | DSpark, arXiv 2607.05147 |
 
 With a draft vocabulary, `token`, `top_k` and KL compare with p renormalised over it (EAGLE-3); a is what is really
 accepted, so there p keeps the mass it has.
@@ -113,6 +115,8 @@ class DraftedRows:
         target: The target's distribution at the same rows.
         features: Drafted and target features, [R, H] each; `None` for heads that draft none.
         lk_decay: How fast the LK loss turns from KL to 1 - a.
+        confidence: Logits [R] of being accepted; `None` for heads that predict none.
+        selected: Candidates int64 [R, K] and their scores [R, K]; `None` for heads that select none.
     """
 
     def __init__(
@@ -121,7 +125,10 @@ class DraftedRows:
         target: TargetDistribution,
         features: tuple[torch.Tensor, torch.Tensor] | None = None,
         lk_decay: float = 3.0,
+        confidence: torch.Tensor | None = None,
+        selected: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
+        self.confidence, self.selected = confidence, selected
         self.logits, self.target, self.features = logits.float(), target, features
         self.lk_decay = lk_decay
 
@@ -281,6 +288,24 @@ def _drafted_feature_loss(rows: DraftedRows) -> torch.Tensor:
     return feature_loss(*rows.features)
 
 
+def _confidence_loss(rows: DraftedRows) -> torch.Tensor:
+    """Binary cross-entropy of the predicted acceptance towards a, through which no gradient flows; fp32 [R]."""
+    if rows.confidence is None:
+        raise ValueError("these heads predict no acceptance, so they have no such loss; leave 'confidence' out.")
+    accepted = 1 - rows.overlap_losses[0].detach().clamp(0, 1)
+    return F.binary_cross_entropy_with_logits(rows.confidence.float(), accepted, reduction="none")
+
+
+def _selector_loss(rows: DraftedRows) -> torch.Tensor:
+    """-log of the label's share among the candidates, 0 where it is none of them; fp32 [R]."""
+    if rows.selected is None:
+        raise ValueError("these heads select no candidates, so they have no such loss; leave 'selector' out.")
+    candidates, scores = rows.selected
+    found = candidates == rows.target.labels[:, None]
+    labels = torch.where(found.any(-1), found.long().argmax(-1), IGNORED)
+    return next_token_loss(scores, labels)
+
+
 @torch.no_grad()
 def agreement(rows: DraftedRows) -> torch.Tensor:
     """How the drafts of one pass agree with the target, fp32 [3]: rows whose most probable token is the target's, the
@@ -319,6 +344,8 @@ LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
     "total_variation": lambda rows: rows.overlap_losses[0],
     "acceptance": lambda rows: rows.overlap_losses[1],
     "lk": lk_loss,
+    "confidence": _confidence_loss,
+    "selector": _selector_loss,
 }
 
 

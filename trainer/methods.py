@@ -40,6 +40,9 @@ DEFAULTS: dict[str, MethodDefaults] = {
     "medusa": MethodDefaults({"next_token": 1.0}, pass_decay=0.8),  # arXiv 2401.10774, 2.2.1
     "hydra": MethodDefaults({"next_token": 1.0}),  # arXiv 2402.05109
     "dflash": MethodDefaults({"next_token": 1.0}, pass_decay=0.8669),  # arXiv 2602.06036: exp(-1/7), blocks of 16
+    # arXiv 2607.05147: 0.1 cross-entropy, 0.9 sum |p - q|, which is twice the total variation; exp(-1/4) a position
+    "dspark": MethodDefaults({"next_token": 0.1, "total_variation": 1.8, "confidence": 1.0}, pass_decay=0.7788),
+    "dflash2": MethodDefaults({"next_token": 1.0, "selector": 0.5}, pass_decay=0.7788),  # exp(-1/4), blocks of 8
     "jetspec": MethodDefaults({"token": 1.0}),  # arXiv 2606.18394
     "draft-lm": MethodDefaults({"token": 1.0}),
 }

@@ -18,8 +18,8 @@ from .sources import DataSource, RecipeError
 SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 3e-5 as a string
 TYPES = {"target": str, "method": str, "heads": dict, "from_heads": str, "from_positions_per_specialist": int,
-         "target_revision": str, "target_dtype": str, "heads_dtype": str, "eval_examples": int, "resume": bool,
-         "training": dict}  # fmt: skip
+         "target_revision": str, "target_options": dict, "target_dtype": str, "heads_dtype": str,
+         "eval_examples": int, "resume": bool, "training": dict}  # fmt: skip
 
 
 @cache
@@ -53,6 +53,9 @@ class Recipe:
         from_positions_per_specialist: For `from_heads` in PosS's own layout, which does not say it.
         target_revision: Revision of a target on the Hub.
         target_dtype: `"auto"`, or a torch dtype's name.
+        target_options: Further arguments of the target's `from_pretrained`: `device_map` (several devices of one
+            process), `attn_implementation`, `trust_remote_code`, `max_memory`, `tp_plan`; `quantization_config` as a
+            mapping with `quant_method` (`bitsandbytes`, `torchao`, ...), as a `config.json` holds it.
         heads_dtype: Type of the heads' weights while training, a torch dtype's name.
         eval_data: What to evaluate on; default, the first `eval_examples` of `train_data`, then not trained on.
         eval_examples: Number of evaluation examples; 0 turns evaluation off.
@@ -69,6 +72,7 @@ class Recipe:
     from_positions_per_specialist: int | None = None
     target_revision: str | None = None
     target_dtype: str = "auto"
+    target_options: dict[str, Any] = field(default_factory=dict)
     heads_dtype: str = "float32"
     eval_data: DataSource | None = None
     eval_examples: int = 128
@@ -109,7 +113,15 @@ class Recipe:
                 f"unknown training argument(s) {unknown}; see DraftHeadTrainingArguments and JointTrainingArguments."
             )
         training = {name: _of_type(name, value, training_arguments()[name]) for name, value in training.items()}
-        return cls(**{**values, **sources, "training": training, "heads": dict(values.get("heads") or {})})
+        return cls(
+            **{
+                **values,
+                **sources,
+                "training": training,
+                "heads": dict(values.get("heads") or {}),
+                "target_options": dict(values.get("target_options") or {}),
+            }
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe file would hold them."""

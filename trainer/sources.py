@@ -72,7 +72,7 @@ class DataSource:
 
     Attributes:
         path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
-            `Dataset.save_to_disk` or `specheads regenerate`, or a dataset's name on the Hub.
+            `Dataset.save_to_disk`, `specheads regenerate` or `specheads features`, or a dataset's name on the Hub.
         name: Configuration of a Hub dataset.
         split: Split to read, slices such as `train[:1%]` included.
         revision: Revision of a Hub dataset.
@@ -104,11 +104,13 @@ class DataSource:
             raise RecipeError(f"the data file {self.path!r} is empty.")
 
     def load(self) -> Any:
-        """The `datasets.Dataset`.
+        """The `datasets.Dataset`, or the stored features of a folder that holds some.
 
         Raises:
             RecipeError: naming the place, if nothing can be read there, or no column is one to train on.
         """
+        if kind_of_folder(self.path) == "features":
+            return self._stored_features()
         dataset = self.load_raw()
         names = dataset.column_names or list(next(iter(dataset)))
         if kind_of(names) is None:
@@ -116,6 +118,14 @@ class DataSource:
                 f"data {self.path!r} has the columns {names}, and one of {KINDS_OF_DATA} is needed; rename one."
             )
         return dataset
+
+    def _stored_features(self) -> Any:
+        from .stored_features import StoredFeatures
+
+        try:
+            return StoredFeatures(self.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise RecipeError(f"data {self.path!r} cannot be read: {error}") from error
 
     def load_raw(self) -> Any:
         """The same, whatever columns it has.

@@ -29,6 +29,8 @@ from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
+from .sharding import shard_target
+from .stored_features import collator_of
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 
@@ -95,6 +97,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             args.accelerator_config.dispatch_batches = False
         if data_collator is None:
             data_collator = default_collator(processing_class, args.max_length, args.packing)
+            pad = data_collator.pad_token_id
+            data_collator = collator_of([train_dataset, eval_dataset], model, target, pad, args) or data_collator
         super().__init__(
             model=model,
             args=args,
@@ -116,6 +120,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if not getattr(target, "hf_device_map", None):
             # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
             target.to(self.args.device)  # type: ignore[arg-type]
+        if args.shard_target:
+            shard_target(target, self.args, self.trains_target)
         refuse_other_logits(self.frozen_target)
         if args.packing:
             refuse_leaking_packing(self.frozen_target)
@@ -332,7 +338,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
         even = self.accelerator.even_batches
-        self.accelerator.even_batches = False
+        self.accelerator.even_batches = self.args.shard_target  # whose processes run the target together
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:

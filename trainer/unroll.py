@@ -307,10 +307,16 @@ class Unroll:
         if kept is not None:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
-        found = DraftedRows(drafted.logits(hidden), target, pair, self.lk_decay)
+        confidence = None if drafted.confidence is None else drafted.confidence(hidden)
+        logits = drafted.logits(hidden)
+        selected = None if drafted.selected is None else drafted.selected(hidden, logits)
+        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected)
         if self._measures:
             self.measured[position] += agreement(found)
-        names = [name for name in self.losses if features is not None or name != "feature"]
+        lacking = {"feature"} if features is None else set()
+        lacking |= {"confidence"} if confidence is None else set()
+        lacking |= {"selector"} if selected is None else set()
+        names = [name for name in self.losses if name not in lacking]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 
 

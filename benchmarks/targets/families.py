@@ -1,11 +1,13 @@
-"""Every family of causal language models of transformers under draft heads: the same text, or a refusal.
+"""Every family of language models of transformers under draft heads: the same text, or a refusal.
 
     python -m benchmarks families [MODEL_TYPE ...]
 
-Of every class that `AutoModelForCausalLM` knows, a tiny random target generates greedily, in fp32, by itself and with
-heads that know its text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains,
-trees in a batch of prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees
-after a `DynamicCache()` that the caller handed in. Each gives the text of plain generation, or is refused.
+Of every class that `AutoModelForCausalLM` knows, and that `AutoModelForImageTextToText` does
+(`image-text/MODEL_TYPE`), a tiny random target generates greedily, in fp32, by itself and with heads that know its
+text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains, trees in a batch of
+prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees after a
+`DynamicCache()` that the caller handed in; prompts are text. Prompts with images are tried where `support.images`
+knows how to make them. Each gives the text of plain generation, or is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +20,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CompileConfig,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.generation.drafting import grow_tree
 from hf_specheads.tree.draft_tree import DraftTree
-from tests.support.families import NOT_BUILT, families, varied_target
+from tests.support.families import NOT_BUILT, families, image_text_families, varied_target
+from tests.support.images import OVERRIDES, image_inputs, image_target
 from tests.support.stubs import StubHead
 from tests.support.targets import prompt
 
@@ -34,13 +43,17 @@ NEW = 30
 LENGTHS = (19, 7, 13)
 # The true token is mostly the favourite, sometimes further down, sometimes missing.
 MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
+CHAIN: dict[str, Any] = {"kind": "chain", "depth": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "tree": {},
-    "chain": {"kind": "chain", "depth": 4},
+    "chain": CHAIN,
     "batch": {},
     "compiled": {},
     "own cache": {},
+    "image": CHAIN,
 }
+IMAGE_TEXT = "image-text/"
+NO_IMAGE = "no image here"
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
 WITHOUT = "plain generate fails"  # of transformers alone, so there is nothing to compare with
 REFUSALS = (UnsupportedGenerationError, WrongTargetError)
@@ -79,7 +92,9 @@ def grow_uncompiled(
 
 def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     """What a kind of rounds gives with a target: `outcome` and, where it is a refusal or an error, its `sentence`."""
-    inputs = inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
+    if kind == "image" and target.config.model_type not in OVERRIDES:
+        return {"outcome": NO_IMAGE}
+    inputs = image_inputs(target) if kind == "image" else inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
     cache = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
     try:
         expected = generate(target, inputs, **cache)
@@ -107,11 +122,26 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
+def target_of(model_type: str) -> PreTrainedModel:
+    """A tiny target whose text is varied, of a causal language model or of `image-text/MODEL_TYPE`."""
+    name, auto = model_type.removeprefix(IMAGE_TEXT), AutoModelForCausalLM
+    if name != model_type:
+        auto = AutoModelForImageTextToText
+        if name in OVERRIDES:
+            return image_target(name)
+    return varied_target(name, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :], auto)
+
+
 def measure_family(model_type: str) -> Result:
     """One family: class and outcome per kind of rounds, or why transformers makes no such target here."""
     if (reason := NOT_BUILT.get(model_type)) is not None:
         return {"not_built": reason}
-    target = varied_target(model_type, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :])
+    try:
+        target = target_of(model_type)
+    except Exception as error:
+        if not model_type.startswith(IMAGE_TEXT):
+            raise
+        return {"not_built": f"not by rule, or plain `generate` fails ({_first_line(error)[:120]})"}
     target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     torch._dynamo.reset()
     outcomes = {kind: outcome_of(kind, target) for kind in KINDS}
@@ -122,7 +152,8 @@ def measure_family(model_type: str) -> Result:
 def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
     """All of them."""
     rows = {}
-    for model_type in args.families or families():
+    every = [*families(), *(IMAGE_TEXT + name for name in image_text_families())]
+    for model_type in args.families or every:
         rows[model_type] = measure_family(model_type)
         tell(f"{model_type}: {_said(rows[model_type])}")
     return {"families": rows, "counts": counts(rows), "new_tokens": NEW}
@@ -131,14 +162,14 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
 def _said(row: Result) -> str:
     if "not_built" in row:
         return row["not_built"]
-    return "; ".join(" ".join([kind, *row[kind].values()]) for kind in KINDS)
+    return "; ".join(" ".join([kind, *row[kind].values()]) for kind in KINDS if row[kind]["outcome"] != NO_IMAGE)
 
 
 def counts(rows: Result) -> Result:
     """Families per kind of rounds and outcome."""
     built = [row for row in rows.values() if "not_built" not in row]
     return {
-        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED)}
+        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED, NO_IMAGE)}
         for kind in KINDS
         for number in [Counter(row[kind]["outcome"] for row in built)]
     }
@@ -169,6 +200,8 @@ def _cell(row: Result, kind: str, sentences: dict[str, int]) -> str:
     found = row[kind]
     if found["outcome"] == IDENTICAL:
         return "same text"
+    if found["outcome"] == NO_IMAGE:
+        return "-"
     sentence = found["sentence"].replace(row["class"], "TARGET")
     return f"{found['outcome']} ({sentences.setdefault(sentence, len(sentences) + 1)})"
 

@@ -19,7 +19,16 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..errors import ExportError
-from ..heads import DFlashHead, DraftLanguageModel, Eagle3Head, EagleHead, HydraHead, MedusaHead
+from ..heads import (
+    DFlash2Head,
+    DFlashHead,
+    DraftLanguageModel,
+    DSparkHead,
+    Eagle3Head,
+    EagleHead,
+    HydraHead,
+    MedusaHead,
+)
 from ..heads.base import DraftHead
 from .files import CONFIG
 from .layouts.commands import path_note, sglang_command, vllm_command
@@ -39,6 +48,8 @@ DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     MedusaHead: ("vllm-medusa", "medusa"),
     HydraHead: ("hydra",),
     DFlashHead: ("speculators", "dflash"),
+    DFlash2Head: ("dflash",),
+    DSparkHead: (),
     DraftLanguageModel: ("vllm", "sglang"),
 }
 ALL_DESTINATIONS = tuple(sorted({to for destinations in DESTINATIONS.values() for to in destinations}))
@@ -129,6 +140,11 @@ def _family_of(heads: DraftHead, to: str) -> type[DraftHead]:
     family = next((family for family in DESTINATIONS if isinstance(heads, family)), None)
     if family is None:
         raise ExportError(f"`heads` must be loaded draft heads, got {type(heads).__name__}; pass load_heads(...).")
+    if not DESTINATIONS[family]:
+        raise ExportError(
+            f"{heads.config.method} heads can be exported nowhere yet; keep them in this package's own layout, "
+            "`heads.save_pretrained(folder)`."
+        )
     if to not in DESTINATIONS[family] and (family, to) != (EagleHead, "speculators"):
         raise ExportError(
             f"{to} cannot serve {heads.config.method} heads; they can be exported to {list(DESTINATIONS[family])}."
@@ -149,6 +165,8 @@ def _check_weights(heads: DraftHead) -> None:
 
 def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> Layout:
     loaded = target if isinstance(target, PreTrainedModel) else None
+    if isinstance(heads, DFlash2Head):
+        return dflash.layout(heads, loaded)
     if isinstance(heads, DFlashHead):
         return speculators_blocks.layout(heads, loaded) if to == "speculators" else dflash.layout(heads, loaded)
     if isinstance(heads, HydraHead):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, env, evaluate, export, generate, inspect, push, regenerate, train, tune
+from . import bench, convert, demo, env, evaluate, export, features, generate, inspect, push, regenerate, train, tune
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": evaluate,
     "bench": bench,
     "regenerate": regenerate,
+    "features": features,
     "train": train,
     "inspect": inspect,
     "convert": convert,
@@ -29,7 +30,7 @@ COMMANDS = {
     "env": env,
 }
 
-HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE}
+HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE, "features": features.MODULE}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -69,6 +69,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if self.options.profile:
             self.stats.devices = devices_of(target, cast(PreTrainedModel, head))
         self.compiled: CompiledRounds | None = None
+        self.gave_up = False
         self.lookup: TextLookup | None = None
         if head.copied_ngrams is not None:
             self.lookup = TextLookup(*head.copied_ngrams)
@@ -114,15 +115,19 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
         """
         depth, device = self.room(lengths, context_length), self.head.device
+        self.gave_up = False
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
         tree = self._grow(rows, depth, input_ids)
         self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
         if self.options.tree.stop_below > 0:
-            self.stats.host_syncs += min(tree.max_depth, depth - 1)  # every level but the last was asked whether
+            first = 0 if self.head.predicts_acceptance else 1  # of the levels that were asked whether
+            self.stats.host_syncs += min(tree.max_depth + 1, depth) - first
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
             self.stats.host_syncs += 2  # there and back
-        return self._with_lookup(tree.to(rows.token_ids.device), self.levels(context_length))
+        tree = self._with_lookup(tree.to(rows.token_ids.device), self.levels(context_length))
+        self.gave_up = tree.num_nodes == 1
+        return tree
 
     def _with_lookup(self, tree: DraftTree, levels: int) -> DraftTree:
         """The tree and what is copied from the text, where there is something to copy and room for it."""

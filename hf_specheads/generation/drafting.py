@@ -54,17 +54,31 @@ def _top_children(
     return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
 
 
-def gives_up(tree: DraftTreeConfig, scores: torch.Tensor) -> bool:
+def gives_up(
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    position: int,
+    token_ids: torch.Tensor,
+    scores: torch.Tensor,
+) -> bool:
     """Whether no node about to be expanded is as probable as `stop_below` asks, in any row; a host sync if it asks.
+    Heads that predict acceptance are asked for that instead.
 
     That a level is left out depends on what was drafted before it, never on what it would have held, so sampled
     children keep their distribution.
 
     Args:
         tree: How the tree grows.
+        position: Draft position (0-based) of the level that would be drafted.
+        token_ids: int64 [B, K], tokens of the nodes.
         scores: [B, K], cumulative log-probabilities of the nodes.
     """
-    return tree.stop_below > 0 and bool((scores < math.log(tree.stop_below)).all())
+    if tree.stop_below == 0:
+        return False
+    if head.predicts_acceptance:
+        return bool((head.predicted_acceptance(cache, position, token_ids) < tree.stop_below).all())
+    return position > 0 and bool((scores < math.log(tree.stop_below)).all())
 
 
 # ---------------------------------------------------------------------- dynamic trees
@@ -101,6 +115,8 @@ def grow_dynamic(
     """
     drafted, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
     width = min(tree.top_k, logits.shape[-1])
+    if gives_up(head, cache, tree, 0, token_ids[:, -1:], logits):
+        return DraftTree.root_only(token_ids[:, -1])
     if head.independent_positions:
         return _grow_best_first(head, cache, tree, token_ids[:, -1], (drafted, logits), depth)
     scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
@@ -114,7 +130,7 @@ def grow_dynamic(
     )
     candidates = [(tokens, torch.zeros_like(tokens), scores)]
     for position in range(1, depth):
-        if gives_up(tree, level.scores):
+        if gives_up(head, cache, tree, position, level.tokens, level.scores):
             break
         level, children = _expand(head, cache, tree, position, level)
         candidates.append(children)
@@ -173,11 +189,12 @@ def _grow_best_first(
         scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
         scores, chosen = (above[..., None] + scores).flatten(1).topk(min(most, above.shape[1] * width), dim=1)
         candidates.append((tokens[:, 0].gather(1, chosen % width), number.gather(1, chosen // width), scores))
-        if position + 1 == depth or gives_up(tree, scores[:, :1]):
+        best = tokens[:, 0, :1]
+        if position + 1 == depth or gives_up(head, cache, tree, position + 1, best, scores[:, :1]):
             break
         above, number = scores, torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
         first += scores.shape[1]
-        states, logits = head.extend_draft(cache, position + 1, tokens[:, 0, :1], states, None)
+        states, logits = head.extend_draft(cache, position + 1, best, states, None)
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
     depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
     return select_nodes(tokens, parents, depths, scores, root_ids, most, len(candidates))
@@ -222,6 +239,8 @@ def grow_fixed(
     sampler = sampler if tree.children == "sampled" else None
     batch = token_ids.shape[0]
     states, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
+    if gives_up(head, cache, tree, 0, token_ids[:, -1:], logits):
+        return DraftTree.root_only(token_ids[:, -1])
     parent_scores = logits.new_zeros(batch, 1)
     paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
     parts, drawn_from = [], []
@@ -234,7 +253,10 @@ def grow_fixed(
             drawn_from.append(probs)
         tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
         parts.append((tokens, scores))
-        if len(level.expanded) == 0 or gives_up(tree, scores[:, level.expanded]):
+        if len(level.expanded) == 0:
+            break
+        chosen = slice(None) if level.link else level.expanded
+        if gives_up(head, cache, tree, position, tokens[:, chosen], scores[:, chosen]):
             break
         frontier, parent_scores = tokens, scores
         if not level.link:

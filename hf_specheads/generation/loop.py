@@ -117,7 +117,8 @@ def run_rounds(
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """The same for a call that has begun ([`begin_call`]): `draft_head` is bound, `options` are its settings."""
-    refuse_prepared_call(model, draft_head, options, input_ids.shape[0], generation_config, model_kwargs)
+    heads = draft_head.for_call(model)
+    refuse_prepared_call(model, heads, options, input_ids.shape[0], generation_config, model_kwargs)
     if synced_gpus:
         raise UnsupportedGenerationError(
             "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
@@ -126,11 +127,12 @@ def run_rounds(
     probe_seconds = 0.0
     if options.probe:
         kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs[cache_name(model_kwargs)])
-        probe_seconds = refuse_by_probe(model, replace(kind, features=draft_head.feature_layers))
+        probe_seconds = refuse_by_probe(model, replace(kind, features=heads.feature_layers))
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
     prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
-    loop = RoundLoop(model, draft_head, options, *prepared)
+    loop = RoundLoop(model, heads, options, *prepared)
+    draft_head.last_stats = loop.stats
     loop.stats.probe_seconds = probe_seconds
     try:
         return loop.run()
@@ -236,9 +238,10 @@ class RoundLoop:
                 accepted = self.accept(tree, outputs.logits)
             with self.stats.stage("commit"):
                 new_rows = self.commit(tree, outputs, accepted)
-                rows = new_rows if tree.num_nodes > 1 else rows.followed_by(new_rows)
+                gave_up = drafts and self.candidates.gave_up
+                rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
                 self.emit(outputs, accepted, new_rows.token_ids)
-                self.record(tree, accepted, drafts)
+                self.record(tree, accepted, drafts and not gave_up)
             if self.pace is not None:
                 self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
             rows = self.drop_ended(rows, accepted)

@@ -4,9 +4,27 @@ Whoever holds draft heads has imported this: here `AutoModel` is told of them an
 """
 
 from .. import dispatch
-from . import auto, dflash, draft_lm, eagle, eagle3, hydra, lookup, medusa, mtp, peagle, poss, poss_eagle3, poss_lora
+from . import (
+    auto,
+    dflash,
+    dflash2,
+    draft_lm,
+    dspark,
+    eagle,
+    eagle3,
+    hydra,
+    lookup,
+    medusa,
+    mtp,
+    peagle,
+    poss,
+    poss_eagle3,
+    poss_lora,
+)
 from .dflash import *  # noqa: F403 (here and below: what the module's `__all__` names)
+from .dflash2 import *  # noqa: F403
 from .draft_lm import *  # noqa: F403
+from .dspark import *  # noqa: F403
 from .eagle import *  # noqa: F403
 from .eagle3 import *  # noqa: F403
 from .hydra import *  # noqa: F403
@@ -23,7 +41,9 @@ dispatch.install()
 
 __all__: list[str] = []
 __all__ += dflash.__all__
+__all__ += dflash2.__all__
 __all__ += draft_lm.__all__
+__all__ += dspark.__all__
 __all__ += eagle.__all__
 __all__ += eagle3.__all__
 __all__ += hydra.__all__

@@ -15,7 +15,9 @@ from ..target.borrowed import BorrowedModules
 from ..tree.config import DraftTreeConfig
 from .base import DraftHead
 from .dflash import DFlashHead
+from .dflash2 import DFlash2Head
 from .draft_lm import DraftLanguageModel
+from .dspark import DSparkHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
@@ -31,7 +33,9 @@ from .poss_lora import PossLoraHead
 # The one place that lists the methods; a new family adds its row, and its line in `heads/__init__.py`.
 METHODS: dict[str, type[DraftHead]] = {
     "dflash": DFlashHead,
+    "dflash2": DFlash2Head,
     "draft-lm": DraftLanguageModel,
+    "dspark": DSparkHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hass": EagleHead,

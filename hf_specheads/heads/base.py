@@ -175,6 +175,12 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self._refresh_pruning()
         return self
 
+    def for_call(self, target: PreTrainedModel) -> Self:
+        """These heads (weights shared) for one call, bound to its target: another thread, or a streamer, may bind the
+        heads to another target while the call lasts. Compiled steps know the heads themselves, which are returned."""
+        heads = self if self.compiled else copy.copy(self)
+        return heads if heads._binding.target is target else heads.bind(target)
+
     def remember_target(self, target: PreTrainedModel) -> None:
         """Writes the target's identity, adapter of ours included, and special tokens into the config."""
         self.config.target = target_identity(target)

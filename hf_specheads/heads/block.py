@@ -267,7 +267,7 @@ class BlockHead(DraftHead):
         slots = self.draft_block(cache, token_ids, features)
         used = min(self.tree_config.depth, slots.shape[1])
         cache.drafted_inputs = [slots, self.draft_logits(slots[:, :used])]
-        return self.root_state(slots), self.node_logits(cache, 0, token_ids[:, -1:], self.root_state(slots))[1]
+        return self.node_logits(cache, 0, token_ids[:, -1:], self.root_state(slots))
 
     def extend_draft(
         self,
@@ -290,6 +290,10 @@ class BlockHead(DraftHead):
         """States [B, K, *] and draft logits [B, K, Vd] of a draft position after nodes with tokens [B, K], whose
         parents' states are `states` [B, K, *]; here every node has what the slot says."""
         return states, self.slot_logits(cache, position).expand(-1, token_ids.shape[1], -1)
+
+    def slot_states(self, cache: DraftCache, position: int) -> torch.Tensor:
+        """State of the slot of a draft position, [B, 1, h]."""
+        return cache.drafted_inputs[0][:, position : position + 1]
 
     def slot_logits(self, cache: DraftCache, position: int) -> torch.Tensor:
         """Draft logits of a draft position by its slot alone, [B, 1, Vd]."""

@@ -27,7 +27,9 @@ class DraftTreeConfig:
             greedy decoding takes the most probable ones all the same.
         draft_temperature: The draft logits are divided by it.
         stop_below: A level is drafted only if the best node of the level before is that probable, i.e. the product of
-            the draft probabilities from the root down to it; one host sync per level. 0 always drafts `depth` levels.
+            the draft probabilities from the root down to it; one host sync per level. Heads that predict acceptance
+            (DSpark) are asked for that instead, of each level by itself and of the first one too. 0 always drafts
+            `depth` levels.
         lookup: Nodes to copy from the text itself (prompt lookup): where its last two or three tokens have occurred
             before, what followed them there becomes a path of the tree, and `lookup` nodes more are verified than the
             heads draft. A round without such a place is as without `lookup`. Not with drawn children: one rule covers

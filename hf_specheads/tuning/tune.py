@@ -237,6 +237,8 @@ def tune(
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
     candidates = _candidates(target, heads, made_for, depth, top_k, repeats, options)
+    if heads.predicts_acceptance:  # `stop_below` is then another quantity than the recorded one
+        candidates = [one for one in candidates if one.tree.stop_below == 0]
     chosen = shortlist(candidates, confirm)
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
     if before not in chosen:

@@ -60,12 +60,18 @@ class DraftedPass:
         logits: Rows [R, *] of `hidden` -> draft logits [R, V], or [R, Vd] over the head's draft vocabulary.
         offset: Row t drafts what the target says at row t + offset (0 where every pass reads shifted streams).
         features: [B, T, H], drafted target features at row t + offset + 1; `None` for heads that draft none.
+        confidence: Rows [R, *] of `hidden` -> logits [R] of a draft's being accepted; `None` for heads that predict
+            none.
+        selected: Rows [R, *] of `hidden` and their logits [R, V] -> candidates int64 [R, K] and their scores [R, K],
+            which drafts are chosen by; `None` for heads that draft by their logits.
     """
 
     hidden: torch.Tensor
     logits: Callable[[torch.Tensor], torch.Tensor]
     offset: int = 0
     features: torch.Tensor | None = None
+    confidence: Callable[[torch.Tensor], torch.Tensor] | None = None
+    selected: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def row_positions(documents: torch.Tensor) -> torch.Tensor:

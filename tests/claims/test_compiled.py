@@ -19,7 +19,7 @@ from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bu
 from hf_specheads.generation.pace import Pace
 
 NEW = 24
-OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm")
+OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "dspark")
 
 
 @pytest.fixture

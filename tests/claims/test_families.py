@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.families import REPRESENTATIVE, families, tiny_target, varied_target
+from support.families import REPRESENTATIVE, families, image_text_families, tiny_target, varied_target
 from support.stubs import CountForwards
 from transformers import AutoModelForImageTextToText, WhisperConfig, WhisperForConditionalGeneration
 
 from benchmarks.targets.families import (
     IDENTICAL,
+    IMAGE_TEXT,
+    KINDS,
     LENGTHS,
+    NO_IMAGE,
     REFUSED,
     WITHOUT,
     generate,
@@ -49,11 +52,11 @@ def test_a_dozen_families(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", families())
+@pytest.mark.parametrize("model_type", [*families(), *(IMAGE_TEXT + name for name in image_text_families())])
 def test_every_family(model_type):
     row = measure_family(model_type)
-    for kind in ("tree", "chain", "batch", "compiled", "own cache") if "class" in row else ():
-        assert row[kind]["outcome"] in (IDENTICAL, REFUSED, WITHOUT), (kind, row[kind])
+    for kind in KINDS if "class" in row else ():
+        assert row[kind]["outcome"] in (IDENTICAL, REFUSED, WITHOUT, NO_IMAGE), (kind, row[kind])
 
 
 @pytest.mark.parametrize("model_type", TEXT_ONLY)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.batches import batch_of, greedy
+from support.families import tiny_target
 from support.faults import hooks_of
 from support.heads import random_heads
+from support.images import image_inputs, image_target
 from support.targets import own_target, plain, prompt
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specheads import DraftLanguageModel
+from hf_specheads import DraftHead, DraftLanguageModel
 from hf_specheads.heads import draft_lm
 from hf_specheads.target.features import FeatureReader
 
@@ -163,6 +165,113 @@ def test_wrapping_a_model_leaves_its_modes_alone():
     model.model.layers[0].eval()
     DraftLanguageModel.from_model(model)
     assert model.training and not model.model.layers[0].training
+
+
+# ---------------------------------------------------------------------- one heads object, several targets
+def trees_of(heads) -> list:
+    return [tree.token_ids.tolist() for tree in heads.last_stats.trees]
+
+
+class CallsBetween:
+    """A streamer that lets the same heads generate for another target after every token."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]):
+        self.call, self.texts = call, []
+
+    def put(self, value):
+        self.texts.append(self.call())
+
+    def end(self):
+        pass
+
+
+def interleaved(method: str) -> tuple[list, list, int]:
+    """Draft trees of a call with calls for another target in between, those of a call alone, and wrong texts."""
+    target, other = own_target(), own_target(seed=1)
+    heads = random_heads(target, method)
+    heads.config.target = None  # made for none in particular
+    heads.trace = True
+    plain(target, prompt(), NEW, assistant_model=heads)
+    alone, expected = trees_of(heads), plain(other, prompt(), 3)
+    between = CallsBetween(lambda: plain(other, prompt(), 3, assistant_model=heads.with_tree(depth=2)))
+    same_object = CallsBetween(lambda: plain(other, prompt(), 3, assistant_model=heads))
+    wrong = 0
+    for streamer in (between, same_object):
+        stats: list = []
+        text = plain(target, prompt(), NEW, assistant_model=heads, streamer=Recording(streamer, heads, stats))
+        wrong += not torch.equal(text, plain(target, prompt(), NEW))
+        wrong += sum(not torch.equal(inner, expected) for inner in streamer.texts)
+    return [tree.token_ids.tolist() for tree in stats[0].trees], alone, wrong
+
+
+class Recording:
+    """Keeps the statistics of the outer call, which the inner ones replace."""
+
+    def __init__(self, streamer, heads, stats: list):
+        self.streamer, self.heads, self.stats = streamer, heads, stats
+
+    def put(self, value):
+        if value.dim() == 1 and not self.stats:
+            self.stats.append(self.heads.last_stats)
+        self.streamer.put(value)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("method", ["eagle", "poss", "hydra"])
+def test_calls_inside_a_call_for_another_target(method):
+    within, alone, wrong = interleaved(method)
+    assert wrong == 0
+    assert within == alone
+
+
+def test_planted_bug_heads_are_bound_anew_in_mid_call(monkeypatch):
+    monkeypatch.setattr(DraftHead, "for_call", DraftHead.bind)
+    within, alone, wrong = interleaved("eagle")
+    assert wrong == 0
+    assert within != alone
+
+
+def test_threads_of_different_targets_share_heads():
+    targets = [own_target(seed=seed) for seed in range(3)]
+    for target in targets:
+        target(prompt(3), output_hidden_states=True)
+    heads = random_heads(targets[0], "poss")
+    heads.config.target = None
+    jobs = {
+        f"{seed}": lambda target=target: plain(target, prompt(), NEW, assistant_model=heads)
+        for seed, target in enumerate(targets)
+    }
+    pruned = random_heads(targets[0], "eagle")
+    pruned.config.target = None
+    pruned.prune_draft_vocabulary(KEPT)
+    jobs |= {
+        f"pruned {seed}": lambda target=target: plain(target, prompt(), NEW, assistant_model=pruned)
+        for seed, target in enumerate(targets)
+    }
+    threads = Threads(jobs)
+    threads.run()
+    assert not threads.wrong
+
+
+def test_threads_of_recurrent_and_multimodal_targets():
+    recurrent, multimodal = tiny_target("qwen3_next"), image_target("qwen2_5_vl")
+    chains = random_heads(recurrent, "eagle", kind="chain", depth=3)
+    trees = random_heads(multimodal, "eagle")
+    first, second = image_inputs(multimodal), image_inputs(multimodal, (9,), seed=1)
+    options = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": trees}
+    for target in (recurrent, multimodal):
+        target(prompt(3), output_hidden_states=True)
+    jobs = {
+        "a chain": lambda: plain(recurrent, prompt(), NEW, assistant_model=chains),
+        "another chain": lambda: plain(recurrent, prompt(9), NEW, assistant_model=chains.with_tree(depth=5)),
+        "an image": lambda: multimodal.generate(**first, **options),
+        "another image": lambda: multimodal.generate(**second, **options),
+    }
+    threads = Threads(jobs)
+    threads.run()
+    assert not threads.wrong
 
 
 # ---------------------------------------------------------------------- planted

@@ -46,9 +46,15 @@ def expanded_scores(tree, depth, kind):
 
 def test_the_rule():
     scores = torch.tensor([[0.1, 0.01], [0.04, 0.02]]).log()
+    heads, cache, tokens = random_heads(shared_target()), DraftCache(0), torch.zeros(2, 2, dtype=torch.long)
+
+    def stops(stop: float, scores: torch.Tensor, position: int = 1) -> bool:
+        return gives_up(heads, cache, DraftTreeConfig(stop_below=stop), position, tokens, scores)
+
     for stop, expected in ((0.0, False), (0.05, False), (0.1, False), (0.2, True)):
-        assert gives_up(DraftTreeConfig(stop_below=stop), scores) is expected
-    assert gives_up(DraftTreeConfig(stop_below=0.05), scores[1:])
+        assert stops(stop, scores) is expected
+    assert stops(0.05, scores[1:])
+    assert not stops(0.2, scores, 0), "without predicted acceptance a first level is always drafted"
 
 
 @pytest.mark.parametrize("kind", TREES)

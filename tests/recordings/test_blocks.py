@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specheads import DraftHead, load_heads
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
-CASES = ("dflash_zlab_b8", "dflash_deepspec_b7", "dflash_swa_b6", "jetspec_chain_b7")
+CASES = ("dflash_zlab_b8", "dflash_deepspec_b7", "dflash_swa_b6", "jetspec_chain_b7", "dflash2_b8_swa")
+WITH_SPECULATORS = ("dflash_zlab_b8", "dspark_vanilla_b7")
 
 
 def case_of(name: str) -> dict[str, Any]:
@@ -36,18 +37,36 @@ def generate(name: str, folder: str = "draft", **tree: Any) -> tuple[dict[str, A
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
     text = target.generate(ids, assistant_model=heads, max_new_tokens=len(case["output_ids"]), **options)
     assert text[0, ids.shape[1] :].tolist() == case["output_ids"]
-    rounds = len(case["accept_lengths"]) - 2  # the last ones run past the text there
-    assert heads.last_stats.num_accepted[0][:rounds] == case["accept_lengths"][:rounds]
+    accepted = case["accept_lengths"]
+    if tree.get("stop_below"):  # rounds without drafts are plain steps
+        accepted = [count for count, drafted in zip(accepted, case["proposal_lengths"], strict=True) if drafted]
+        assert heads.last_stats.plain_steps >= case["proposal_lengths"][:-2].count(0) > 0
+    rounds = len(accepted) - 2  # the last ones run past the text there
+    assert heads.last_stats.num_accepted[0][:rounds] == accepted[:rounds]
     return case, heads
 
 
-@pytest.mark.parametrize(("name", "folder"), [*((name, "draft") for name in CASES), (CASES[0], "draft_speculators")])
+FOLDERS = [(name, "draft") for name in (*CASES, "dspark_vanilla_b7")]
+FOLDERS += [(name, "draft_speculators") for name in WITH_SPECULATORS]
+
+
+@pytest.mark.parametrize(("name", "folder"), FOLDERS)
 def test_chains(name: str, folder: str) -> None:
     case, heads = generate(name, folder, kind="chain", depth=len(case_of(name)["rounds"][0]["drafted"]))
     assert heads.max_draft_positions == heads.tree_config.depth
     assert heads.last_stats.draft_forwards == sum(tree.num_nodes > 1 for tree in heads.last_stats.trees)
     for recorded, tree in zip(case["rounds"], heads.last_stats.trees, strict=False):
         assert tree.token_ids[0, 1:].tolist() == recorded["drafted"]
+
+
+@pytest.mark.parametrize("name", ["dspark_gated_b7", "dspark_rnn_b4"])
+def test_cut_by_confidence(name: str) -> None:
+    """Before the first slot whose predicted acceptance is below the threshold, the first slot included."""
+    settings = case_of(name)["settings"]
+    tree = {"kind": "chain", "depth": settings["block_size"], "stop_below": settings["confidence_threshold"]}
+    case, heads = generate(name, **tree)
+    recorded = [one["drafted"] for one in case["rounds"] if one["drafted"]]
+    assert [tree.token_ids[0, 1:].tolist() for tree in heads.last_stats.trees][: len(recorded)] == recorded
 
 
 def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
@@ -89,6 +108,46 @@ def test_slots(name: str) -> None:
             torch.testing.assert_close(
                 heads.draft_logits(slots), recorded[f"{prefix}.slot_logits"], rtol=1e-4, atol=1e-4
             )
+
+
+@torch.no_grad()
+def test_candidates() -> None:
+    """DFlash 2: unary logits, and scores of the candidates of every slot after the token drafted before it."""
+    name = "dflash2_b8_swa"
+    case, recorded = case_of(name), load_file(GOLDENS / name / "tensors.safetensors")
+    heads = load_heads(GOLDENS / name / "draft", kind="chain", depth=7)
+    heads.bind(target_of((GOLDENS / name / case["target"]).resolve()))
+    first, features = case["rounds"][0], recorded["r0.target_features"]
+    cache, before = heads.new_draft_cache(), [first["root"], *first["drafted"]]
+    state, logits = heads.start_draft(cache, torch.tensor([[0] * len(features) + [first["root"]]]), features[None])
+    for position in range(7):
+        if position:
+            state, logits = heads.extend_draft(cache, position, torch.tensor([[before[position]]]), state, None)
+        unary = heads.slot_logits(cache, position)[0, 0]
+        torch.testing.assert_close(unary, recorded["r0.unary_logits"][position], rtol=1e-4, atol=1e-4)
+        scores = logits[0, 0, first["candidates"][position]]
+        torch.testing.assert_close(scores, recorded["r0.candidate_scores"][position], rtol=1e-4, atol=1e-4)
+        assert int(logits.isfinite().sum()) == len(first["candidates"][position])
+
+
+@pytest.mark.parametrize("name", ["dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b4"])
+@torch.no_grad()
+def test_corrected_logits_and_confidence(name: str) -> None:
+    """Of every slot after the tokens recorded before it."""
+    case, recorded = case_of(name), load_file(GOLDENS / name / "tensors.safetensors")
+    heads = load_heads(GOLDENS / name / "draft", kind="chain", depth=case["settings"]["block_size"])
+    heads.bind(target_of((GOLDENS / name / case["target"]).resolve()))
+    first, features = case["rounds"][0], recorded["r0.target_features"]
+    cache, before = heads.new_draft_cache(), [first["root"], *first["all_slot_tokens"]]
+    state, logits = heads.start_draft(cache, torch.tensor([[0] * len(features) + [first["root"]]]), features[None])
+    for position in range(heads.max_draft_positions):
+        token = torch.tensor([[before[position]]])
+        if position:
+            state, logits = heads.extend_draft(cache, position, token, state, None)
+        torch.testing.assert_close(logits[0, 0], recorded["r0.slot_logits"][position], rtol=1e-4, atol=1e-4)
+        confidence = heads.predicted_acceptance(cache, position, token)
+        expected = recorded["r0.confidence_logits"][position].sigmoid()
+        torch.testing.assert_close(confidence[0, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_window_is_seen_in_the_recording() -> None:

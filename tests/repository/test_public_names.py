@@ -16,8 +16,12 @@ from hf_specheads.heads.auto import METHODS
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 PACKAGE = [
     "AutoDraftHead",
+    "DFlash2Head",
+    "DFlash2HeadConfig",
     "DFlashHead",
     "DFlashHeadConfig",
+    "DSparkHead",
+    "DSparkHeadConfig",
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 VOCAB = 99
@@ -211,16 +214,24 @@ def families() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def varied_target(model_type: str, text: Callable[[PreTrainedModel], torch.Tensor]) -> PreTrainedModel:
+def image_text_families() -> list[str]:
+    """All model types with a model of images and text."""
+    return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def varied_target(
+    model_type: str, text: Callable[[PreTrainedModel], torch.Tensor], auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """The first of a few random targets of a family whose text is varied enough for mistakes to show, or the best.
 
     Args:
-        model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of the mapping of `auto`.
         text: What a target generates, int64 [T].
+        auto: Class that makes it.
     """
     best, most = None, 0
     for seed, scale in enumerate((0.3, 0.15, 0.6, 0.3, 1.0)):
-        target = tiny_target(model_type, seed, scale)
+        target = tiny_target(model_type, seed, scale, auto)
         if (distinct := len(set(text(target).tolist()))) > most:
             best, most = target, distinct
         if most >= ENOUGH:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from support.families import tiny_target
-from support.targets import prompt
+from .families import tiny_target
+from .targets import prompt
 
 IMAGE_TOKEN, IMAGE_TOKENS = 98, 4
 SIZE, PATCH = 64, 16  # 16 patches, of which every family here makes four tokens

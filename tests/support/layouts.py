@@ -182,6 +182,40 @@ def dflash_speculators() -> Tensors:
 
 QWEN3_CONFIG = LLAMA_CONFIG | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
                                "head_dim": HEAD_DIM, "num_target_layers": 8}  # fmt: skip
+
+
+def dspark_tensors() -> Tensors:
+    """DSpark as DeepSpec saves it, with a gated Markov head of rank 6."""
+    generator = torch.Generator().manual_seed(7)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    return dflash_tensors(copies=True) | {
+        "markov_head.markov_w1.weight": weight(VOCAB, 6), "markov_head.markov_w2.weight": weight(VOCAB, 6),
+        "markov_head.gate_proj.weight": weight(6, HIDDEN + 6), "markov_head.gate_proj.bias": weight(6),
+        "confidence_head.proj.weight": weight(1, HIDDEN + 6), "confidence_head.proj.bias": weight(1),
+    }  # fmt: skip
+
+
+def dflash2_tensors() -> Tensors:
+    """DFlash 2, with convolutions of two taps and a selector of rank 6."""
+    generator = torch.Generator().manual_seed(8)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    convolutions = {
+        f"layers.{index}.{place}_conv.{name}": weight(*shape)
+        for index in range(2) for place in ("attention", "mlp")
+        for name, shape in (("base_kernel", (2, 2, HIDDEN)), ("kernel_projection.weight", (4 * HIDDEN // 16, HIDDEN)))
+    }  # fmt: skip
+    selector = {"predecessor_codebook": (VOCAB, 6), "successor_codebook": (VOCAB, 6),
+                "hidden_projection.weight": (6, HIDDEN)}  # fmt: skip
+    named = {f"candidate_selector.{name}": weight(*shape) for name, shape in selector.items()}
+    return dflash_tensors() | convolutions | named
+
+
 DFLASH = {"mask_token_id": 98, "target_layer_ids": [1, 4]}
 DEEPSPEC = QWEN3_CONFIG | DFLASH | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 0}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
@@ -356,6 +390,18 @@ LAYOUTS: dict[str, Layout] = {
         "dflash", "dflash",
     ),
     "dflash-deepspec": Layout(single(lambda: dflash_tensors(copies=True), DEEPSPEC), "dflash", "dflash"),
+    "dspark": Layout(
+        single(dspark_tensors, DEEPSPEC | {"markov_rank": 6, "markov_head_type": "gated"}), "dflash", "dspark"
+    ),
+    "dflash2": Layout(
+        single(
+            dflash2_tensors,
+            QWEN3_CONFIG | {"architectures": ["DFlash2DraftModel"],
+                            "dflash_config": DFLASH | {"block_size": 4, "conv_kernel_size": 2, "conv_group_size": 16,
+                                                       "selector_rank": 6, "selector_top_k": 8}},
+        ),
+        "dflash", "dflash2",
+    ),
     "jetspec": Layout(
         single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": DFLASH | {"causal_head": True}}),
         "dflash", "jetspec", arguments={"anchor_slot": "drafts"},

@@ -63,17 +63,18 @@ def test_losses_at_anchors_are_those_of_all_rows_there(target, method) -> None:
     assert torch.allclose(every, one_by_one, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["dflash", "jetspec"])
+@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark", "dflash2"])
 def test_recipes_train(workspace, tmp_path, method) -> None:
     """The shipped recipe at toy size: it learns, evaluates, and saves heads that load."""
     folder = tmp_path / method
     toy = ["heads.num_hidden_layers=2", "heads.block_size=4", "num_anchors=5", "max_steps=6", "logging_steps=1"]
+    toy += ["heads.markov_rank=8"] if method == "dspark" else []
     toy += ["per_device_train_batch_size=4", "gradient_accumulation_steps=1", "max_length=32", "eval_examples=4"]
     toy += ["learning_rate=0.01", "warmup_steps=0", "use_cpu=true", "disable_tqdm=true", "eval_max_new_tokens=8"]
     places = [f"target={tmp_path / 'target'}", f"train_data={tmp_path / 'train.jsonl'}", f"output_dir={folder}"]
     workspace.run("--config", method, *places, *toy)
     heads = load_heads(str(folder))
-    assert heads.config.method == method and heads.config.trained_positions == 3
+    assert heads.config.method == method and heads.config.trained_positions == heads.max_draft_positions
     facts = json.loads((folder / "training_facts.json").read_text())
     losses = [entry["loss"] for entry in facts["log_history"] if "loss" in entry]
     assert losses[-1] < losses[0] and "eval_loss" in facts["metrics"]

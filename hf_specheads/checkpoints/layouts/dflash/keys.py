@@ -15,5 +15,20 @@ BLOCK_SIZE, MASK_TOKEN, TAPS, TARGET_DEPTH = "block_size", "mask_token_id", "tar
 LAYER_TYPES, SLIDING, FULL, WINDOW = "layer_types", "sliding_attention", "full_attention", "sliding_window"
 MULTIPLIER, SOFTCAP, EMBEDDING_SCALE = "output_multiplier", "final_logit_softcapping", "input_embedding_scale"
 NON_CAUSAL = "sliding_window_non_causal"
+MARKOV, CONFIDENCE = "markov_head.", "confidence_head."
+MARKOV_IN, MARKOV_OUT = MARKOV + "markov_w1.weight", MARKOV + "markov_w2.weight"
+# By the kind of Markov head, what it has besides.
+MARKOV_PARTS = {"vanilla": (), "gated": ("gate_proj.weight", "gate_proj.bias"),
+                "rnn": ("joint_proj.weight", "joint_proj.bias")}  # fmt: skip
+CONFIDENCE_PARTS = (CONFIDENCE + "proj.weight", CONFIDENCE + "proj.bias")
+SELECTOR = "candidate_selector."
+SELECTOR_PARTS = tuple(
+    SELECTOR + part for part in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+)
+SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# Of every layer of DFlash 2, without its prefix.
+CONVOLUTION_PARTS = tuple(
+    f"{place}_conv.{part}" for place in ("attention", "mlp") for part in ("base_kernel", "kernel_projection.weight")
+)
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
-ZLAB, DEEPSPEC = "DFlashDraftModel", "DSparkModel"
+ZLAB, ZLAB2, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel"

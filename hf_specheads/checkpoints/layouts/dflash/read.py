@@ -22,8 +22,10 @@ from ....errors import (
     UnknownFormatError,
     refuse_wrong_keys,
 )
-from ....heads.block_config import ANCHOR_SLOTS, spread_layers
+from ....heads.block_config import ANCHOR_SLOTS, BlockHeadConfig, spread_layers
 from ....heads.dflash import DFlashHeadConfig
+from ....heads.dflash2 import DFlash2HeadConfig
+from ....heads.dspark import DSparkHeadConfig
 from ....heads.pruning import PRUNED_TOKEN_IDS
 from ..fields import (
     EAGLE3_ROPES,
@@ -67,13 +69,15 @@ def convert(source: Source) -> Conversion:
     raw_config, notes = with_nested(source.raw_config), list[str]()
     tensors, borrowed = _apart(source.tensors)
     sizes = _sizes(raw_config, tensors, notes)
-    _check_keys(tensors, sizes["num_hidden_layers"])
+    config_class, extra, parts = _method(raw_config, tensors, sizes, notes)
+    _check_keys(tensors, sizes["num_hidden_layers"], parts)
     vocabulary = _draft_vocabulary(borrowed, raw_config, notes)
     causal = any(boolean(raw_config, name) for name in ("causal_head", "causal", "is_causal"))
     fields: dict[str, Any] = {
         **sizes,
-        "method": "jetspec" if causal else "dflash",
+        "method": "jetspec" if causal and config_class is DFlashHeadConfig else config_class.method,
         "causal": causal,
+        **extra,
         "attention_bias": FIRST_LAYER + attention_bias("q") in tensors,
         "attention_out_bias": FIRST_LAYER + attention_bias("o") in tensors,
         **block_fields(raw_config, source, notes),
@@ -82,7 +86,7 @@ def convert(source: Source) -> Conversion:
         "target": target_of(raw_config.get(TARGET_NAME), borrowed.get(EMBEDDING)),
         "pruned_vocab_size": None if vocabulary is None else len(vocabulary),
     }
-    config = config_of(DFlashHeadConfig, fields, source.name)
+    config = config_of(config_class, fields, source.name)
     return Conversion(config, tensors if vocabulary is None else tensors | {PRUNED_TOKEN_IDS: vocabulary}, notes)
 
 
@@ -230,11 +234,60 @@ def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
     )
 
 
-def _check_keys(tensors: Tensors, num_layers: int) -> None:
+def _method(
+    raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
+) -> tuple[type[BlockHeadConfig], dict[str, Any], set[str]]:
+    """Config class of the method, its fields, and the tensors it has besides DFlash's."""
+    if any(key.startswith((keys.MARKOV, keys.CONFIDENCE)) for key in tensors):
+        return (DSparkHeadConfig, *_markov(raw_config, tensors, sizes))
+    if any(key.startswith(keys.SELECTOR) for key in tensors):
+        return (DFlash2HeadConfig, *_selector(raw_config, tensors, sizes, notes))
+    return DFlashHeadConfig, {}, set()
+
+
+def _selector(
+    raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Fields of DFlash 2's selector and convolutions, and the tensors they have."""
+    parts = {f"layers.{i}.{part}" for i in range(sizes["num_hidden_layers"]) for part in keys.CONVOLUTION_PARTS}
+    parts |= set(keys.SELECTOR_PARTS)
+    refuse_wrong_keys(missing=parts - set(tensors), unknown=set())
+    kernel = tensors[FIRST_LAYER + keys.CONVOLUTION_PARTS[0]]
+    fields = {
+        "selector_rank": matrix_shape(tensors, keys.SELECTOR_PARTS[0])[1],
+        "conv_kernel_size": kernel.shape[1] if kernel.dim() == 3 else 0,
+        "conv_group_size": integer(raw_config, "conv_group_size", notes, default=16),
+    }
+    refuse_contradiction(raw_config, fields)
+    return {**fields, "selector_top_k": integer(raw_config, "selector_top_k", notes, default=16)}, parts
+
+
+def _markov(raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int]) -> tuple[dict[str, Any], set[str]]:
+    """Fields of DSpark's Markov head and confidence head, and the tensors they have."""
+    refuse_wrong_keys(missing={keys.MARKOV_IN, keys.MARKOV_OUT} - set(tensors), unknown=set())
+    kind = raw_config.get("markov_head_type") or "vanilla"
+    if kind not in keys.MARKOV_PARTS:
+        raise HeadConfigError(f"config.json has markov_head_type={kind!r}, expected one of {list(keys.MARKOV_PARTS)}.")
+    rank, width = matrix_shape(tensors, keys.MARKOV_IN)[1], sizes["hidden_size"]
+    refuse_contradiction(raw_config, {"markov_rank": rank})
+    if (rows := matrix_shape(tensors, keys.MARKOV_OUT)[0]) != sizes["vocab_size"]:
+        raise CheckpointShapeError(
+            f"{keys.MARKOV_OUT} has {rows} rows for {sizes['vocab_size']} tokens; DSpark heads over a part of the "
+            "vocabulary are not read."
+        )
+    parts = {keys.MARKOV_IN, keys.MARKOV_OUT, *(keys.MARKOV + part for part in keys.MARKOV_PARTS[kind])}
+    confident = keys.CONFIDENCE_PARTS[0] in tensors
+    inputs = matrix_shape(tensors, keys.CONFIDENCE_PARTS[0])[1] if confident else width + rank
+    fields = {"markov_head": kind, "markov_rank": rank, "confidence_head": confident}
+    fields["confidence_with_markov"] = inputs != width
+    return fields, parts | (set(keys.CONFIDENCE_PARTS) if confident else set())
+
+
+def _check_keys(tensors: Tensors, num_layers: int, others: set[str]) -> None:
     biases = [attention_bias(x) for x in "qkv"] if FIRST_LAYER + attention_bias("q") in tensors else []
     biases += [attention_bias("o")] if FIRST_LAYER + attention_bias("o") in tensors else []
     parts = (*keys.LAYER_PARTS, *biases)
-    expected = {FC, keys.CONTEXT_NORM, keys.NORM}
+    expected = {FC, keys.CONTEXT_NORM, keys.NORM, *others}
     expected |= {f"layers.{index}.{part}" for index in range(num_layers) for part in parts}
     refuse_wrong_keys(missing=expected - set(tensors), unknown=set(tensors) - expected)
 

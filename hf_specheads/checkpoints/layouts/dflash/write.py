@@ -7,16 +7,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ....errors import ExportError
-from ....heads.dflash import DFlashHead
+from ....heads.block import BlockHead
+from ....heads.dflash2 import DFlash2Head
 from ..written import Layout, common_notes, dtype_name, rope_fields, token_fields
 from . import keys
 
 
-def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
+def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     """Files in the authors' layout.
 
     Args:
-        heads: DFlash or JetSpec heads.
+        heads: DFlash, DFlash 2 or JetSpec heads.
         target: The loaded target, whose depth tells where index -1 of its hidden states is; the heads remember it.
 
     Raises:
@@ -35,8 +36,10 @@ def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
     nested |= {keys.EMBEDDING_SCALE: config.embedding_scale} if config.embedding_scale != 1 else {}
     nested |= {keys.MULTIPLIER: config.logit_multiplier} if config.logit_multiplier != 1 else {}
     nested |= {keys.SOFTCAP: config.logit_softcap} if config.logit_softcap is not None else {}
+    if isinstance(heads, DFlash2Head):
+        nested |= {name: getattr(heads.config, name) for name in keys.SELECTOR_FIELDS}
     fields = {
-        "architectures": [keys.ZLAB],
+        "architectures": [keys.ZLAB2 if isinstance(heads, DFlash2Head) else keys.ZLAB],
         **qwen3_fields(heads, "dflash"),
         keys.BLOCK_SIZE: config.block_size,
         keys.NESTED: nested,
@@ -47,7 +50,7 @@ def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
     return Layout(fields, own_tensors(heads), notes)
 
 
-def qwen3_fields(heads: DFlashHead, destination: str) -> dict[str, Any]:
+def qwen3_fields(heads: BlockHead, destination: str) -> dict[str, Any]:
     """Fields of the layers, as of an ordinary Qwen 3.
 
     Raises:
@@ -76,14 +79,14 @@ def qwen3_fields(heads: DFlashHead, destination: str) -> dict[str, Any]:
     }
 
 
-def target_depth(heads: DFlashHead, target: PreTrainedModel | None) -> int | None:
+def target_depth(heads: BlockHead, target: PreTrainedModel | None) -> int | None:
     """Layers of the target, as far as anybody knows."""
     if target is not None:
         return int(target.config.get_text_config(decoder=True).num_hidden_layers)
     return (heads.config.target or {}).get("num_hidden_layers")
 
 
-def taps(heads: DFlashHead, depth: int | None) -> list[int]:
+def taps(heads: BlockHead, depth: int | None) -> list[int]:
     """Hidden states the heads read, counted as outputs of layers.
 
     Raises:
@@ -97,6 +100,6 @@ def taps(heads: DFlashHead, depth: int | None) -> list[int]:
     return [(depth if level == -1 and depth is not None else level) - 1 for level in levels]
 
 
-def own_tensors(heads: DFlashHead) -> dict[str, Any]:
+def own_tensors(heads: BlockHead) -> dict[str, Any]:
     """The heads' weights, which have the layout's names already."""
     return {name: parameter.detach() for name, parameter in heads.named_parameters()}

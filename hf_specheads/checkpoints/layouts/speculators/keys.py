@@ -7,12 +7,12 @@ from ..keys import FIRST_LAYER, INPUT_NORM
 
 # The field of `config.json` that names the type of the model, and the types that are read.
 KIND, EAGLE_KIND, EAGLE3_KIND, PEAGLE_KIND = "speculators_model_type", "eagle", "eagle3", "peagle"
-DFLASH_KIND = "dflash"
-KINDS = (EAGLE_KIND, EAGLE3_KIND, PEAGLE_KIND, DFLASH_KIND)
+DFLASH_KIND, DSPARK_KIND = "dflash", "dspark"
+KINDS = (EAGLE_KIND, EAGLE3_KIND, PEAGLE_KIND, DFLASH_KIND, DSPARK_KIND)
 # Fields of block drafters that stand beside the layer's.
 AUX_LAYERS = "aux_hidden_state_layer_ids"
 BLOCK_FIELDS = ("block_size", "mask_token_id", "sample_from_anchor", "shift_label", "sliding_window_non_causal",
-                "projector_type", "target_hidden_size")  # fmt: skip
+                "projector_type", "target_hidden_size", "markov_rank", "markov_head_type")  # fmt: skip
 # The objects that hold the layer's fields, and the target's name.
 LAYER_CONFIG, OWN_CONFIG = "transformer_layer_config", "speculators_config"
 VERIFIER, VERIFIER_NAME = "verifier", "name_or_path"

@@ -2,7 +2,8 @@
 
     eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
-    dflash   keys as in `dflash`, with copies of the target's embedding and of drafted rows of its `lm_head`; taps are
+    dflash, dspark
+             keys as in `dflash`, with copies of the target's embedding and of drafted rows of its `lm_head`; taps are
              indices of transformers' `hidden_states`, windows count from the root
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
@@ -60,8 +61,8 @@ def convert(source: Source) -> Conversion:
     elif kind == keys.PEAGLE_KIND:
         flat |= {field: raw_config[field] for field in keys.PEAGLE_FIELDS if field in raw_config}
         conversion = peagle.convert(Source(_with_residual(flat), source.tensors, source.name))
-    elif kind == keys.DFLASH_KIND:
-        conversion = dflash.convert(replace(source, raw_config=flat | _block_config(raw_config)))
+    elif kind in (keys.DFLASH_KIND, keys.DSPARK_KIND):
+        conversion = dflash.convert(replace(source, raw_config=flat | _block_config(raw_config, kind)))
     else:
         flat |= {field: raw_config[field] for field in keys.EAGLE3_FIELDS if field in raw_config}
         conversion = eagle3.convert(Source(_with_residual(flat), source.tensors, source.name))
@@ -70,14 +71,14 @@ def convert(source: Source) -> Conversion:
     return conversion
 
 
-def _block_config(raw_config: RawConfig) -> RawConfig:
+def _block_config(raw_config: RawConfig, kind: str) -> RawConfig:
     """Fields of a block drafter in the spelling of its authors."""
     fields = {name: raw_config[name] for name in keys.BLOCK_FIELDS if raw_config.get(name) is not None}
     levels = raw_config.get(keys.AUX_LAYERS)
     if not isinstance(levels, list) or not all(type(level) is int and level >= 0 for level in levels):
         raise HeadConfigError(f"config.json has {keys.AUX_LAYERS}={levels!r}, expected a list of hidden states.")
     fields.setdefault("sliding_window_non_causal", False)
-    fields.setdefault("sample_from_anchor", bool(fields.get("shift_label")))
+    fields.setdefault("sample_from_anchor", bool(fields.get("shift_label", kind == keys.DSPARK_KIND)))
     return fields | {dflash_keys.TAPS: [level - 1 for level in levels], "window_from": "anchor"}
 
 

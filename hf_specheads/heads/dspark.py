@@ -1,0 +1,185 @@
+"""DSpark heads: DFlash's block, whose slots learn what was drafted before them (arXiv 2607.05147).
+
+    g = W1[y]                              vanilla; y the token before the slot, the root before the first
+    g = sigmoid(G [h_s ; W1[y]]) * W1[y]   gated
+    g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn
+    logits of slot s after y = lm_head(h_s) + W2 g
+
+The layers still run once a round; only this low-rank correction is made along the drafted paths, so trees are
+conditioned on their branches. A confidence head predicts how likely a draft of slot s after y is to be accepted:
+`stop_below` gives drafts up by it.
+"""
+
+# No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from ..cache.draft import DraftCache
+from ..publishing.card.facts import Published
+from ..unroll.rows import DraftedPass, TrainingRows, later
+from .block import BlockHead
+from .block_config import BlockHeadConfig
+from .dflash import DFLASH_PAPER
+
+__all__ = ["DSparkHead", "DSparkHeadConfig"]
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+DSPARK_PAPER = "DSpark, [arXiv:2607.05147](https://arxiv.org/abs/2607.05147)"
+
+
+@strict
+class DSparkHeadConfig(BlockHeadConfig):
+    r"""Configuration of DSpark heads; see [`BlockHeadConfig`] for the block.
+
+    Args:
+        markov_rank: Rank r of the correction by the token before.
+        markov_head: `"vanilla"`, `"gated"` or `"rnn"`, how it is made.
+        confidence_head: Whether the heads predict how likely a draft is to be accepted.
+        confidence_with_markov: Whether that prediction reads the token before, too.
+    """
+
+    model_type = "specheads_dspark"
+    required_fields: ClassVar[tuple[str, ...]] = (
+        *BlockHeadConfig.required_fields, "markov_rank", "markov_head", "confidence_head", "confidence_with_markov",
+    )  # fmt: skip
+
+    method: str = "dspark"
+    block_size: int = 7
+    anchor_slot: str = "drafts"
+    markov_rank: int = 256
+    markov_head: str = "vanilla"
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        self._validate_sizes("markov_rank")
+        if self.markov_head not in MARKOV_HEADS:
+            raise ValueError(f"`markov_head` must be one of {list(MARKOV_HEADS)}, got {self.markov_head!r}.")
+
+
+class MarkovHead(nn.Module):
+    """The correction of a slot's logits by the token before it.
+
+    Shapes: states of slots [..., h], embeddings W1[y] [..., r], recurrent states [..., r] -> g [..., r] and the next
+    recurrent state [..., r] (without meaning but for `"rnn"`).
+    """
+
+    def __init__(self, config: DSparkHeadConfig):
+        super().__init__()
+        rank, width = config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if config.markov_head == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_head == "rnn" else None
+
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.gate_proj is not None:
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1))) * embedded, state
+        if self.joint_proj is None:
+            return embedded, state
+        kept, new, out = self.joint_proj(torch.cat([state, embedded, hidden], dim=-1)).chunk(3, dim=-1)
+        kept = torch.sigmoid(kept)
+        return torch.tanh(out), kept * state + (1 - kept) * torch.tanh(new)
+
+
+class ConfidenceHead(nn.Module):
+    """One linear map to the logit of being accepted: [..., h] or [..., h + r] -> [...]."""
+
+    def __init__(self, inputs: int):
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.proj(inputs)[..., 0]
+
+
+class DSparkHead(BlockHead):
+    """Block drafter with a Markov head and a confidence head."""
+
+    config_class = DSparkHeadConfig
+    config: DSparkHeadConfig
+    published: ClassVar[dict[str, Published]] = {"dspark": Published("DSpark", (DSPARK_PAPER, DFLASH_PAPER))}
+
+    def __init__(self, config: DSparkHeadConfig):
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = None
+        if config.confidence_head:
+            extra = config.markov_rank if config.confidence_with_markov else 0
+            self.confidence_head = ConfidenceHead(config.hidden_size + extra)
+        self.post_init()
+
+    @property
+    def independent_positions(self) -> bool:
+        return False
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        return self.confidence_head is not None
+
+    # ------------------------------------------------------------------ drafting
+    def root_state(self, slots: torch.Tensor) -> torch.Tensor:
+        """The recurrent state before the first slot, [B, 1, r]."""
+        return slots.new_zeros(slots.shape[0], 1, self.config.markov_rank)
+
+    def node_logits(
+        self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.slot_states(cache, position).expand(-1, token_ids.shape[1], -1)
+        correction, states = self.markov_head(hidden, self.markov_head.markov_w1(token_ids), states)
+        return states, self.slot_logits(cache, position) + self.corrections(correction)
+
+    def corrections(self, correction: torch.Tensor) -> torch.Tensor:
+        """W2 g over the draft vocabulary in fp32, [..., r] -> [..., Vd]."""
+        weight = self.markov_head.markov_w2.weight
+        weight = weight if self.pruned_token_ids is None else weight[self.pruned_token_ids]
+        return nn.functional.linear(correction, weight).float()
+
+    def predicted_acceptance(self, cache: DraftCache, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.slot_states(cache, position).expand(-1, token_ids.shape[1], -1)
+        return torch.sigmoid(self.confidence(hidden, self.markov_head.markov_w1(token_ids)).float())
+
+    def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Logits of being accepted, from states of slots [..., h] and W1[y] [..., r]."""
+        if self.confidence_head is None:
+            raise RuntimeError("these heads have no confidence head; ask `heads.predicts_acceptance` first.")
+        if self.config.confidence_with_markov:
+            return self.confidence_head(torch.cat([hidden, embedded], dim=-1))
+        return self.confidence_head(hidden)
+
+    # ------------------------------------------------------------------ training
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Pass i is slot i after the true token before it; what it holds is [h_s ; g ; W1[y]]."""
+        slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
+        state = slots.new_zeros(*anchors.shape, self.config.markov_rank)
+        for position in range(num_passes):
+            hidden = slots[:, :, position + self.config.first_slot]
+            embedded = self.markov_head.markov_w1(later(rows.next_token_ids, position).gather(1, anchors))
+            correction, state = self.markov_head(hidden, embedded, state)
+            yield DraftedPass(
+                hidden=torch.cat([hidden, correction, embedded], dim=-1),
+                logits=partial(self._corrected_logits, rows),
+                offset=position,
+                confidence=None if self.confidence_head is None else self._row_confidence,
+            )
+
+    def _parts(self, held: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rank = self.config.markov_rank
+        return held.split([self.config.hidden_size, rank, rank], dim=-1)
+
+    def _corrected_logits(self, rows: TrainingRows, held: torch.Tensor) -> torch.Tensor:
+        hidden, correction, _ = self._parts(held)
+        return self.row_logits(rows, hidden).float() + self.markov_head.markov_w2(correction).float()
+
+    def _row_confidence(self, held: torch.Tensor) -> torch.Tensor:
+        hidden, _, embedded = self._parts(held)
+        return self.confidence(hidden, embedded)

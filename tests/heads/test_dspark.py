@@ -1,0 +1,117 @@
+"""DSpark: slots corrected by what was drafted before them, the same in drafting and training; cuts by confidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.heads import scrambled_heads
+from support.targets import plain, prompt, shared_target
+from transformers import set_seed
+
+from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads.unroll.rows import TrainingRows
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+def heads_of(kind: str = "vanilla", **options: Any) -> DraftHead:
+    options = {"num_hidden_layers": 2, "block_size": 4, "markov_rank": 6, "markov_head": kind, **options}
+    return scrambled_heads(shared_target(), "dspark", **options).bind(shared_target())
+
+
+@pytest.mark.parametrize("anchor_slot", ["drafts", "idle"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_training_says_what_drafting_says(kind: str, anchor_slot: str) -> None:
+    """After true tokens, at two anchors: logits and predicted acceptance of every slot."""
+    heads, generator = heads_of(kind, anchor_slot=anchor_slot), torch.Generator().manual_seed(2)
+    heads.tree_config = heads.tree_config.replace(kind="chain", depth=heads.max_draft_positions)
+    features = torch.randn(1, 12, len(heads.feature_layers) * heads.config.feature_size, generator=generator)
+    ids = torch.randint(90, (1, 13), generator=generator)
+    target, anchors = shared_target(), [3, 6]
+    rows = TrainingRows(
+        features=features,
+        token_ids=None,
+        next_token_ids=ids[:, 1:],
+        documents=torch.zeros(1, 12, dtype=torch.long),
+        position_ids=torch.arange(12)[None],
+        embed=target.get_input_embeddings(),
+        lm_head=target.lm_head,
+        anchors=torch.tensor([anchors]),
+    )
+    passes = list(heads.unroll(rows, heads.max_draft_positions))
+    for column, anchor in enumerate(anchors):
+        cache = heads.new_draft_cache()
+        state, logits = heads.start_draft(cache, ids[:, : anchor + 2], features[:, : anchor + 1])
+        for position, drafted in enumerate(passes):
+            before = ids[:, anchor + 1 + position : anchor + 2 + position]
+            if position:
+                state, logits = heads.extend_draft(cache, position, before, state, None)
+            held = drafted.hidden[:, column]
+            torch.testing.assert_close(drafted.logits(held), logits[:, 0], rtol=1e-4, atol=1e-4)
+            confidence = heads.predicted_acceptance(cache, position, before)[:, 0]
+            torch.testing.assert_close(drafted.confidence(held).sigmoid(), confidence, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_branches_draft_differently(kind: str) -> None:
+    """A node's children depend on its token; with a recurrent head, on those before it too."""
+    heads = heads_of(kind)
+    features = torch.randn(1, 5, len(heads.feature_layers) * heads.config.feature_size)
+    cache = heads.new_draft_cache()
+    state, _ = heads.start_draft(cache, torch.tensor([[0, 1, 2, 3, 4, 5]]), features)
+    tokens = torch.tensor([[7, 8]])
+    states, logits = heads.extend_draft(cache, 1, tokens, state.expand(-1, 2, -1), None)
+    assert (logits[:, 0] - logits[:, 1]).abs().max() > 1e-3
+    again = heads.extend_draft(cache, 2, torch.tensor([[9, 9]]), states, None)[1]
+    differs = bool((again[:, 0] - again[:, 1]).abs().max() > 1e-4)
+    assert differs == (kind == "rnn")
+
+
+class Sure:
+    """Predicted acceptance by a rule of the tokens, so that cuts fall everywhere."""
+
+    def __init__(self, heads: DraftHead, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(type(heads), "predicted_acceptance", staticmethod(self))
+
+    def __call__(self, cache: Any, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+        return (token_ids % 5 != position) * 0.9
+
+
+@pytest.mark.parametrize("kind", ["chain", "dynamic"])
+def test_cuts_keep_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ids, heads = shared_target(), prompt(), heads_of()
+    Sure(heads, monkeypatch)
+    heads.adaptive, heads.trace = False, True
+    cut = heads.with_tree(kind=kind, depth=4, top_k=2, total_tokens=7, stop_below=0.5)
+    assert torch.equal(plain(target, ids, 30, assistant_model=cut), plain(target, ids, 30))
+    stats = cut.last_stats
+    assert stats.plain_steps > 0, "rounds without a draft"
+    depths = {tree.max_depth for tree in stats.trees}
+    assert len(depths) > 1 and stats.draft_forwards >= stats.rounds
+    assert sum(n + 1 for n in stats.num_accepted[0]) + stats.plain_steps == 29
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": True, "temperature": 0.7}
+    set_seed(5)
+    expected = target.generate(ids, **options)
+    set_seed(5)
+    assert torch.equal(target.generate(ids, assistant_model=cut, **options), expected)
+
+
+def test_cuts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, heads = shared_target(), heads_of("rnn")
+    Sure(heads, monkeypatch)
+    heads.adaptive = False
+    inputs, alone = batch_of((7, 19, 3))
+    cut = heads.with_tree(kind="chain", depth=4, stop_below=0.5)
+    assert_rows(greedy(target, inputs, assistant_model=cut), 19, alone_texts(target, alone))
+
+
+def test_impossible_configs() -> None:
+    with pytest.raises(ValueError, match=r"markov_head.*vanilla.*other"):
+        AutoDraftHead.from_target(shared_target(), "dspark", markov_head="other")
+    with pytest.raises(ValueError, match="markov_rank"):
+        AutoDraftHead.from_target(shared_target(), "dspark", markov_rank=0)

@@ -1,0 +1,73 @@
+"""Targets that are sharded over processes, spread over devices, or loaded in another way."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_specheads import AutoDraftHead
+from hf_specheads.trainer import building
+from hf_specheads.trainer.__main__ import main
+
+
+def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> None:
+    """FSDP2 over two processes of gloo, against one process with the whole target and the same batch."""
+    common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=0",
+              "per_device_eval_batch_size=2"]  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", str(port), "-m", "hf_specheads.trainer"]  # fmt: skip
+    two = [*common, "per_device_train_batch_size=2", "ddp_backend=gloo", "shard_target=true"]
+    result = subprocess.run(
+        [*launch, *two, f"output_dir={tmp_path / 'two'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "50 % of the layers' weights on each process" in result.stdout
+    workspace.run(*common, "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}")
+    ours, theirs = (AutoDraftHead.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+    facts = [json.loads((tmp_path / name / "training_facts.json").read_text()) for name in ("one", "two")]
+    assert [f["hardware"]["processes"] for f in facts] == [1, 2]
+
+
+def test_what_cannot_be_sharded_is_refused(workspace, tmp_path: Path, capsys) -> None:
+    assert main([*workspace.options, "shard_target=true", f"output_dir={tmp_path / 'run'}"]) == 2
+    assert "needs several processes" in capsys.readouterr().err
+
+
+def test_options_reach_the_target(workspace, tmp_path: Path, monkeypatch) -> None:
+    made, kept = [], building.load_target
+
+    def load(recipe):
+        made.append(kept(recipe))
+        return made[0]
+
+    monkeypatch.setattr(building, "load_target", load)
+    options = ["target_options.attn_implementation=eager", "target_options.device_map=cpu", "eval_examples=0"]
+    workspace.run(*workspace.options, *options, "max_steps=1", f"output_dir={tmp_path / 'run'}")
+    assert made[0].config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("target_options.nonsense=1", "`target_options` ['nonsense'] cannot be used with this target"),
+        ("target_options.quantization_config={quant_method: nothing}", "quantization_config` is none"),
+        ("target_options=3", "`target_options` must be a mapping"),
+    ],
+)
+def test_options_that_are_none_are_named(workspace, tmp_path: Path, capsys, change: str, words: str) -> None:
+    assert main([*workspace.options, change, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert words in capsys.readouterr().err

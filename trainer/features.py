@@ -1,0 +1,154 @@
+"""Writes the target's features of a data set to disk, for training that does not run the target.
+
+    specheads features --target org/model --data runs/data --out runs/features --method eagle
+    specheads train --config eagle target=org/model train_data=runs/features output_dir=runs/eagle
+
+Seldom worth it: at H = 4096 a token takes 8 KiB, four times that for EAGLE-3, and the trainer computes features in
+process as fast as it needs them. The size is said first, and asked for (--yes) above a limit. The command goes on
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .sources import DataSource
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "specheads features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", required=True, help="target model: folder or Hub id")
+    parser.add_argument("--data", required=True, help="as train_data of a recipe")
+    parser.add_argument("--name", help="configuration of a Hub data set")
+    parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
+    parser.add_argument("--method", default="eagle", help="heads that will read them: says which hidden states")
+    parser.add_argument("--max-length", type=int, default=2048, help="longest example in tokens")
+    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
+    parser.add_argument("--batch-size", type=int, default=8, help="examples of a forward")
+    parser.add_argument("--rows-per-shard", type=int, default=256)
+    parser.add_argument("--dtype", default="auto", help="of the target")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    parser.add_argument("--limit-gib", type=float, default=50.0, help="above it, --yes is needed")
+    parser.add_argument("--yes", action="store_true", help="write, however much it is")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON, and nothing else, to stdout")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes shards until all examples are there; 0, or 2 for wrong input."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        counts = write_features(args)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"specheads features: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"out": str(args.out), **counts}))
+    else:
+        print(f"{counts['examples']} examples, {counts['tokens']} tokens, {counts['bytes'] / 2**30:.2f} GiB")
+        print(f"train with train_data={args.out}")
+    return 0
+
+
+def write_features(args: argparse.Namespace) -> dict[str, int]:
+    """Does what the arguments say; returns `examples`, `tokens` and `bytes` of the whole folder.
+
+    Raises:
+        ValueError: for wrong arguments or data, a folder begun with other settings, or more than `--limit-gib`.
+    """
+    from transformers import AutoTokenizer
+
+    from hf_specheads.target.identity import target_identity, target_sizes
+
+    from .preparing import prepare_dataset
+    from .shards import ShardFolder
+    from .stored_features import BYTES, KIND
+    from .target_features import FrozenTarget
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    rows = DataSource(args.data, args.name, args.split).load()
+    data = prepare_dataset(rows, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
+    target, layers = load_target(args)
+    width = target_sizes(target)["feature_size"] * (1 if layers == (-1,) else len(layers) + 1)
+    tokens = sum(map(len, data["input_ids"]))
+    size = tokens * width * BYTES
+    print(f"{len(data)} examples, {tokens} tokens, {width} numbers each: {size / 2**30:.2f} GiB", file=sys.stderr)
+    if size > args.limit_gib * 2**30 and not args.yes:
+        raise ValueError(
+            f"that is more than --limit-gib {args.limit_gib:g}; pass --yes to write it, or train without stored "
+            "features."
+        )
+    settings = {name: getattr(args, name) for name in ("data", "name", "split", "max_length", "rows_per_shard")}
+    settings |= {"template_kwargs": args.template_kwargs, "layers": list(layers), "target": target_identity(target)}
+    folder = ShardFolder(args.out, KIND, {**settings, "examples": len(data)})
+    fill(folder, data, FrozenTarget(target), layers, args)
+    found = folder.counts()
+    return {"examples": found["examples"], "tokens": found["tokens"], "bytes": found["tokens"] * width * BYTES}
+
+
+def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+    """The target, and the hidden states that heads of the method read.
+
+    Raises:
+        ValueError: for an unknown method, or one whose heads read none.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_specheads.heads.auto import METHODS
+
+    if args.method not in METHODS:
+        raise ValueError(f"--method must be one of {sorted(METHODS)}, got {args.method!r}.")
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=args.device)
+    fields = METHODS[args.method].config_class.fields_for_target(target, args.method)
+    layers = tuple(fields.get("feature_layers") or (-1,))
+    if args.method == "draft-lm":
+        raise ValueError("a small language model as draft heads reads no features of the target; train it without.")
+    return target, layers
+
+
+def fill(folder: Any, data: Any, frozen: Any, layers: tuple[int, ...], args: argparse.Namespace) -> None:
+    """Writes the shards that are not there yet; several processes share them out."""
+    from tqdm import tqdm
+
+    from .data import PaddedCollator
+    from .stored_features import write_shard
+
+    collate = PaddedCollator(0, args.max_length)
+    device = frozen.model.get_input_embeddings().weight.device
+    starts = range(0, len(data), args.rows_per_shard)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    todo = [index for index in range(rank, len(starts), world) if not folder.is_done(index)]
+    hidden = args.quiet or not sys.stderr.isatty()
+    for index in tqdm(todo, unit="shard", desc="features", disable=hidden):
+        examples = list(data.select(range(starts[index], min(starts[index] + args.rows_per_shard, len(data)))))
+        features = []
+        for first in range(0, len(examples), args.batch_size):
+            part = examples[first : first + args.batch_size]
+            batch = {name: value.to(device) for name, value in collate(part).items()}
+            read, final = frozen.features(batch, layers)
+            for row, example in enumerate(part):
+                length = len(example["input_ids"])
+                features.append((read[row, :length], None if layers == (-1,) else final[row, :length]))
+        write_shard(folder, index, examples, features)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
