@@ -118,7 +118,7 @@ def test_no_weights_of_the_target(hub: HubEndpoint, family: str, tmp_path: Path)
         parameter.data.add_(torch.randn_like(parameter) / 100)  # no two norms alike
     theirs = list(target.state_dict().values())
     borrowed = {tensor.data_ptr() for tensor in theirs}
-    for method in METHODS:
+    for method in sorted(set(METHODS) - {"lookup"}):  # which has no weights
         heads = heads_of(method, target).bind(target)
         for parameter in heads.parameters():  # some start as copies of the target's; after training they differ
             if parameter.data_ptr() not in borrowed:
