@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .checkpoints.write import Exported as Exported
     from .checkpoints.write import export_heads as export_heads
     from .configuration import DraftHeadConfig as DraftHeadConfig
+    from .diagnosis.diagnosis import Diagnosis as Diagnosis
+    from .diagnosis.difference import Difference as Difference
+    from .diagnosis.difference import explain_difference as explain_difference
+    from .diagnosis.doctor import diagnose as diagnose
     from .errors import ExportError as ExportError
     from .errors import HeadLoadError as HeadLoadError
     from .errors import UnsupportedGenerationError as UnsupportedGenerationError
@@ -67,6 +71,9 @@ _MODULES = {
     "checkpoints.load": ("load_heads",),
     "checkpoints.write": ("Exported", "export_heads"),
     "configuration": ("DraftHeadConfig",),
+    "diagnosis.diagnosis": ("Diagnosis",),
+    "diagnosis.difference": ("Difference", "explain_difference"),
+    "diagnosis.doctor": ("diagnose",),
     "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
     "generation.candidates": ("DraftHeadCandidateGenerator",),
     "generation.loop": ("speculative_generate",),

@@ -29,6 +29,8 @@ class DraftHeadConfig(PreTrainedConfig):
             and `fingerprint` (see [`target.identity.target_fingerprint`]); `None` in files that do not say.
         target_adapter: Of heads trained together with a LoRA adapter of their target, which lies in `target_adapter/`
             beside them: its `fingerprint`, `None` while it is being trained. `None` for a target as it is.
+        feature_statistics: Scale and centre of the target's features in training, see [`target.statistics`]; `None`
+            in files that do not say.
         method: Published method the heads follow, for cards and messages.
         train_max_length: Longest training sequence in tokens, `None` if unknown.
         pruned_vocab_size: Tokens the heads are pruned to (`heads.prune_draft_vocabulary`), `None` if they are not; the
@@ -48,6 +50,7 @@ class DraftHeadConfig(PreTrainedConfig):
     tuned: list | None = None
     target: dict | None = None
     target_adapter: dict | None = None
+    feature_statistics: dict | None = None
     method: str = "eagle"
     train_max_length: int | None = None
     pruned_vocab_size: int | None = None

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.statistics import FeatureStatistics
 
 from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
@@ -128,6 +129,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
+        self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
         self._micro_step = 0
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
@@ -164,6 +166,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     ) -> Unroll:
         """The unroll of one batch: target features, input noise when training, and the rows."""
         features, final_features = self.features_of(batch, num_items, training)
+        if training:
+            self._feature_statistics.remember(self.model.config, features, batch["loss_mask"])
         noise = self._noise(features, batch) if training else None
         return Unroll(
             self.model,

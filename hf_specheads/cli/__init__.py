@@ -10,7 +10,23 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, convert, demo, env, evaluate, export, features, generate, inspect, push, regenerate, train, tune
+from . import (
+    bench,
+    convert,
+    demo,
+    diff,
+    doctor,
+    env,
+    evaluate,
+    export,
+    features,
+    generate,
+    inspect,
+    push,
+    regenerate,
+    train,
+    tune,
+)
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
 
@@ -19,6 +35,8 @@ COMMANDS = {
     "generate": generate,
     "eval": evaluate,
     "bench": bench,
+    "diff": diff,
+    "doctor": doctor,
     "regenerate": regenerate,
     "features": features,
     "train": train,

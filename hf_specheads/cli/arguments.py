@@ -137,6 +137,12 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
 
 def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads, the heads bound (and thereby checked) to the target."""
+    target, tokenizer, heads = load_unbound_pair(args)
+    return target, tokenizer, heads.bind(target)
+
+
+def load_unbound_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
+    """The same without looking whether they were made for each other."""
     note(args, f"Loading the target {args.target} ...")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -149,4 +155,4 @@ def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedToke
     heads = load_heads_from(args, args.heads, dtype=target.dtype, device_map={"": BorrowedModules.of(target).device})
     if heads.config.target_adapter is not None:
         heads.load_target_adapter(target, args.heads, **hub)
-    return target, tokenizer, heads.bind(target)
+    return target, tokenizer, heads

@@ -1,16 +1,19 @@
 """Compare tokens per second: plain generation, heads drafting every round, heads as they are, compiled; all in turns.
 
-Prompts as for `specheads eval`. Every side runs every prompt (or batch of prompts) `--repeats` times; a ratio is the
-median over repeats. With `--temperature` texts are drawn, with the same seed for all sides.
+Prompts as for `specheads eval`, or suites that others report on: `--suite ours` needs no network, the others come from
+the Hub through `datasets`. Every side runs every prompt (or batch of prompts) `--repeats` times; a ratio is the median
+over repeats. With `--temperature` texts are drawn, with the same seed for all sides. The JSON has vLLM's names.
+Exit code 0: all greedy texts are the plain ones; 1: one differs; 2: wrong input.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arguments import add_model_arguments, load_pair
+from .arguments import add_model_arguments, load_heads_from, load_pair
 from .display import emit, note, number, plain_steps_text, table
 from .env import collect
 from .evaluate import add_prompt_arguments, read_prompts
@@ -18,31 +21,57 @@ from .evaluate import add_prompt_arguments, read_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..evaluation.dialect import PromptRounds
+    from ..evaluation.suites import SuitePrompt
     from ..heads.base import DraftHead
     from ..metrics import GenerationStats
 
 PLAIN, EVERY_ROUND, ADAPTIVE, COMPILED = "plain", "heads, every round", "heads", "heads, compiled"
+AGAINST = "other heads, every round"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Models, prompts, and what is compared."""
     add_model_arguments(parser)
-    add_prompt_arguments(parser)
+    add_prompt_arguments(parser, required=False)
+    parser.add_argument("--suite", help="ours, mt_bench, humaneval, gsm8k, math500, mbpp, alpaca, spec_bench, or a "
+                        ".jsonl file with `turns`; several with commas. --limit counts for each")  # fmt: skip
+    parser.add_argument("--mirror", type=Path, metavar="DIR", help="data sets lie in DIR under their Hub ids")
+    parser.add_argument("--thinking", choices=("on", "off"), help="`enable_thinking` of the chat template, for suites")
+    parser.add_argument("--against", metavar="HEADS", help="other heads of the target, compared by prompts")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts generated together")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--compile", action="store_true", help="also with compiled rounds")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times everything is run")
 
 
-def sides_of(heads: DraftHead, compiled: bool) -> dict[str, DraftHead | None]:
+def sides_of(heads: DraftHead, compiled: bool, against: DraftHead | None = None) -> dict[str, DraftHead | None]:
     """What takes turns, by name."""
     every_round, adaptive = heads.with_tree(), heads.with_tree()
     every_round.adaptive, adaptive.adaptive = False, True
     sides = {PLAIN: None, EVERY_ROUND: every_round, ADAPTIVE: adaptive}
+    if against is not None:
+        sides[AGAINST] = against
+        against.adaptive = False
     if compiled:
         sides[COMPILED] = heads.with_tree()
         sides[COMPILED].compiled = True
     return sides
+
+
+def suite_prompts(args: argparse.Namespace) -> list[SuitePrompt]:
+    """Prompts of the suites asked for; none for `--prompts`.
+
+    Raises:
+        ValueError: unless exactly one of the two is given.
+    """
+    if (args.prompts is None) == (args.suite is None):
+        raise ValueError("give either --prompts FILE ... or --suite NAME,...; `--suite ours` needs no network.")
+    if args.suite is None:
+        return []
+    from ..evaluation.suites import load_suite
+
+    return [one for name in args.suite.split(",") for one in load_suite(name.strip(), args.limit, args.mirror)]
 
 
 def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_size: int) -> list[dict[str, Any]]:
@@ -62,13 +91,21 @@ def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_siz
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; 1 if a greedy text differs from the plain one."""
-    prompts = read_prompts(args.prompts)[: args.limit]
+    chosen = suite_prompts(args)
+    prompts: list[Any] = [] if chosen else read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
     import torch
 
-    from ..tuning.turns import take_turns, timed_generation
+    from ..evaluation.first_token import timed_text
+    from ..evaluation.suites import prompts_for
+    from ..tuning.turns import take_turns
 
-    batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile)
+    if chosen:
+        prompts = prompts_for(chosen, tokenizer, {"on": True, "off": False, None: None}[args.thinking])
+    against = None
+    if args.against is not None:
+        against = load_heads_from(args, args.against, dtype=target.dtype).bind(target)
+    batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile, against)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     options["pad_token_id"] = tokenizer.pad_token_id
     if args.temperature > 0:
@@ -76,39 +113,57 @@ def run(args: argparse.Namespace) -> int:
 
     def generate(name: str, batch: dict[str, Any], turn: int) -> Timed:
         torch.manual_seed(0)
-        token_ids, seconds = timed_generation(target, batch, assistant_model=sides[name], **options)
-        return Timed(token_ids, seconds, sides[name].last_stats if sides[name] else None)
+        side = sides[name]
+        text = timed_text(target, batch, assistant_model=side, **options)
+        return Timed(text.token_ids, text.seconds, side.last_stats if side is not None else None, text.first)
 
     note(args, f"Generating {args.max_new_tokens} tokens from each of {len(prompts)} prompts, {args.repeats} times on "
                f"each of {len(sides)} sides ...")  # fmt: skip
     runs = take_turns(sides, batches, generate, args.repeats, what="sides in turns")
     facts = {name: facts_of(runs[name], runs[PLAIN]) for name in sides}
     where = {"target": args.target, "heads": args.heads, "tree_config": heads.tree_config.to_dict(),
-             "batch_size": args.batch_size, "dtype": str(target.dtype).removeprefix("torch.")}  # fmt: skip
-    emit(args, {"sides": facts, **where, **options, "environment": collect()}, report(facts))
+             "batch_size": args.batch_size, "dtype": str(target.dtype).removeprefix("torch."),
+             "suite": args.suite, "thinking": args.thinking, "prompts": len(prompts),
+             "chat_template": bool(chosen and tokenizer.chat_template)}  # fmt: skip
+    found = {"sides": facts, "groups": by_group(chosen, runs[EVERY_ROUND]), **where, **options}
+    if against is not None:
+        found["tau_difference"] = difference(runs[EVERY_ROUND], runs[AGAINST])
+    emit(args, {**found, "environment": collect()}, report(found))
     return int(args.temperature == 0 and not all(side["identical"] for side in facts.values()))
 
 
 class Timed(NamedTuple):
-    """One side on one batch: new tokens, wall seconds, and statistics; `None` of plain generation."""
+    """One side on one batch: new tokens, wall seconds, statistics (`None` of plain generation), and seconds until the
+    first token (`None` in batches)."""
 
     token_ids: list[list[int]]
     seconds: float
     stats: GenerationStats | None
+    first: float | None = None
+
+
+def rounds_of(runs: list[list[Timed]]) -> list[PromptRounds]:
+    """Rounds by prompt, of the first repeat."""
+    from ..evaluation.dialect import PromptRounds
+
+    return [rounds for run in runs[0] if run.stats is not None for rounds in PromptRounds.of(run.stats)]
 
 
 def facts_of(runs: list[list[Timed]], plain: list[list[Timed]]) -> dict[str, Any]:
     """What one side's runs `[repeat][batch]` say next to the plain ones; medians over repeats, texts of the first."""
-    from ..metrics import acceptance_length
+    from ..evaluation.dialect import field_metrics
 
     seconds, plain_seconds = ([sum(run.seconds for run in repeat) for repeat in each] for each in (runs, plain))
     tokens = sum(len(new_ids) for run in plain[0] for new_ids in run.token_ids)
     stats = [run.stats for run in runs[0] if run.stats is not None]
     forwards = sum(one.target_forwards for one in stats)
+    metrics = field_metrics(rounds_of(runs))
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
         "speed_up": statistics.median(a / b for a, b in zip(plain_seconds, seconds, strict=True)),
-        "acceptance_length": acceptance_length([row for one in stats for row in one.num_accepted]) or None,
+        **latency(runs),
+        "acceptance_length": None,
+        **metrics,
         "tokens_per_forward": sum(one.new_tokens for one in stats) / forwards if forwards else None,
         "plain_steps": sum(one.plain_steps for one in stats),
         "plain_because": list(dict.fromkeys(one.plain_because for one in stats if one.plain_because)),
@@ -116,17 +171,83 @@ def facts_of(runs: list[list[Timed]], plain: list[list[Timed]]) -> dict[str, Any
     }
 
 
-def report(facts: dict[str, dict[str, Any]]) -> str:
-    """One line a side, and one for every side that took plain steps."""
+def latency(runs: list[list[Timed]]) -> dict[str, float | None]:
+    """Seconds to the first token, the median of all runs, and tokens per second after it; `None` in batches."""
+    timed = [run for repeat in runs for run in repeat if run.first is not None]
+    decoding = sum(run.seconds - run.first for run in timed if run.first is not None)
+    tokens = sum(len(run.token_ids[0]) - 1 for run in timed)
+    return {
+        "ttft": statistics.median(run.first for run in timed if run.first is not None) if timed else None,
+        "decode_tokens_per_second": tokens / decoding if timed and decoding > 0 else None,
+    }
+
+
+def by_group(chosen: list[SuitePrompt], runs: list[list[Timed]]) -> dict[str, Any]:
+    """Metrics of every suite, and of every category of it where there are several; of batches of one prompt only."""
+    from ..evaluation.dialect import field_metrics
+
+    rounds = rounds_of(runs)
+    if not chosen or len(rounds) != len(chosen):
+        return {}
+    groups: dict[str, list[PromptRounds]] = {}
+    for one, its in zip(chosen, rounds, strict=True):
+        groups.setdefault(one.suite, []).append(its)
+        groups.setdefault(f"{one.suite}/{one.category}", []).append(its)
+    return {name: field_metrics(some) for name, some in groups.items()}
+
+
+def difference(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, float]:
+    """tau with the heads less tau with the others, paired by prompts."""
+    from ..evaluation.dialect import tau_difference
+
+    found = tau_difference(rounds_of(ours), rounds_of(theirs))
+    return {"mean": found.mean, "low": found.low, "high": found.high}
+
+
+def report(found: dict[str, Any]) -> str:
+    """One line a side, one for every side that took plain steps, and acceptance position by position."""
+    facts = found["sides"]
     rows = [
         (name, number(side["tokens_per_second"], 1), number(side["speed_up"], suffix="x"),
-         number(side["acceptance_length"]), number(side["tokens_per_forward"]), "yes" if side["identical"] else "NO")
+         number(side["acceptance_length"]), number(side["tokens_per_forward"]),
+         number(None if side["ttft"] is None else 1000 * side["ttft"], 1),
+         number(side["decode_tokens_per_second"], 1), "yes" if side["identical"] else "NO")
         for name, side in facts.items()
     ]  # fmt: skip
-    lines = [table(("side", "tokens/s", "speed-up", "tau", "tokens/forward", "same text"), rows)]
+    header = ("side", "tokens/s", "speed-up", "tau", "tokens/forward", "TTFT ms", "decode tokens/s", "same text")
+    lines = [table(header, rows)]
     lines += [
         f"plain steps of {name}  {plain_steps_text(side['plain_steps'], side['plain_because'])}"
         for name, side in facts.items()
         if side["plain_steps"]
     ]
+    lines += acceptance_lines(facts[EVERY_ROUND])
+    lines += [
+        f"  {name}  tau {one['acceptance_length']:.2f} ({one['acceptance_length_interval'][0]:.2f} to "
+        f"{one['acceptance_length_interval'][1]:.2f}), {one['num_drafts']} drafts"
+        for name, one in found["groups"].items()
+        if one
+    ]
+    if "tau_difference" in found:
+        gap = found["tau_difference"]
+        lines.append(f"tau less that of the other heads  {gap['mean']:+.2f} ({gap['low']:+.2f} to {gap['high']:+.2f})")
     return "\n".join(lines)
+
+
+def acceptance_lines(side: dict[str, Any]) -> list[str]:
+    """Of the side that drafts every round."""
+    if "num_drafts" not in side:
+        return []
+    depth = len(side["num_accepted_tokens_per_pos"])
+    survival = "  ".join(f"{i}: {side[f'acceptance_at_pos_{i}']:.2f}" for i in range(1, depth + 1))
+    names = [f"conditional_acceptance_at_pos_{i}" for i in range(1, depth + 1)]
+    given = "  ".join(f"{i}: {side[name]:.2f}" for i, name in enumerate(names, start=1) if name in side)
+    low, high = side["acceptance_length_interval"]
+    return [
+        f"tau of every round  {side['acceptance_length']:.2f} ({low:.2f} to {high:.2f}) over rounds, "
+        f"{side['acceptance_length_macro']:.2f} over prompts; {side['draft_acceptance_rate']:.0%} of "
+        f"{side['num_draft_tokens']} drafted tokens in {side['num_drafts']} drafts",
+        f"accepted down to position  {survival}",
+        f"given all before           {given}",
+        "rounds by tokens           " + "  ".join(f"{n}: {count}" for n, count in side["histogram"].items()),
+    ]

@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plain", action="store_true", help="skip plain generation: faster, but no speed-up")
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prompt_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Prompts, how many, and how far they are continued."""
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl or .txt files")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=required, help=".jsonl or .txt files")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
 

@@ -19,16 +19,25 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Models, prompt, sampling, and what to show."""
     add_model_arguments(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="text to continue, or the user's message with --chat")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds it, - for stdin")
-    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
+    add_prompt_argument(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
     parser.add_argument("--top-p", type=float, help="nucleus sampling")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     parser.add_argument("--mark", action="store_true", help="mark accepted runs in the text")
-    parser.add_argument("--compare", action="store_true", help="generate plainly as well, compare texts and speed")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="generate plainly as well, compare, explain a difference",
+    )
+
+
+def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
+    """One prompt, as text or from a file."""
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue, or the user's message with --chat")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds it, - for stdin")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
 
 
 def encode(
@@ -56,7 +65,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Text on stdout, statistics on stderr; 1 if `--compare` finds a difference."""
+    """Text on stdout, statistics on stderr; 1 if `--compare` finds a difference that is no tie."""
     text = read_prompt(args)
     target, tokenizer, heads = load_pair(args)
     from transformers import TextStreamer, set_seed
@@ -76,12 +85,21 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         set_seed(args.seed)
         (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **options)
+    difference = None
+    if sample.identical is False and not options["do_sample"]:
+        from ..diagnosis.difference import explain_difference
+
+        note(args, "The texts differ; looking for the reason ...")
+        difference = explain_difference(target, inputs, heads, tokenizer=tokenizer, **options)
     text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
     shown = marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, use_colour()) if args.mark else text
     if not streams:
-        emit(args, {**Summary([sample]).to_dict(), "text": text, "token_ids": sample.token_ids}, shown)
+        why = {} if difference is None else {"difference": difference.to_dict()}
+        emit(args, {**Summary([sample]).to_dict(), "text": text, "token_ids": sample.token_ids, **why}, shown)
     print(_statistics(sample), file=sys.stderr)
-    return int(sample.identical is False)
+    if difference is not None:
+        print(f"\n{difference}", file=sys.stderr)
+    return int(sample.identical is False and (difference is None or difference.verdict != "tie"))
 
 
 def _statistics(sample: Sample) -> str:

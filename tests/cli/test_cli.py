@@ -273,3 +273,32 @@ def test_bars_are_shown_on_terminals_only_and_not_when_quiet(pair: Path, tmp_pat
         monkeypatch.setattr(type(sys.stderr), "isatty", lambda self, terminal=terminal: terminal, raising=False)
         assert main([*arguments, *more]) == 0
         assert ("prompts: " in capsys.readouterr().err) == shown
+
+
+# ---------------------------------------------------------------------- bench in the field's dialect
+def test_bench_has_the_names_others_use(pair: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    suite = tmp_path / "own.jsonl"
+    turns = [{"category": "a", "turns": ["w5 w6 w7"]}, {"category": "b", "turns": ["w9 w8 w7", "w1"]}]
+    suite.write_text("".join(json.dumps(entry) + "\n" for entry in turns))
+    options = ["--suite", str(suite), "--max-new-tokens", "8", "--repeats", "1", "--kind", "chain", "--depth", "2"]
+    assert main(["bench", *models(pair), *options, "--against", str(pair / "poss3"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    side = found["sides"]["heads, every round"]
+    assert side["num_draft_tokens"] >= side["num_drafts"] > 0
+    assert side["acceptance_length"] == 1 + side["num_accepted_tokens"] / side["num_drafts"]
+    assert side["ttft"] > 0 and side["decode_tokens_per_second"] > 0
+    assert set(found["groups"]) == {"own", "own/a", "own/b"}
+    assert found["groups"]["own"]["num_drafts"] == side["num_drafts"]
+    assert found["tau_difference"]["low"] <= 0 <= found["tau_difference"]["high"]
+    assert main(["bench", *models(pair), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "TTFT ms" in printed and "accepted down to position" in printed and "own/b  tau" in printed
+
+
+def test_bench_wants_prompts_or_a_suite(pair: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", *models(pair)]) == 2
+    assert "`--suite ours` needs no network" in capsys.readouterr().err
+    assert main(["bench", *models(pair), "--suite", "ours,nothing"]) == 2
+    assert "unknown suite 'nothing'" in capsys.readouterr().err
+    assert main(["bench", *models(pair), "--suite", "ours", "--thinking", "off"]) == 2
+    assert "no `enable_thinking`" in capsys.readouterr().err

@@ -14,14 +14,15 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A room (or a file at the root of the package) imports what stands on a lower step, or in the room itself.
 STEPS = (
-    ("errors", "version", "provenance", "texts", "unroll"),
+    ("errors", "version", "provenance", "texts", "unroll", "bootstrap"),
     ("target", "tree", "draft_vocabulary"),
     ("cache", "configuration", "metrics"),
     ("contract", "publishing"),
     ("generation",),
     ("tuning", "dispatch"),
     ("heads",),
-    ("checkpoints", "registration"),
+    ("checkpoints", "registration", "diagnosis"),
+    ("evaluation",),
     ("__init__", "cli", "custom_generate", "trainer"),
     ("__main__",),
 )

@@ -16,6 +16,8 @@ from hf_specheads.heads.auto import METHODS
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 PACKAGE = [
     "AutoDraftHead",
+    "Diagnosis",
+    "Difference",
     "DFlash2Head",
     "DFlash2HeadConfig",
     "DFlashHead",
@@ -57,6 +59,8 @@ PACKAGE = [
     "UnsupportedGenerationError",
     "WrongTargetError",
     "__version__",
+    "diagnose",
+    "explain_difference",
     "export_heads",
     "load_heads",
     "search_tree",

@@ -1,0 +1,47 @@
+"""Find out why heads accept little: wrong settings, another target, another kind of text, or too little training.
+
+The target continues the prompts; its texts and hidden states are captured once, and every setting that the files do
+not prove is tried on them. Exit code 0: the heads accept as trained; 1: something was found; 2: wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .arguments import add_heads_arguments, add_target_arguments, load_unbound_pair
+from .display import emit, note
+from .evaluate import read_prompts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Models, prompts, and where mended heads go."""
+    parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
+    add_target_arguments(parser)
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", help=".jsonl or .txt files like the texts to come (default: the demo's)"
+    )
+    parser.add_argument("--limit", type=int, default=8, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the target's text per prompt")
+    parser.add_argument("--no-speed", action="store_true", help="run no rounds: no tau in use, and no speed-up")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="save the heads with the settings that mend them")
+    add_heads_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the page; 1 if anything was found."""
+    prompts: list[Any] = read_prompts(args.prompts or [Path(__file__).with_name("demo_prompts.jsonl")])[: args.limit]
+    target, tokenizer, heads = load_unbound_pair(args)
+    from ..diagnosis.doctor import diagnose
+
+    note(args, f"Looking at {args.max_new_tokens} tokens after each of {len(prompts)} prompts ...")
+    options = {"max_new_tokens": args.max_new_tokens, "speed": not args.no_speed}
+    found = diagnose(target, heads, prompts, tokenizer=tokenizer, **options)
+    written = None
+    if args.write is not None and found.changes:
+        found.write(args.write)
+        written = str(args.write)
+    text = f"{found}\n\nSaved with {found.changes} in {written}." if written else str(found)
+    emit(args, {**found.to_dict(), "written": written}, text)
+    return int(not found.sound)

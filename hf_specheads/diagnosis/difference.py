@@ -1,0 +1,283 @@
+"""Where a text with draft heads and the plain one differ, and why: a tie that rounding decides, or a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..contract import DraftingContract
+from ..errors import UnsupportedGenerationError
+from .reproducer import write_reproducer
+from .rounding import Rounding, logit_shifts, measure_rounding
+
+# How many times the largest rounding seen at a few positions still counts as rounding at another one.
+MARGIN = 4.0
+FEWEST_STEPS = 4.0  # roundings of a logit in its type that are always allowed, where none was seen
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two generations of one prompt say.
+
+    Attributes:
+        verdict: `"same"`, `"tie"` (two tokens so close that rounding decides: both texts are the target's) or
+            `"bug"`.
+        because: Why, in one sentence.
+        position: New token at which the texts differ, from 0; `None` for equal texts.
+        token, plain_token: With heads and plainly, at that position; `None` where a text has ended.
+        logits: Of these two tokens in the plain run (`plain`), and where the round with heads verified them
+            (`heads`); `plain_token` first. `None` for equal texts.
+        gap, gap_with_heads: By how much the plain token is ahead in either.
+        allowed_gap: Up to which gap rounding may decide.
+        first_wrong: First new token whose logits with heads are off by more than rounding; `None` if none are.
+        first_wrong_token: The token that stands there with heads.
+        shift, allowed_shift: The largest root mean square by which logits were off up to `position`, and what
+            rounding allows.
+        rounding: As measured on this target with this text.
+        full_forward_token: Favourite of one forward over the whole text, a third witness; `None` for equal texts.
+        token_ids, plain_token_ids: New tokens of both texts.
+        words: Both texts around the difference, if there is a tokenizer.
+    """
+
+    verdict: str
+    because: str
+    position: int | None
+    token: int | None
+    plain_token: int | None
+    logits: dict[str, tuple[float, float]] | None
+    gap: float | None
+    gap_with_heads: float | None
+    allowed_gap: float
+    first_wrong: int | None
+    first_wrong_token: int | None
+    shift: float
+    allowed_shift: float
+    rounding: Rounding
+    full_forward_token: int | None
+    token_ids: list[int]
+    plain_token_ids: list[int]
+    words: dict[str, str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict.upper()}: {self.because}"]
+        if self.position is not None:
+            lines += [f"first differing token  new token {self.position}: {self.token} with heads, "
+                      f"{self.plain_token} plainly"]  # fmt: skip
+        if self.logits is not None:
+            plain, ours = self.logits["plain"], self.logits["heads"]
+            lines += [
+                f"logits of {self.plain_token} and {self.token}  plain {plain[0]:.6g} and {plain[1]:.6g} (gap "
+                f"{self.gap:.3g}), with heads {ours[0]:.6g} and {ours[1]:.6g} (gap {self.gap_with_heads:.3g})",
+                f"one forward over the whole text favours {self.full_forward_token}",
+            ]
+        lines += [
+            f"rounding  {self.rounding.nodes} tokens a forward instead of one move the two favourites by up to "
+            f"{self.rounding.gap:.3g} (median {self.rounding.typical_gap:.3g}), at {self.rounding.positions} "
+            f"positions; up to {self.allowed_gap:.3g} is called a tie",
+            f"logits with heads  off by up to {self.shift:.3g} (rounding: up to {self.allowed_shift:.3g})",
+        ]
+        if self.first_wrong is not None:
+            lines += [f"first wrong logits  at new token {self.first_wrong} (token {self.first_wrong_token})"]
+        if self.words is not None:
+            lines += [f"{name}  ...{text!r}" for name, text in self.words.items()]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def explain_difference(
+    target: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    heads: DraftingContract,
+    *,
+    max_new_tokens: int = 128,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    reproducer: str | Path | None = None,
+    **generate_options: Any,
+) -> Difference:
+    """Generates greedily with heads and plainly, and says where the texts differ and why.
+
+    The logits that decided are compared where they were computed: in the round that verified the token, and in the
+    plain step. A forward over several tokens instead of one rounds differently; by how much is measured on this
+    target, type and number of nodes ([`rounding`]). What exceeds that is a bug, of this package or of the target's
+    attention.
+
+    Args:
+        target: The target.
+        inputs: What a tokenizer returns for one prompt: `input_ids` [1, T], `attention_mask`.
+        heads: Its heads. They draft every round, whether that pays or not, and without the probe that would refuse a
+            target whose logits are off.
+        max_new_tokens: Tokens to generate.
+        tokenizer: Of the target, to show the texts in words.
+        reproducer: File to write: a script that runs this comparison again, whatever comes out of it.
+        **generate_options: For both `generate` calls, e.g. logits processors.
+
+    Raises:
+        UnsupportedGenerationError: for sampling or several sequences, whose texts are compared otherwise, and for
+            calls draft heads cannot serve.
+    """
+    if generate_options.get("do_sample") or inputs["input_ids"].shape[0] != 1:
+        raise UnsupportedGenerationError(
+            f"differences are explained for greedy texts of one prompt, got do_sample="
+            f"{bool(generate_options.get('do_sample'))} and {inputs['input_ids'].shape[0]} prompt(s); a sampled text "
+            "may differ by chance. Generate greedily, one prompt at a time."
+        )
+    measured = heads.with_tree()
+    measured.adaptive = measured.probe = False
+    inputs = {name: value.to(target.device) for name, value in inputs.items()}
+    options = {"max_new_tokens": max_new_tokens, **generate_options, "do_sample": False}
+    plain = _Run.of(target, inputs, options)
+    ours = _Run.of(target, inputs, {**options, "assistant_model": measured})
+    text = torch.cat([inputs["input_ids"][0], torch.tensor(plain.token_ids, device=target.device)])
+    rounding = measure_rounding(target, text[None], measured.tree_config.num_nodes)
+    found = _compare(target, inputs["input_ids"], plain, ours, rounding, tokenizer)
+    if reproducer is not None:
+        write_reproducer(Path(reproducer), target, inputs, measured, options, found.to_dict())
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """New tokens of a generation, raw logits [T, V] and scores [T, V] that they were chosen by."""
+
+    token_ids: list[int]
+    logits: torch.Tensor
+    scores: torch.Tensor
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> _Run:
+        asked = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+        outputs = target.generate(**inputs, **options, **asked)
+        new = outputs.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        logits, scores = (torch.cat(list(one))[: len(new)].float() for one in (outputs.logits, outputs.scores))
+        return cls(new, logits, scores)
+
+    def not_chosen_by_scores(self, end: int) -> int | None:
+        """First token before `end` that is no favourite of its scores."""
+        chosen = self.scores[:end].gather(-1, torch.tensor(self.token_ids[:end], device=self.scores.device)[:, None])
+        wrong = (chosen[:, 0] < self.scores[:end].amax(-1)).nonzero()
+        return int(wrong[0]) if len(wrong) else None
+
+
+def _compare(
+    target: PreTrainedModel,
+    prompt: torch.Tensor,
+    plain: _Run,
+    ours: _Run,
+    rounding: Rounding,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Difference:
+    position = first_difference(ours.token_ids, plain.token_ids)
+    both = min(len(plain.token_ids), len(ours.token_ids))
+    end = both if position is None else min(position + 1, both)
+    step = FEWEST_STEPS * float(torch.finfo(target.dtype).eps) * float(plain.logits.abs().median())
+    allowed_gap, allowed_shift = MARGIN * rounding.gap + step, MARGIN * rounding.logits + step
+    shifts = logit_shifts(plain.logits[:end], ours.logits[:end])
+    wrong = (~(shifts <= allowed_shift)).nonzero()
+    first_wrong = int(wrong[0]) if len(wrong) else None
+    unchosen = ours.not_chosen_by_scores(end)
+    gaps = _gaps(plain, ours, position) if position is not None and position < both else None
+    verdict, because = _verdict(position, both, first_wrong, unchosen, gaps, allowed_gap, ours, plain)
+    token, plain_token = (_at(run.token_ids, position) for run in (ours, plain))
+    pair = [one for one in (plain_token, token) if one is not None]
+    differ = position is not None and len(pair) == 2
+    return Difference(
+        verdict=verdict,
+        because=because,
+        position=position,
+        token=token,
+        plain_token=plain_token,
+        logits={"plain": _pair(plain, position, pair), "heads": _pair(ours, position, pair)} if differ else None,
+        gap=gaps[0] if gaps else None,
+        gap_with_heads=gaps[1] if gaps else None,
+        allowed_gap=allowed_gap,
+        first_wrong=first_wrong,
+        first_wrong_token=_at(ours.token_ids, first_wrong),
+        shift=float(shifts.max()) if len(shifts) else 0.0,
+        allowed_shift=allowed_shift,
+        rounding=rounding,
+        full_forward_token=_full_forward(target, prompt, plain.token_ids[:position]) if differ else None,
+        token_ids=ours.token_ids,
+        plain_token_ids=plain.token_ids,
+        words=_words(tokenizer, ours.token_ids, plain.token_ids, position),
+    )
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """Index of the first token that differs, or at which one of the texts has ended; `None` for equal ones."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            return index
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def _verdict(
+    position: int | None,
+    both: int,
+    first_wrong: int | None,
+    unchosen: int | None,
+    gaps: tuple[float, float, float] | None,
+    allowed_gap: float,
+    ours: _Run,
+    plain: _Run,
+) -> tuple[str, str]:
+    if unchosen is not None:
+        token = ours.token_ids[unchosen]
+        return "bug", f"new token {unchosen} ({token}) was taken although its own scores favour another"
+    if first_wrong is not None:
+        return "bug", (
+            f"logits of the rounds are not those of plain decoding, at new token {first_wrong} for the first time: "
+            "mask, positions or cache of the verifying forward are wrong"
+        )
+    if position is None:
+        return "same", f"both texts are the same {len(plain.token_ids)} tokens"
+    if position >= both or gaps is None:
+        return "bug", f"one text ends after {both} tokens and the other goes on"
+    if gaps[2] > allowed_gap:
+        return "bug", (
+            f"the plain favourite is ahead by {gaps[2]:.3g}, and rounding moves favourites by up to {allowed_gap:.3g} "
+            "only"
+        )
+    return "tie", (
+        f"at new token {position} the two favourites are {gaps[2]:.3g} apart, and rounding of a forward over several "
+        f"tokens moves them by as much ({allowed_gap:.3g} allowed); both texts are equally the target's"
+    )
+
+
+def _gaps(plain: _Run, ours: _Run, position: int) -> tuple[float, float, float]:
+    """Plain token ahead of ours in the plain logits, in those with heads, and in the plain scores."""
+    pair = [plain.token_ids[position], ours.token_ids[position]]
+    sides = [(*_pair(run, position, pair),) for run in (plain, ours)]
+    scores = plain.scores[position, pair].tolist()
+    return sides[0][0] - sides[0][1], sides[1][0] - sides[1][1], scores[0] - scores[1]
+
+
+def _pair(run: _Run, position: int | None, pair: list[int]) -> tuple[float, float]:
+    first, second = run.logits[position, pair].tolist()
+    return first, second
+
+
+def _at(token_ids: list[int], position: int | None) -> int | None:
+    return None if position is None or position >= len(token_ids) else token_ids[position]
+
+
+def _full_forward(target: PreTrainedModel, prompt: torch.Tensor, token_ids: list[int]) -> int:
+    text = torch.cat([prompt, torch.tensor([token_ids], dtype=torch.long, device=prompt.device)], dim=1)
+    return int(target(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False).logits[0, -1].argmax())
+
+
+def _words(
+    tokenizer: PreTrainedTokenizerBase | None, ours: list[int], plain: list[int], position: int | None
+) -> dict[str, str] | None:
+    if tokenizer is None or position is None:
+        return None
+    around = slice(max(0, position - 8), position + 8)
+    return {"with heads": str(tokenizer.decode(ours[around])), "plainly": str(tokenizer.decode(plain[around]))}

@@ -1,0 +1,282 @@
+"""Why heads accept what they accept, on the user's own target: one pass over its texts, many hypotheses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import UnsupportedGenerationError, WrongTargetError
+from ..heads.base import DraftHead
+from ..metrics import acceptance_length
+from ..target.positions import context_limit
+from ..target.statistics import FeatureStatistics, statistics_problem
+from ..texts import Text
+from ..tuning.turns import take_turns, timed_generation
+from .diagnosis import Diagnosis
+from .evidence import Evidence, capture, continue_texts, prompts_of
+from .findings import Facts, findings, random_surprise
+from .groups import Group, by_context, by_turn, coverage, given_mode, given_text, group_of, modes, special_tokens
+from .stored import stored_numbers
+from .teacher_forced import Drafts, draft_everywhere, own_text
+from .trials import Score, label_offsets, mapping_trials, try_all
+
+POSITIONS = 4  # draft positions that hypotheses are scored on
+MODE_TOKENS = 64  # new tokens per prompt in another mode
+RUN_PROMPTS, RUN_TOKENS = 4, 64  # of real rounds
+LONGEST_PROMPT = 4096
+
+
+@torch.no_grad()
+def diagnose(
+    target: PreTrainedModel,
+    heads: DraftHead,
+    prompts: Sequence[Text],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int = 256,
+    positions: int = POSITIONS,
+    speed: bool = True,
+) -> Diagnosis:
+    """Finds out why heads accept little, by evidence: the target's own texts and hidden states are captured once, and
+    every setting that the files do not prove is tried on them.
+
+    Args:
+        target: The target.
+        heads: Loaded heads. They may be made for another target; that is then among the findings.
+        prompts: Strings, chats or token ids; 8 are enough for effects that matter.
+        tokenizer: Of the target, for strings and chats, and to try other forms of the prompts.
+        max_new_tokens: The target's own text per prompt.
+        positions: Draft positions to look at.
+        speed: Also run rounds, for tau as it is in use and the speed-up.
+
+    Returns:
+        What was found; `print(...)` shows a page. The heads are left as they were, but bound to the target.
+
+    Raises:
+        WrongTargetError: for heads whose sizes do not fit the target.
+        ValueError: without prompts, or if the target ends all texts at once.
+    """
+    started = time.perf_counter()
+    if not prompts:
+        raise ValueError("heads are diagnosed on prompts: expected at least one, got none.")
+    if heads.trains_at_anchors:
+        raise ValueError(
+            f"{heads.config.method} heads draft whole blocks, which hypotheses are not tried on yet; use `specheads "
+            "bench` for what they accept."
+        )
+    with bound_anyway(heads, target) as wrong_target, _as_it_drafts(heads):
+        evidence = gather(target, prompts, tokenizer, max_new_tokens)
+        drafts, facts = measure(target, heads, evidence, prompts, tokenizer, positions, wrong_target)
+        runs = _rounds(target, heads, evidence, drafts.positions) if speed else {}
+        facts.free_running, facts.forced = runs.get("chain"), runs.get("forced")
+        return Diagnosis(
+            findings=findings(facts),
+            facts=facts,
+            positions=_conditional(drafts, evidence),
+            chain=_ceiling_chain(facts, runs),
+            heads=heads,
+            target_name=target.config.name_or_path or type(target).__name__,
+            texts=len(evidence.lengths),
+            tokens=int(own_text(evidence, 0).sum()),
+            problems=runs.get("problems", []),
+            seconds=time.perf_counter() - started,
+        )
+
+
+@contextmanager
+def bound_anyway(heads: DraftHead, target: PreTrainedModel) -> Iterator[str | None]:
+    """Binds heads to a target that fits in size, and says why it is another one."""
+    identity, adapter = heads.config.target, heads.config.target_adapter
+    said = None
+    try:
+        heads.bind(target)
+    except WrongTargetError as error:
+        heads.check_sizes(target)
+        said = str(error)
+        heads.config.target = heads.config.target_adapter = None
+        heads.bind(target)
+    try:
+        yield said
+    finally:
+        heads.config.target, heads.config.target_adapter = identity, adapter
+
+
+@contextmanager
+def _as_it_drafts(heads: DraftHead) -> Iterator[None]:
+    training, adaptive = heads.training, heads.adaptive
+    heads.eval()
+    heads.adaptive = False
+    try:
+        yield
+    finally:
+        heads.train(training)
+        heads.adaptive = adaptive
+
+
+def gather(target: PreTrainedModel, prompts: Sequence[Text], tokenizer: Any, max_new_tokens: int) -> Evidence:
+    """The target's own continuations of prompts, and what it computes over them."""
+    limit = context_limit(target)
+    longest = LONGEST_PROMPT if limit is None else max(1, min(LONGEST_PROMPT, limit - max_new_tokens))
+    given = prompts_of(prompts, tokenizer, longest)
+    texts = continue_texts(target, given, max_new_tokens)
+    pairs = [(text, ids.shape[1]) for text, ids in zip(texts, given, strict=True) if len(text) >= ids.shape[1] + 2]
+    if not pairs:
+        raise ValueError(
+            f"the target ends its texts after at most one token on all {len(given)} prompts; give others, or, for a "
+            "chat model, chats."
+        )
+    return capture(target, [text for text, _ in pairs], [start for _, start in pairs])
+
+
+def measure(
+    target: PreTrainedModel,
+    heads: DraftHead,
+    evidence: Evidence,
+    prompts: Sequence[Text],
+    tokenizer: Any,
+    positions: int,
+    wrong_target: str | None,
+) -> tuple[Drafts, Facts]:
+    """Everything but real rounds."""
+    positions = min(positions, heads.max_draft_positions or positions)
+    levels = tuple(heads.feature_layers)
+    drafts = draft_everywhere(heads, evidence, levels, positions)
+    score = Score.of(drafts, evidence)
+    trials = try_all(heads, target, evidence, drafts.positions, score)
+    trials += mapping_trials(heads, drafts, evidence, score)
+    text = own_text(evidence, 0)
+    own = group_of(given_mode(prompts), drafts, evidence, text)
+    surprise = evidence.surprise[_given_places(evidence)]
+    return drafts, Facts(
+        score=score,
+        trials=trials,
+        labels=label_offsets(drafts, evidence),
+        turn=by_turn(drafts, evidence),
+        contexts=by_context(drafts, evidence),
+        modes=[own, *_other_modes(target, heads, prompts, tokenizer)],
+        special=special_tokens(drafts, evidence, getattr(tokenizer, "all_special_ids", ())),
+        given=given_text(drafts, evidence),
+        own=own,
+        coverage=coverage(heads, evidence),
+        identity=wrong_target or _statistics_differ(heads, evidence),
+        stored=stored_numbers(heads),
+        prompt_surprise=float(surprise.mean()) if len(surprise) else 0.0,
+        random_surprise=random_surprise(heads.config.vocab_size),
+        free_running=None,
+        forced=None,
+        train_max_length=heads.config.train_max_length,
+    )
+
+
+def _given_places(evidence: Evidence) -> torch.Tensor:
+    places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
+    starts = torch.tensor(evidence.starts, device=places.device)[:, None]
+    return (places >= 1) & (places < starts)
+
+
+def _statistics_differ(heads: DraftHead, evidence: Evidence) -> str | None:
+    """Against what was stored with the heads when they were trained."""
+    stored = heads.config.feature_statistics
+    if not stored or not heads.feature_layers:
+        return None
+    measured = measured_statistics(heads, evidence)
+    problem = statistics_problem(stored, measured)
+    return None if problem is None else f"the target's features are not those of the training: {problem}"
+
+
+def measured_statistics(heads: DraftHead, evidence: Evidence) -> dict[str, Any]:
+    """Of the target's own texts, for the hidden states that the heads read."""
+    statistics = FeatureStatistics(heads.feature_layers)
+    features = evidence.features(heads.feature_layers)
+    assert features is not None
+    statistics.add(features, own_text(evidence, 0))
+    found = statistics.to_dict()
+    assert found is not None
+    return found
+
+
+def _other_modes(target: PreTrainedModel, heads: DraftHead, prompts: Sequence[Text], tokenizer: Any) -> list[Group]:
+    found = []
+    for name, texts in modes(prompts, tokenizer).items():
+        try:
+            evidence = gather(target, texts, tokenizer, MODE_TOKENS)
+        except ValueError:  # nothing is said in that mode
+            continue
+        drafts = draft_everywhere(heads, evidence, tuple(heads.feature_layers))
+        found.append(group_of(name, drafts, evidence, own_text(evidence, 0)))
+    return found
+
+
+def _conditional(drafts: Drafts, evidence: Evidence) -> list[float]:
+    """Teacher-forced pos-acc, position 1 first."""
+    from .teacher_forced import accepted
+
+    count, roots = accepted(drafts, evidence)
+    found = []
+    for position in range(drafts.positions):
+        reached = roots & (count >= position)
+        if not bool(reached.any()):
+            break
+        found.append(float((count[reached] > position).float().mean()))
+    return found
+
+
+# ---------------------------------------------------------------------- real rounds
+def _rounds(target: PreTrainedModel, heads: DraftHead, evidence: Evidence, depth: int) -> dict[str, Any]:
+    """tau of a chain and of the tree in force, and the speed-up, on some of the prompts; teacher-forced tau of the
+    same texts."""
+    some = evidence.part(range(min(RUN_PROMPTS, len(evidence.lengths))))
+    prompts = [some.token_ids[i, :start][None] for i, start in enumerate(some.starts)]
+    sides = {"plain": None, "tree": heads.with_tree(), "chain": heads.with_tree(**_chain(depth))}
+    stats: dict[str, list[list[int]]] = {"tree": [], "chain": []}
+
+    def run(name: str, prompt: torch.Tensor, turn: int) -> tuple[int, float]:
+        tokens, seconds = timed_generation(target, prompt, assistant_model=sides[name], max_new_tokens=RUN_TOKENS)
+        side = sides[name]
+        if side is not None and side.last_stats is not None:
+            stats[name] += side.last_stats.num_accepted
+        return len(tokens[0]), seconds
+
+    def warm(name: str, prompt: torch.Tensor) -> None:
+        timed_generation(target, prompt, assistant_model=sides[name], max_new_tokens=4)
+
+    try:
+        outcomes = take_turns(sides, prompts, run, 1, warm, what="rounds")
+    except UnsupportedGenerationError as error:
+        return {"problems": [str(error)]}
+    seconds = {name: sum(one for _, one in runs[0]) for name, runs in outcomes.items()}
+    found: dict[str, Any] = {name: acceptance_length(rows) for name, rows in stats.items() if any(rows)}
+    found["speed_up"] = seconds["plain"] / max(seconds["tree"], 1e-9)
+    if depth > 1:
+        drafts = draft_everywhere(heads, _beginnings(some), tuple(heads.feature_layers), depth)
+        found["forced"] = Score.of(drafts, _beginnings(some)).tau
+    return found
+
+
+def _beginnings(evidence: Evidence) -> Evidence:
+    """The same texts, as long as those of real rounds."""
+    lengths = tuple(min(length, start + RUN_TOKENS)
+                    for length, start in zip(evidence.lengths, evidence.starts, strict=True))  # fmt: skip
+    return Evidence(evidence.token_ids, lengths, evidence.starts, evidence.states, evidence.favourites,
+                    evidence.confidence, evidence.surprise)  # fmt: skip
+
+
+def _chain(depth: int) -> dict[str, Any]:
+    return {"kind": "chain", "depth": depth, "top_k": 1, "total_tokens": depth + 1}
+
+
+def _ceiling_chain(facts: Facts, runs: dict[str, Any]) -> dict[str, float | None]:
+    """Where acceptance is lost: each number bounds what follows it, but for trees, which offer more than a chain."""
+    return {
+        "draft vocabulary coverage": facts.coverage,
+        "teacher-forced position 1": facts.score.position_1,
+        "teacher-forced tau": facts.score.tau,
+        "free-running tau (chain)": runs.get("chain"),
+        "tau of the tree in force": runs.get("tree"),
+        "speed-up": runs.get("speed_up"),
+    }

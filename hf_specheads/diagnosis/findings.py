@@ -1,0 +1,305 @@
+"""From evidence to causes: what is wrong, by how much, and what mends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .groups import Group
+from .trials import Score, Trial
+
+LOADED, TRAINED_FOR, TRAINED = "loaded wrongly", "trained for something else", "trained too little or wrongly"
+KIND = {
+    "taps": LOADED, "norm flags": LOADED, "rope": LOADED, "draft vocabulary": LOADED, "token shift": LOADED,
+    "damaged weights": LOADED, "serving": LOADED, "another target": TRAINED_FOR, "mode": TRAINED_FOR,
+    "turns": TRAINED_FOR, "context": TRAINED_FOR, "not text": TRAINED_FOR, "coverage": TRAINED_FOR,
+    "under-trained": TRAINED, "training labels": TRAINED, "not its own answers": TRAINED, "training gap": TRAINED,
+}  # fmt: skip
+# Acceptance at position 1 below which heads are of little use: of what the target is sure of, and whatever it is.
+LOW, LOW_ANYWAY = 0.5, 0.35
+GROUP_GAP, FEWEST = 0.15, 16
+LABEL_GAP, FITTED_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.15, 0.2, 0.25
+LEAST_COVERAGE = 0.85
+NO_TEXT = 0.8  # of the surprise of tokens drawn at random
+KNOWS_SOMETHING = 0.1  # how sure a target is that was trained at all
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause.
+
+    Attributes:
+        cause: A key of [`KIND`].
+        said: What is wrong, in one sentence with the evidence.
+        mend: What to do.
+        before, after: Acceptance of draft position 1 as it is, and mended, where that was tried.
+        changes: Fields of the config that mend it.
+        certain: Whether it is an error, or only a warning.
+    """
+
+    cause: str
+    said: str
+    mend: str
+    before: float | None = None
+    after: float | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    certain: bool = True
+
+    @property
+    def kind(self) -> str:
+        """First words of the verdict."""
+        return KIND[self.cause]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass
+class Facts:
+    """Everything that was measured, for the rules below.
+
+    Attributes:
+        score: As things are.
+        trials: Hypotheses, those about the vocabulary included.
+        labels: As [`trials.label_offsets`] says.
+        turn: First and later tokens of answers.
+        contexts, modes: Groups; `modes` holds the given one first.
+        special, given, own: Special tokens; the prompts' tokens; the target's own tokens.
+        coverage: Share of the target's tokens in the draft vocabulary.
+        identity: Why the target is another one, or `None`.
+        stored: As [`stored.stored_numbers`].
+        prompt_surprise, random_surprise: Mean surprise of the prompts' tokens, and of tokens drawn at random.
+        free_running, forced: tau of a chain in rounds, and teacher-forced from every token.
+        train_max_length: Of the heads, if known.
+    """
+
+    score: Score
+    trials: list[Trial]
+    labels: dict[int, float]
+    turn: tuple[Group, Group]
+    contexts: list[Group]
+    modes: list[Group]
+    special: Group
+    given: Group
+    own: Group
+    coverage: float
+    identity: str | None
+    stored: dict[str, Any]
+    prompt_surprise: float
+    random_surprise: float
+    free_running: float | None
+    forced: float | None
+    train_max_length: int | None
+
+    @property
+    def low(self) -> bool:
+        """Whether little is accepted, given how sure the target is."""
+        return self.score.position_1 < max(LOW * self.own.predictability, LOW_ANYWAY)
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Causes, the most certain first. Silent where nothing is wrong."""
+    found = [*_identity(facts), *_labels(facts), *_settings(facts), *_serving(facts)]
+    explained = bool(found)
+    found += [*_texts(facts), *_modes(facts), *_turns(facts), *_contexts(facts), *_coverage(facts)]
+    if facts.low and not explained:
+        found.append(_unexplained(facts))
+    elif not explained:
+        found += _policy(facts)
+    return found
+
+
+def _settings(facts: Facts) -> Iterator[Finding]:
+    """The best of the clear winners; others may win because they make up for the same mistake."""
+    winners = [trial for trial in facts.trials if trial.wins and not _only_fitted(trial, facts)]
+    if not winners:
+        return
+    best = max(winners, key=lambda trial: (round(trial.score.tau, 1), trial.score.log_likelihood or -math.inf))
+    if best.alternative.setting == "lm_head":  # rows that stand for other tokens look like damaged ones
+        best = next((trial for trial in winners if trial.alternative.cause == "draft vocabulary"), best)
+    one, now = best.alternative, facts.score
+    yield Finding(
+        one.cause,
+        f"{one.setting}: {one.value} accepts {best.score.position_1:.1%} at position 1 and {best.score.tau:.2f} "
+        f"tokens a round, {one.in_force} (in force) {now.position_1:.1%} and {now.tau:.2f}",
+        one.what_to_do,
+        now.position_1,
+        best.score.position_1,
+        dict(one.changes),
+    )
+
+
+def _only_fitted(trial: Trial, facts: Facts) -> bool:
+    """A fitted map wins a little wherever heads err systematically; a wrong map is wrong nearly everywhere."""
+    if "fitted" not in trial.alternative.value:
+        return False
+    return trial.score.position_1 < max(facts.score.position_1 + FITTED_GAP, 1.5 * facts.score.position_1)
+
+
+def _labels(facts: Facts) -> Iterator[Finding]:
+    right = facts.labels.get(0, 0.0)
+    offset, share = max(facts.labels.items(), key=lambda item: item[1])
+    if offset and share >= right + LABEL_GAP:
+        yield Finding(
+            "training labels",
+            f"the first draft is the token {offset:+d} from the one it should guess ({share:.0%}, the right one "
+            f"{right:.0%}): labels were off by {abs(offset)} in training",
+            f"train with the label of row t moved by {-offset:+d}, i.e. token t + 2 where the row holds feature t and "
+            "token t + 1",
+            right,
+        )
+
+
+def _identity(facts: Facts) -> Iterator[Finding]:
+    if facts.identity:
+        mend = (
+            "load the target the heads were trained with, in the same precision and without rotation, or train heads "
+            "for this one"
+        )
+        yield Finding("another target", facts.identity, mend, facts.score.position_1)
+
+
+def _serving(facts: Facts) -> Iterator[Finding]:
+    if facts.free_running is None or facts.forced is None:
+        return
+    if facts.free_running - 1 < (1 - SERVING_GAP) * (facts.forced - 1) - 0.2:
+        yield Finding(
+            "serving",
+            f"rounds accept {facts.free_running:.2f} tokens, and the heads' forward over the same texts "
+            f"{facts.forced:.2f}: drafting does not do what training does",
+            "report it with the output of `specheads doctor --json`",
+            facts.score.position_1,
+        )
+
+
+def _texts(facts: Facts) -> Iterator[Finding]:
+    surprised = facts.prompt_surprise > NO_TEXT * facts.random_surprise
+    if surprised and facts.given.count >= FEWEST and facts.own.predictability > KNOWS_SOMETHING:
+        yield Finding(
+            "not text",
+            f"the prompts surprise the target like tokens drawn at random ({facts.prompt_surprise:.1f} nats a token, "
+            f"random ones have {facts.random_surprise:.1f}): what heads accept after them says nothing",
+            "measure on prompts like those in use",
+            facts.score.position_1,
+            certain=False,
+        )
+
+
+def _modes(facts: Facts) -> Iterator[Finding]:
+    if len(facts.modes) < 2:
+        return
+    given, others = facts.modes[0], facts.modes[1:]
+    best = max(others, key=lambda group: given.worse_than(group).mean)
+    gap = given.worse_than(best)
+    if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3 and min(given.count, best.count) >= FEWEST:
+        yield Finding(
+            "mode",
+            f"the same prompts as {best.name} are accepted {best.acceptance.mean:.0%} at position 1, as {given.name} "
+            f"(as given) {given.acceptance.mean:.0%}: the heads were made for the former",
+            f"use them on {best.name}, or train them on texts as {given.name}",
+            given.acceptance.mean,
+            best.acceptance.mean,
+            certain=False,
+        )
+
+
+def _turns(facts: Facts) -> Iterator[Finding]:
+    early, later = facts.turn
+    gap = early.worse_than(later)
+    if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3 and early.count >= FEWEST:
+        yield Finding(
+            "turns",
+            f"of the {early.name} {early.acceptance.mean:.0%} are accepted at position 1, of {later.name} "
+            f"{later.acceptance.mean:.0%}, and the target is as sure of them: the beginning of answers was not "
+            "supervised, or templates differ",
+            "look at the loss mask of the training, and at the template's text before an answer",
+            early.acceptance.mean,
+            later.acceptance.mean,
+            certain=False,
+        )
+    special = facts.special
+    if special.count >= 4 and special.acceptance.mean < 0.1 and later.acceptance.mean > 0.4:
+        yield Finding(
+            "turns",
+            f"of {special.count} special tokens that the target wrote, {special.acceptance.mean:.0%} were guessed, of "
+            f"other tokens {later.acceptance.mean:.0%}: ends of turns were not supervised",
+            "let the loss mask of the training include the tokens that end a turn",
+            special.acceptance.mean,
+            certain=False,
+        )
+
+
+def _contexts(facts: Facts) -> Iterator[Finding]:
+    bins = [group for group in facts.contexts if group.count >= 2 * FEWEST]
+    if len(bins) < 2:
+        return
+    first = bins[0]
+    for group in bins[1:]:
+        gap = group.worse_than(first)
+        if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3:
+            known = f"; they were trained on {facts.train_max_length} tokens" if facts.train_max_length else ""
+            yield Finding(
+                "context",
+                f"at {group.name} tokens {group.acceptance.mean:.0%} are accepted at position 1, at {first.name} "
+                f"{first.acceptance.mean:.0%}{known}",
+                "train on texts that long, or leave `heads.adaptive` on: it decodes plainly where drafts do not pay",
+                group.acceptance.mean,
+                first.acceptance.mean,
+                certain=False,
+            )
+            return
+
+
+def _coverage(facts: Facts) -> Iterator[Finding]:
+    if facts.coverage < LEAST_COVERAGE:
+        yield Finding(
+            "coverage",
+            f"only {facts.coverage:.0%} of the target's tokens are in the draft vocabulary, and no other can be "
+            "accepted",
+            "train with a draft vocabulary counted on texts like these, or a larger one",
+            facts.score.position_1,
+            certain=False,
+        )
+
+
+def _policy(facts: Facts) -> Iterator[Finding]:
+    gap = facts.own.worse_than(facts.given)
+    if gap.mean >= 2 * GROUP_GAP and gap.low >= GROUP_GAP and facts.given.count >= 4 * FEWEST:
+        yield Finding(
+            "not its own answers",
+            f"on text that the target did not write {facts.given.acceptance.mean:.0%} of its favourites are guessed, "
+            f"on its own {facts.own.acceptance.mean:.0%}: the heads were trained on other texts than its answers",
+            "let the target answer the prompts of the training set, and train on that",
+            facts.own.acceptance.mean,
+            facts.given.acceptance.mean,
+            certain=False,
+        )
+
+
+def _unexplained(facts: Facts) -> Finding:
+    score, stored = facts.score, facts.stored
+    sure = facts.own.predictability
+    low = f"{score.position_1:.0%} are accepted at position 1, of texts the target is {sure:.0%} sure of"
+    if "position_1" in stored and stored["position_1"] >= score.position_1 + STORED_GAP:
+        return Finding(
+            "training gap",
+            f"{low}; {stored['from']} says {stored['position_1']:.0%}, and no setting makes up for it: these are not "
+            "the weights, the target or the forward that were measured then",
+            "compare the files with the published ones, and the target with the one trained with",
+            score.position_1,
+        )
+    seen = f" ({stored['tokens']:,} tokens seen)" if "tokens" in stored else ""
+    return Finding(
+        "under-trained",
+        f"{low}, and no setting makes up for it: trained too little{seen}, or on other texts than its answers",
+        "train longer, on the target's own answers; hundreds of thousands of them are usual",
+        score.position_1,
+    )
+
+
+def random_surprise(vocab_size: int) -> float:
+    """Of tokens drawn at random under a model that thinks all alike."""
+    return math.log(vocab_size)

@@ -1,0 +1,165 @@
+"""Acceptance by kind of text: mode of the prompt, distance from the start of a turn, context, special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..bootstrap import Interval, difference_interval, ratio_interval
+from ..heads.base import DraftHead
+from ..texts import Text
+from .evidence import Evidence
+from .teacher_forced import Drafts, hits, own_text
+
+FIRST_TOKENS = 4  # of a turn
+CONTEXT_BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Guesses of draft position 1 at some tokens, per text.
+
+    Attributes:
+        name: What is common to them.
+        right, guesses: Right ones, and all.
+        expected: Sum of the probabilities that the target gave its own tokens: how easy the text is.
+    """
+
+    name: str
+    right: tuple[float, ...]
+    guesses: tuple[float, ...]
+    expected: tuple[float, ...]
+
+    @property
+    def acceptance(self) -> Interval:
+        """Of draft position 1."""
+        return ratio_interval(self.right, self.guesses)
+
+    @property
+    def predictability(self) -> float:
+        """Mean probability the target gives its own favourite."""
+        return sum(self.expected) / max(sum(self.guesses), 1)
+
+    @property
+    def count(self) -> int:
+        """Guesses."""
+        return int(sum(self.guesses))
+
+    def worse_than(self, other: Group) -> Interval:
+        """By how much less of what the target is sure of is accepted here than there: acceptance less the target's own
+        confidence, so that harder text does not count against the heads."""
+        sides = [
+            ([e - r for e, r in zip(group.expected, group.right, strict=True)], group.guesses)
+            for group in (self, other)
+        ]
+        if len(self.guesses) == len(other.guesses):
+            return difference_interval(sides[0], sides[1])
+        ours, theirs = ratio_interval(*sides[0]), ratio_interval(*sides[1])
+        width = ((ours.mean - ours.low) ** 2 + (theirs.high - theirs.mean) ** 2) ** 0.5
+        mean = ours.mean - theirs.mean
+        return Interval(mean, mean - width, mean + width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        found = self.acceptance
+        return {"name": self.name, "position_1": found.mean, "interval": [found.low, found.high],
+                "guesses": self.count, "predictability": self.predictability}  # fmt: skip
+
+
+def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor) -> Group:
+    """The tokens `where` bool [B, T] says."""
+    right = hits(drafts, evidence)[0] & where
+    expected = evidence.confidence.roll(1, dims=1) * where  # of the token before, which says this one
+    return Group(
+        name,
+        tuple(right.sum(-1).float().tolist()),
+        tuple(where.sum(-1).float().tolist()),
+        tuple(expected.sum(-1).tolist()),
+    )
+
+
+def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
+    """The first guesses of every answer, and the others."""
+    text = own_text(evidence, 0)
+    places = torch.arange(text.shape[1], device=text.device)[None]
+    starts = torch.tensor(evidence.starts, device=text.device)[:, None]
+    early = text & (places <= starts + FIRST_TOKENS)
+    return (
+        group_of(f"first {FIRST_TOKENS} tokens of a turn", drafts, evidence, early),
+        group_of("later tokens", drafts, evidence, text & ~early),
+    )
+
+
+def by_context(drafts: Drafts, evidence: Evidence, where: torch.Tensor | None = None) -> list[Group]:
+    """By how many tokens stand before the guessed one."""
+    text = own_text(evidence, 0) if where is None else where
+    places = torch.arange(text.shape[1], device=text.device)[None]
+    found = []
+    for low, high in pairwise(CONTEXT_BINS):
+        inside = text & (places >= low) & (places < high)
+        if bool(inside.any()):
+            found.append(group_of(f"context {low} to {high}" if high < 1 << 30 else f"context from {low}",
+                                  drafts, evidence, inside))  # fmt: skip
+    return found
+
+
+def special_tokens(drafts: Drafts, evidence: Evidence, ids: Sequence[int]) -> Group:
+    """Tokens such as ends of turns, which the target wrote."""
+    special = torch.isin(evidence.token_ids, torch.tensor(list(ids) or [-1], device=evidence.token_ids.device))
+    return group_of("special tokens", drafts, evidence, own_text(evidence, 0) & special)
+
+
+def given_text(drafts: Drafts, evidence: Evidence) -> Group:
+    """The prompts, which the target did not write: whether its favourite there is guessed."""
+    places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
+    starts = torch.tensor(evidence.starts, device=places.device)[:, None]
+    where = (places >= 2) & (places < starts) & (drafts.tokens[0] >= 0)
+    right = (drafts.tokens[0] == evidence.favourites.roll(1, dims=1)) & where
+    expected = evidence.confidence.roll(1, dims=1) * where
+    columns = (right.float(), where.float(), expected)
+    return Group("prompts (not its own text)", *(tuple(column.sum(-1).tolist()) for column in columns))
+
+
+# ---------------------------------------------------------------------- modes of a prompt
+def modes(prompts: Sequence[Text], tokenizer: Any) -> dict[str, list[Any]]:
+    """The same prompts in other forms: raw text, a user's message, with and without thinking. Texts in the form given
+    are not among them."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template or not all(isinstance(prompt, str) or _is_chat(prompt) for prompt in prompts):
+        return {}
+    chats = [prompt if _is_chat(prompt) else [{"role": "user", "content": prompt}] for prompt in prompts]
+    found: dict[str, list[Any]] = {}
+    if all(_is_chat(prompt) for prompt in prompts):
+        found["raw text"] = [chat[-1]["content"] for chat in chats]
+    else:
+        found["chat"] = chats
+    if "enable_thinking" in str(template):
+        for value, name in ((True, "chat, thinking"), (False, "chat, no thinking")):
+            options = {"add_generation_prompt": True, "return_dict": True, "enable_thinking": value}
+            found[name] = [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+    return found
+
+
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and bool(len(prompt)) and isinstance(prompt[0], Mapping)
+
+
+def given_mode(prompts: Sequence[Text]) -> str:
+    """What the given prompts are."""
+    if all(_is_chat(prompt) for prompt in prompts):
+        return "chat"
+    return "raw text" if all(isinstance(prompt, str) for prompt in prompts) else "as given"
+
+
+def coverage(heads: DraftHead, evidence: Evidence) -> float:
+    """Share of the target's own tokens that the heads can draft at all."""
+    vocabulary = heads.draft_vocabulary
+    if vocabulary is None:
+        return 1.0
+    text = own_text(evidence, 0)
+    inside = torch.isin(evidence.token_ids, vocabulary.to(evidence.token_ids.device))
+    return float(inside[text].float().mean()) if bool(text.any()) else 1.0

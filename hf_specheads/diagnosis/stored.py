@@ -1,0 +1,51 @@
+"""What heads say of their training: acceptance measured then, and how much was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..heads.base import DraftHead
+
+FACTS, EVAL_RESULTS = "training_facts.json", "eval_results.json"
+
+
+def stored_numbers(heads: DraftHead, folder: str | Path | None = None) -> dict[str, Any]:
+    """`position_1`, `acceptance_length`, `tokens` (trained on), `from` (the file); what is not known is missing.
+
+    Args:
+        heads: As loaded.
+        folder: Where their files lie, default where they were loaded from.
+    """
+    place = Path(folder or heads.config.name_or_path or "nowhere")
+    found: dict[str, Any] = {}
+    results, facts = _read(place / EVAL_RESULTS), _read(place / FACTS)
+    for entry in results if isinstance(results, list) else []:
+        if isinstance(entry, dict) and entry.get("task") == "greedy" and entry.get("pos_acc"):
+            found |= {"position_1": entry["pos_acc"][0], "acceptance_length": entry.get("acceptance_length"),
+                      "from": EVAL_RESULTS}  # fmt: skip
+    if isinstance(facts, dict):
+        metrics = {name.removeprefix("eval_"): value for name, value in (facts.get("metrics") or {}).items()}
+        if "pos_acc_1" in metrics and "position_1" not in found:
+            found |= {"position_1": metrics["pos_acc_1"], "acceptance_length": metrics.get("acceptance_length"),
+                      "from": FACTS}  # fmt: skip
+        if (tokens := _tokens(facts, heads)) is not None:
+            found["tokens"] = tokens
+    return found
+
+
+def _tokens(facts: dict[str, Any], heads: DraftHead) -> int | None:
+    """Tokens seen in training, as far as the facts tell; at most, where documents may be shorter."""
+    if facts.get("tokens"):
+        return int(facts["tokens"])
+    examples = (facts.get("steps") or 0) * (facts.get("examples_per_step") or 0)
+    longest = heads.config.train_max_length
+    return examples * longest if examples and longest else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

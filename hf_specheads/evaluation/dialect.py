@@ -1,0 +1,98 @@
+"""Acceptance in everybody's words: five definitions of one thing, each from the same rounds.
+
+| here | whose |
+|---|---|
+| `acceptance_length` | micro: 1 + accepted / rounds over all rounds (vLLM, SGLang, DeepSpec, this package's tau) |
+| `acceptance_length_macro` | mean of the prompts' own (ModelOpt's specdec_bench, z-lab) |
+| `acceptance_length_without_bonus` | EAGLE's scripts |
+| `draft_acceptance_rate` | accepted / drafted tokens (vLLM) |
+| `acceptance_at_pos_i` | survival: rounds that accepted i or more / rounds (vLLM, speculators) |
+| `conditional_acceptance_at_pos_i` | given that all earlier ones were (EAGLE, ModelOpt, our pos-acc) |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..bootstrap import Interval, difference_interval, interval_of, ratio_draws, ratio_interval
+from ..metrics import GenerationStats, position_acceptance
+
+
+@dataclass(frozen=True)
+class PromptRounds:
+    """The rounds of one prompt.
+
+    Attributes:
+        accepted: Accepted draft tokens of each, bonus not counted.
+        offered: Draft positions each could have accepted.
+    """
+
+    accepted: tuple[int, ...]
+    offered: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stats: GenerationStats) -> list[PromptRounds]:
+        """Of every sequence of a call."""
+        rows = zip(stats.num_accepted, stats.offered, strict=True)
+        return [cls(tuple(accepted), tuple(offered)) for accepted, offered in rows]
+
+
+def tau_interval(prompts: Sequence[PromptRounds]) -> Interval:
+    """Micro acceptance length with its 95 % interval over prompts."""
+    return ratio_interval(*_tokens_and_rounds(prompts))
+
+
+def tau_difference(ours: Sequence[PromptRounds], theirs: Sequence[PromptRounds]) -> Interval:
+    """Micro acceptance length of `ours` less that of `theirs`, on the same prompts, which are drawn together.
+
+    Raises:
+        ValueError: for different numbers of prompts.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"differences are paired by prompts: got {len(ours)} and {len(theirs)}; use the same.")
+    return difference_interval(_tokens_and_rounds(ours), _tokens_and_rounds(theirs))
+
+
+def _tokens_and_rounds(prompts: Sequence[PromptRounds]) -> tuple[list[float], list[float]]:
+    rounds = [float(len(one.accepted)) for one in prompts]
+    return [sum(one.accepted) + count for one, count in zip(prompts, rounds, strict=True)], rounds
+
+
+def field_metrics(prompts: Sequence[PromptRounds]) -> dict[str, Any]:
+    """All definitions, with the names of vLLM's metrics where there are some.
+
+    Args:
+        prompts: Rounds of every prompt; those without any count nowhere.
+
+    Returns:
+        Plain values; empty without rounds. `histogram` counts rounds by the tokens they gave, the bonus included.
+    """
+    prompts = [one for one in prompts if one.accepted]
+    if not prompts:
+        return {}
+    accepted = [count for one in prompts for count in one.accepted]
+    offered = [count for one in prompts for count in one.offered]
+    depth = max(offered, default=0)
+    each = [1 + sum(one.accepted) / len(one.accepted) for one in prompts]
+    micro, macro = tau_interval(prompts), sum(each) / len(each)
+    macro_draws = interval_of(ratio_draws(each, [1.0] * len(each)), macro)
+    conditional = position_acceptance([list(one.accepted) for one in prompts], [list(one.offered) for one in prompts])
+    return {
+        "num_drafts": len(accepted),
+        "num_draft_tokens": sum(offered),
+        "num_accepted_tokens": sum(accepted),
+        "num_accepted_tokens_per_pos": [sum(count >= i for count in accepted) for i in range(1, depth + 1)],
+        "acceptance_length": micro.mean,
+        "acceptance_length_interval": [micro.low, micro.high],
+        "acceptance_length_macro": macro,
+        "acceptance_length_macro_interval": [macro_draws.low, macro_draws.high],
+        "acceptance_length_without_bonus": micro.mean - 1,
+        "draft_acceptance_rate": sum(accepted) / max(sum(offered), 1),
+        **{f"acceptance_at_pos_{i}": sum(count >= i for count in accepted) / len(accepted)
+           for i in range(1, depth + 1)},
+        **{f"conditional_acceptance_at_pos_{i}": value for i, value in enumerate(conditional, start=1)},
+        "histogram": {str(tokens): count for tokens, count in sorted(Counter(n + 1 for n in accepted).items())},
+    }  # fmt: skip

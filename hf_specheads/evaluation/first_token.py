@@ -1,0 +1,63 @@
+"""Time to the first token, apart from the time of decoding."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from ..tuning.turns import timed_generation
+
+
+@dataclass(frozen=True)
+class TimedText:
+    """One generation.
+
+    Attributes:
+        token_ids: New tokens of every sequence.
+        seconds: Wall seconds of all of it.
+        first: Of them, until the first token was there; `None` in batches, which do not stream.
+        times: Moments at which tokens came, from the start, one per token that was streamed.
+    """
+
+    token_ids: list[list[int]]
+    seconds: float
+    first: float | None
+    times: tuple[float, ...] = ()
+
+
+class _Clock(BaseStreamer):
+    """Reads the clock at every token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._prompt = True
+
+    def put(self, value: Any) -> None:
+        if not self._prompt:
+            self.times += [time.perf_counter()] * max(int(value.numel()), 1)
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to say."""
+
+
+def timed_text(target: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> TimedText:
+    """Generates, and reads the clock at the first token of a single sequence.
+
+    Args:
+        target: The target.
+        inputs: What a tokenizer returns.
+        **options: For `generate`; greedy by default.
+    """
+    if inputs["input_ids"].shape[0] > 1:
+        token_ids, seconds = timed_generation(target, inputs, **options)
+        return TimedText(token_ids, seconds, None)
+    clock = _Clock()
+    started = time.perf_counter()
+    token_ids, seconds = timed_generation(target, inputs, streamer=clock, **options)
+    times = tuple(moment - started for moment in clock.times)
+    return TimedText(token_ids, seconds, times[0] if times else None, times)

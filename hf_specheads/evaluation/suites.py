@@ -1,0 +1,149 @@
+"""Prompts that others report on, by name: from the Hub through `datasets`, from a folder that mirrors it, or our own.
+
+Formats and endings follow what papers on draft heads of 2026 publish: the first turn of every entry, a request for a
+boxed answer after tasks of mathematics, a sentence and a code fence around HumanEval's stubs. The target's chat
+template goes around it where the target has one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+OURS = "ours"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where prompts lie, and what is asked.
+
+    Attributes:
+        repository: Hub id of the data set.
+        config, split: Of it.
+        prompt: Text of the first turn, from a row.
+        category: Of a row; the suite itself where rows have none.
+    """
+
+    repository: str
+    config: str | None
+    split: str
+    prompt: Callable[[Row], str]
+    category: Callable[[Row], str] | None = None
+
+
+def _first_turn(row: Row) -> str:
+    turns = row.get("turns") or row.get("prompt")
+    return turns if isinstance(turns, str) else turns[0]
+
+
+def _alpaca(row: Row) -> str:
+    return row["instruction"] + (f"\n\nInput:\n{row['input']}" if row.get("input") else "")
+
+
+SUITES = {
+    "mt_bench": Suite("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn, lambda row: row["category"]),
+    "humaneval": Suite("openai/openai_humaneval", None, "test", lambda row: HUMANEVAL.format(row["prompt"])),
+    "gsm8k": Suite("openai/gsm8k", "main", "test", lambda row: row["question"] + BOXED),
+    "math500": Suite("HuggingFaceH4/MATH-500", None, "test", lambda row: row["problem"] + BOXED),
+    "mbpp": Suite("google-research-datasets/mbpp", "full", "test", lambda row: row["text"]),
+    "alpaca": Suite("tatsu-lab/alpaca", None, "train", _alpaca),
+    # One file of a repository on GitHub, not a data set on the Hub.
+    "spec_bench": Suite("https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+                        None, "train", _first_turn, lambda row: row["category"]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SuitePrompt:
+    """One prompt: the suite's name, a category, and the text."""
+
+    suite: str
+    category: str
+    text: str
+
+
+def load_suite(name: str, limit: int | None = None, mirror: Path | None = None) -> list[SuitePrompt]:
+    """Prompts of a suite.
+
+    Args:
+        name: A key of [`SUITES`], `"ours"`, or a `.jsonl` file with `turns` (a list) or `prompt`, and perhaps
+            `category`.
+        limit: At most that many, drawn by a fixed seed, in their order.
+        mirror: Folder in which data sets lie under their Hub ids, instead of the Hub.
+
+    Raises:
+        ValueError: for an unknown suite, or entries without what it asks for.
+        ImportError: without `datasets`, for suites of the Hub.
+    """
+    if name == OURS or name.endswith(".jsonl"):
+        path = Path(__file__).with_name("ours.jsonl") if name == OURS else Path(name)
+        rows: list[Any] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        suite = Suite(str(path), None, "", _first_turn, lambda row: row.get("category") or path.stem)
+    elif name in SUITES:
+        suite = SUITES[name]
+        rows = _rows(suite, mirror)
+    else:
+        raise ValueError(f"unknown suite {name!r}; expected some of {[OURS, *SUITES]}, or a .jsonl file.")
+    if limit is not None and limit < len(rows):
+        chosen = sorted(random.Random(0).sample(range(len(rows)), limit))
+        rows = [rows[index] for index in chosen]
+    return [_prompt(name, suite, row, number) for number, row in enumerate(rows)]
+
+
+def _rows(suite: Suite, mirror: Path | None) -> list[Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            "suites of the Hub are read with `datasets`; install it (`pip install datasets`), or use --suite ours."
+        ) from error
+    if "://" in suite.repository:
+        file = suite.repository if mirror is None else str(mirror / suite.repository.rpartition("/")[2])
+        return list(load_dataset("json", data_files=file, split="train"))
+    if mirror is None:
+        return list(load_dataset(suite.repository, suite.config, split=suite.split))
+    folder = mirror / suite.repository / (suite.config or "")
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder; a mirror holds data sets under their Hub ids and configs.")
+    return list(load_dataset(str(folder), split=suite.split))
+
+
+def _prompt(name: str, suite: Suite, row: Row, number: int) -> SuitePrompt:
+    try:
+        text = suite.prompt(row)
+        return SuitePrompt(Path(name).stem, suite.category(row) if suite.category else name, text)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"entry {number} of suite {name!r} lacks what its prompt is made of ({error}); it has {sorted(row)}."
+        ) from error
+
+
+def prompts_for(prompts: list[SuitePrompt], tokenizer: Any, thinking: bool | None = None) -> list[str]:
+    """Texts as the target is given them: a user's message in its chat template, or the bare text without one.
+
+    Args:
+        prompts: Of suites.
+        tokenizer: Of the target.
+        thinking: `enable_thinking` of the template; `None` leaves that to it.
+
+    Raises:
+        ValueError: if `thinking` is asked for, and the template does not know it.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if thinking is not None and "enable_thinking" not in str(template or ""):
+        raise ValueError(
+            "the target's chat template has no `enable_thinking`, so thinking can be neither switched on nor off; "
+            "leave --thinking out."
+        )
+    if not template:
+        return [one.text for one in prompts]
+    options = {"add_generation_prompt": True, "tokenize": False}
+    options |= {} if thinking is None else {"enable_thinking": thinking}
+    return [tokenizer.apply_chat_template([{"role": "user", "content": one.text}], **options) for one in prompts]

@@ -1,0 +1,107 @@
+"""Scale and centre of the features that heads were trained on, and whether those of today are the same.
+
+A rotated, quantised or exchanged target has features of another kind even where its embedding, which the fingerprint
+looks at, is the same. Per hidden state a scale and, for a few channels spread over its width, mean and deviation are
+enough to see that; they lie in the config of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+CHANNELS = 16
+ENOUGH = 8192  # tokens whose features say what a target is
+# Texts differ too: what is still the same target. Scale as a ratio, centres in deviations, deviations as a ratio.
+SCALE_RATIO, CENTRE_SHIFT, DEVIATION_RATIO = 1.5, 1.0, 2.0
+
+
+class FeatureStatistics:
+    """Running sums over features.
+
+    Args:
+        levels: Hidden states side by side in a feature.
+    """
+
+    def __init__(self, levels: Sequence[int | str]):
+        self.levels, self.tokens = list(levels), 0
+        self._sums: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, features: torch.Tensor, mask: torch.Tensor) -> None:
+        """Takes in features.
+
+        Args:
+            features: [B, T, F], F the width of a level times their number.
+            mask: [B, T], nonzero at rows that count.
+        """
+        rows = features[mask.bool()].float()
+        levels = rows.view(len(rows), len(self.levels), -1)
+        picked = levels[..., self._channels(levels.shape[-1]).to(levels.device)]
+        squares = levels.square().mean(-1, keepdim=True).sum(0)
+        sums = torch.cat([squares, picked.sum(0), picked.square().sum(0)], dim=-1).double().cpu()
+        self._sums = sums if self._sums is None else self._sums + sums
+        self.tokens += len(rows)
+
+    def remember(self, config: Any, features: torch.Tensor, mask: torch.Tensor) -> None:
+        """Takes in features until there are enough, and writes what is known into `feature_statistics` of a heads'
+        config. Heads that read no features have none."""
+        if self.levels and self.tokens < ENOUGH:
+            self.add(features.detach(), mask)
+            config.feature_statistics = self.to_dict()
+
+    @staticmethod
+    def _channels(width: int) -> torch.Tensor:
+        return torch.linspace(0, width - 1, min(CHANNELS, width)).long()
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Plain values for a config: `levels`, `tokens`, and per level `scale` (root mean square of its entries),
+        `mean` and `deviation` of the channels; `None` before any rows."""
+        if self._sums is None or not self.tokens:
+            return None
+        means = self._sums / self.tokens
+        count = (means.shape[-1] - 1) // 2
+        scale, centre, squares = means.split([1, count, count], dim=-1)
+        deviation = (squares - centre.square()).clamp_min(0).sqrt()
+        return {
+            "levels": self.levels,
+            "tokens": self.tokens,
+            "scale": _rounded(scale[:, 0].sqrt()),
+            "mean": _rounded(centre),
+            "deviation": _rounded(deviation),
+        }
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    def plain(value: Any) -> Any:
+        return float(f"{value:.4g}") if isinstance(value, float) else [plain(one) for one in value]
+
+    return plain(values.tolist())
+
+
+def statistics_problem(stored: dict[str, Any], measured: dict[str, Any]) -> str | None:
+    """How features of today are not those that heads were trained on, in words; `None` if they are.
+
+    Args:
+        stored: From the heads' config.
+        measured: On the target at hand, for the same levels.
+    """
+    if len(stored.get("scale", ())) != len(measured["scale"]):
+        known = len(stored.get("scale", ()))
+        return f"the heads were trained on {known} hidden states, and read {len(measured['scale'])}"
+    for index, level in enumerate(measured["levels"]):
+        ratio = measured["scale"][index] / max(stored["scale"][index], 1e-12)
+        before, now = (torch.tensor([one["mean"][index], one["deviation"][index]]) for one in (stored, measured))
+        spread = before[1].clamp_min(1e-3 * stored["scale"][index])
+        shift = float(((now[0] - before[0]).abs() / spread).median())
+        wider = float((now[1] / spread).log().abs().median().exp())
+        said = f"hidden state {level}"
+        if not 1 / SCALE_RATIO <= ratio <= SCALE_RATIO:
+            return f"{said} is {ratio:.2f} times as large as in training"
+        if shift > CENTRE_SHIFT:
+            return f"{said} has its channels' means {shift:.1f} deviations from those in training"
+        if wider > DEVIATION_RATIO:
+            return f"{said} has channels that vary {wider:.1f} times as much, or as little, as in training"
+    return None
