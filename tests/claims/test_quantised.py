@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from support.heads import random_heads
+from support.heads import OPTIONS, random_heads
 from support.targets import own_target, plain, prompt
 from support.trees import TREES
 from torch import nn
@@ -85,12 +85,12 @@ def test_greedy_text_is_the_quantised_targets(quantise, kind, lm_head):
         assert torch.equal(plain(target, ids, NEW, assistant_model=one), expected)
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"eagle3", "poss-eagle3"}))
+@pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("quantise", QUANTISERS[:2])
 def test_heads_in_bfloat16(quantise, method):
     """Features go into the heads, and what they draft into the target's `lm_head`, in the type each of them wants."""
     target, ids = quantise(wide_target(), True), prompt()
-    options = {"draft-lm": {"num_hidden_layers": 1, "head_dim": 16}}.get(method, {})
+    options = {**OPTIONS, "draft-lm": {"num_hidden_layers": 1, "head_dim": 16}}.get(method, {})
     heads = AutoDraftHead.from_target(target, method, dtype=torch.bfloat16, **options).eval()
     assert heads.dtype == torch.bfloat16
     assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))

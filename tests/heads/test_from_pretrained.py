@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.heads import OPTIONS
 from support.targets import own_target, plain, prompt
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TorchAoConfig
 
@@ -23,8 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     saved, target = {}, own_target("llama")
     for method in METHODS:
-        options = {"feature_layers": (0, 1, -1)} if method.endswith("eagle3") else {}
-        heads = AutoDraftHead.from_target(target, method, **options).to(torch.bfloat16)
+        heads = AutoDraftHead.from_target(target, method, **OPTIONS.get(method, {})).to(torch.bfloat16)
         saved[method] = tmp_path_factory.mktemp(method)
         heads.save_pretrained(saved[method])
     return saved

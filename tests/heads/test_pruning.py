@@ -201,7 +201,8 @@ def test_round_trip(method, tmp_path):
         assert torch.equal(plain(target, ids, NEW, assistant_model=one), plain(target, ids, NEW))
     assert again.last_stats.num_accepted == heads.last_stats.num_accepted
     again.prune_draft_vocabulary(None).save_pretrained(tmp_path / "whole")
-    assert "pruned_token_ids" not in load_file(tmp_path / "whole" / "model.safetensors")
+    if method != "lookup":  # which has no file of weights then
+        assert "pruned_token_ids" not in load_file(tmp_path / "whole" / "model.safetensors")
     assert load_heads(tmp_path / "whole", dtype=torch.bfloat16).pruned_token_ids is None
 
 

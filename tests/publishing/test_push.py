@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load, load_file
+from support.heads import OPTIONS
 from support.hub.client import error_of
 from support.hub.endpoint import READER, HubEndpoint
 from support.published import save_with_facts
@@ -106,8 +107,7 @@ def test_facts_can_be_given(hub: HubEndpoint, poss_heads: PossHead, tmp_path: Pa
 
 
 def heads_of(method: str, target: PreTrainedModel):
-    options = {"feature_layers": (0, 1, -1)} if method.endswith("eagle3") else {}
-    return AutoDraftHead.from_target(target, method, **options)
+    return AutoDraftHead.from_target(target, method, **OPTIONS.get(method, {}))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -118,7 +118,7 @@ def test_no_weights_of_the_target(hub: HubEndpoint, family: str, tmp_path: Path)
         parameter.data.add_(torch.randn_like(parameter) / 100)  # no two norms alike
     theirs = list(target.state_dict().values())
     borrowed = {tensor.data_ptr() for tensor in theirs}
-    for method in METHODS:
+    for method in sorted(set(METHODS) - {"lookup"}):  # which has no weights
         heads = heads_of(method, target).bind(target)
         for parameter in heads.parameters():  # some start as copies of the target's; after training they differ
             if parameter.data_ptr() not in borrowed:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specheads import load_heads
+from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 DEPTHS = {"mtp_qwen_k4": 4, "mtp_glm4moe_2": 2, "peagle_k5_d2t": 5, "eagle3_deepspec_ttt5": 5}
@@ -58,3 +59,30 @@ def test_slots_of_peagle() -> None:
         found = [logits] + [heads.extend_draft(None, d, ids[:, :1], state, None)[1] for d in range(1, 5)]
         expected = tensors[f"r{index}.slot_logits"]
         torch.testing.assert_close(torch.cat(found, dim=1)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_of_peagle() -> None:
+    """Logits, loss (KL to the target's distribution over the draft vocabulary) and gradients at the recorded rows."""
+    folder = GOLDENS / "training_peagle_kl"
+    inputs, outputs = load_file(folder / "inputs.safetensors"), load_file(folder / "outputs.safetensors")
+    expected = json.loads((folder / "expected.json").read_text())
+    target = load_file(folder / expected["target"] / "model.safetensors")
+    heads = load_heads(folder / expected["draft"]).train()
+    documents = torch.zeros_like(inputs["input_ids"])
+    places = {"documents": documents, "position_ids": row_positions(documents)}
+    rows = TrainingRows(inputs["target_features"], None, inputs["input_ids"], embed=None, lm_head=None, **places)
+    passes = [drafted.logits(drafted.hidden)[0] for drafted in heads.unroll(rows, 5)]
+    roots, depths = torch.tensor(expected["anchor_pos"]), torch.tensor(expected["depth"])
+    logits = torch.stack([passes[depth][root] for root, depth in zip(roots.tolist(), depths.tolist(), strict=True)])
+    torch.testing.assert_close(logits, outputs["logits"][0], rtol=1e-4, atol=1e-5)
+    states = inputs["verifier_last_hidden_pre_norm"][0]
+    normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6) * target["model.norm.weight"]
+    says = (normed @ target["lm_head.weight"][heads.trained_vocabulary].T).log_softmax(-1)[roots + depths]
+    supervised = inputs["loss_mask"][0][roots + depths] > 0
+    loss = (says.exp() * (says - logits.log_softmax(-1))).sum(-1)[supervised].mean()
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
+    loss.backward()
+    gradients = {key.removeprefix("grad."): value for key, value in outputs.items() if key.startswith("grad.")}
+    assert {name for name, _ in heads.named_parameters()} == set(gradients)
+    for name, parameter in heads.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
