@@ -82,7 +82,9 @@ def test_shipped_recipes_are_complete(tmp_path):
     for name in shipped_recipes():
         recipe = read_recipe(name, ["target=org/model", f"output_dir={tmp_path}", "use_cpu=true"])
         args = training_arguments(recipe)
-        assert args.num_passes == passes.get(name, args.num_passes) is not None
+        assert args.num_passes == passes.get(name, args.num_passes)
+        if args.num_passes is None:  # as the heads say: the length of their blocks
+            continue
         assert recipe.trains_target == isinstance(args, JointTrainingArguments) == (name == "medusa2")
         specialists = recipe.heads.get("num_specialists", 1)
         assert specialists * recipe.heads.get("positions_per_specialist", args.num_passes) == args.num_passes
