@@ -29,10 +29,10 @@ from .compiled import bucket, compiled_rounds
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace, pace_of
-from .probe import refuse_by_probe
 from .refusals import (
-    kind_of_rounds,
+    goes_back,
     refuse_call,
+    refuse_numbers,
     refuse_options,
     refuse_prepared_call,
     refuse_processors,
@@ -43,14 +43,9 @@ from .sequences import Sequences, pad_token_of
 from .stepwise import StepwiseCriteria
 from .stopping import StopRule
 from .verification.accepted import Accepted
-from .verification.rules import RULES, Verification
+from .verification.rules import LOSSY, RULES, Verification
 
 logger = logging.get_logger(__name__)
-
-LOSSY = (
-    "these draft heads verify by typical acceptance, so sampled text does not follow the target's distribution; set "
-    "`heads.verification = 'lossless'` for exact sampling."
-)
 
 
 def begin_call(
@@ -125,16 +120,14 @@ def run_rounds(
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """The same for a call that has begun ([`begin_call`]): `draft_head` is bound, `options` are its settings."""
     heads = draft_head.for_call(model)
-    refuse_prepared_call(model, heads, options, input_ids.shape[0], generation_config, model_kwargs)
+    batch = input_ids.shape[0]
+    refuse_prepared_call(model, heads, options, batch, generation_config, model_kwargs)
     if synced_gpus:
         raise UnsupportedGenerationError(
             "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
         )
-    refuse_processors(options, logits_processor, generation_config, input_ids.shape[0])
-    probe_seconds = 0.0
-    if options.probe:
-        kind = kind_of_rounds(model, options, input_ids.shape[0], model_kwargs[cache_name(model_kwargs)])
-        probe_seconds = refuse_by_probe(model, replace(kind, features=heads.feature_layers))
+    refuse_processors(options, logits_processor, generation_config, batch)
+    probe_seconds = refuse_numbers(model, heads, options, batch, model_kwargs[cache_name(model_kwargs)])
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
     prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
@@ -295,6 +288,7 @@ class RoundLoop:
         """Whether the round drafts."""
         if self.compiled is not None:
             self.compiled.begin_round()
+        self.choice = PLAIN
         if isinstance(self.target_cache, RecurrentCache) and self.target_cache.must_catch_up:
             return False
         if self.pace is None:

@@ -6,6 +6,7 @@ Allow-lists, never trial: a target that silently ignores a tree mask produces wr
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..target.positions import rope_limit, sparse_limit
 from ..target.recurrence import is_recurrent, recurrence_problem
 from ..target.structure import own_mask
 from .options import DraftingOptions
-from .probe import RoundKind
+from .probe import RoundKind, refuse_by_probe
 from .sampling import TokenSampler, out_of_step
 from .verification.rules import RULES
 
@@ -321,3 +322,20 @@ def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int
         return RoundKind(tree=False, recurrent=True)
     rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
     return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)
+
+
+def refuse_numbers(
+    target: PreTrainedModel, head: DraftingContract, options: DraftingOptions, batch_size: int, cache: Cache
+) -> float:
+    """Checks by a few forwards, once per target and kind of rounds, that rounds compute what plain steps do.
+
+    Returns:
+        Seconds it took.
+
+    Raises:
+        UnsupportedGenerationError: if they do not.
+    """
+    if not options.probe:
+        return 0.0
+    kind = kind_of_rounds(target, options, batch_size, cache)
+    return refuse_by_probe(target, replace(kind, features=head.feature_layers))

@@ -18,6 +18,11 @@ from .sampled import verify_sampled_at_once, verify_sampled_token_by_token
 from .top_k import verify_all_nodes, verify_token_by_token
 from .typical import verify_typical
 
+LOSSY = (
+    "these draft heads verify by typical acceptance, so sampled text does not follow the target's distribution; set "
+    "`heads.verification = 'lossless'` for exact sampling."
+)
+
 
 @dataclass(frozen=True)
 class Verification:

@@ -26,9 +26,9 @@ from transformers.generation import (
 )
 
 from hf_specheads.errors import UnsupportedGenerationError
-from hf_specheads.generation.loop import LOSSY
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.stopping import StopRule
+from hf_specheads.generation.verification.rules import LOSSY
 from hf_specheads.generation.verification.typical import (
     best_typical_node,
     scores_on_paths,
