@@ -48,8 +48,9 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
             round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
-        adaptive: Decode plainly where drafting has not paid, by the wall time of rounds and plain steps of this pair
-            so far, and try again now and then ([`generation.pace`]). The tokens do not depend on it, unless they are
+        adaptive: Draft what has paid most, by the wall time of rounds and plain steps of this pair so far, and try
+            other trees now and then ([`generation.pace`]): where a tree was assigned that tree or nothing, else also
+            chains and trees of other sizes. The tokens do not depend on it, unless they are
             drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only
             with `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
         probe: Before the first call with a target, try a small draft tree on it and compare its logits with plain
@@ -294,7 +295,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             ValueError: for unknown or impossible tree options.
         """
         other = copy.copy(self)
-        other.tree_config = self.tree_config.replace(**overrides)
+        if overrides:
+            other.tree_config = self.tree_config.replace(**overrides)
         other.last_stats = None
         return other
 
