@@ -18,6 +18,7 @@ from .teacher_forced import Drafts, accepted, draft_everywhere, hits, own_text, 
 
 # A clear winner: that much better at the first position, or that many more tokens a round, and surely so.
 CLEAR_FIRST, CLEAR_LENGTH, SURELY = 0.03, 0.1, 0.01
+CLEAR_SHARE = 0.08
 # Or a little better, and surely more likely, in nats a token: likelihoods tell what few texts cannot count.
 CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.01, 0.004, 0.1
 SEARCHED_TEXTS, LARGEST_SEARCH = 2, 200
@@ -83,9 +84,8 @@ class Score:
     def clearly_better_than(self, other: Score) -> bool:
         """Whether this is no accident."""
         first, length = self.better_than(other)
-        if (first.mean >= CLEAR_FIRST and first.low >= SURELY) or (
-            length.mean >= CLEAR_LENGTH and length.low >= SURELY
-        ):
+        longer = max(CLEAR_LENGTH, CLEAR_SHARE * other.tau)  # of long rounds a tenth of a token is little
+        if (first.mean >= CLEAR_FIRST and first.low >= SURELY) or (length.mean >= longer and length.low >= SURELY):
             return True
         works = other.position_1 >= LEAST_TO_IMPROVE and self.drafted and other.drafted
         if not works or first.mean < A_LITTLE or length.mean < 0:

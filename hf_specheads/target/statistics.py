@@ -38,6 +38,8 @@ class FeatureStatistics:
             mask: [B, T], nonzero at rows that count.
         """
         rows = features[mask.bool()].float()
+        if not len(rows):
+            return
         levels = rows.view(len(rows), len(self.levels), -1)
         picked = levels[..., self._channels(levels.shape[-1]).to(levels.device)]
         squares = levels.square().mean(-1, keepdim=True).sum(0)

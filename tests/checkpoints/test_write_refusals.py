@@ -80,7 +80,7 @@ def test_a_target_that_scales_its_embeddings(tmp_path: Path, method: str) -> Non
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     heads = scrambled_heads(deep_target(), "eagle", fc_bias=False)
-    with pytest.raises(ExportError, match=r"`to` must be one of \['eagle', 'hydra'.*got 'tgi'"):
+    with pytest.raises(ExportError, match=r"`to` must be one of \['dflash', 'eagle', 'hydra'.*got 'tgi'"):
         export_heads(heads, tmp_path / "a", to="tgi")
     with pytest.raises(ExportError, match="must be loaded draft heads, got str"):
         export_heads("user/heads", tmp_path / "a", to="vllm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import CompileConfig, DynamicCache
 from hf_specheads import DraftLanguageModel, UnsupportedGenerationError
 from hf_specheads.generation import compiled, loop
 from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bucket
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace import Pace, Tried
 
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "dspark")
@@ -172,17 +173,20 @@ def test_planted_bug_compiling_counts_as_a_round(monkeypatch):
     """As it was once: means over all rounds, and a debt without bounds."""
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(CompiledRounds, "compiles", never, raising=False)
-    monkeypatch.setattr(Pace, "round_seconds", property(lambda self: statistics.fmean(self.drafted or [0.0])))
+    monkeypatch.setattr(Tried, "cost", property(lambda self: statistics.fmean(self.all_costs)))
     monkeypatch.setattr(Pace, "begin_call", lambda self: None)
-    monkeypatch.setattr(Pace, "record_round", mean_of_all_rounds)
+    monkeypatch.setattr(Pace, "record_round", mean_of_all_rounds(Pace.record_round))
     assert plain_share(monkeypatch) > 0.8
 
 
-def mean_of_all_rounds(pace: Pace, seconds: float, tokens: float) -> None:
-    pace.rounds += 1
-    pace.drafted.append(seconds)
-    pace.round_tokens += (tokens - pace.round_tokens) / pace.rounds
-    pace.debt = max(pace.debt + seconds - tokens * pace.plain_seconds, 0.0)
+def mean_of_all_rounds(record: Callable) -> Callable:
+    def recorded(pace: Pace, choice: int, seconds: float, num_accepted: list[int]) -> None:
+        tried, debt = pace.tried[choice], max(pace.debt, 0.0)
+        tried.all_costs = [*getattr(tried, "all_costs", ()), seconds / pace.plain_seconds]
+        record(pace, choice, seconds, num_accepted)
+        pace.debt = debt + max(seconds / pace.plain_seconds - 1 - num_accepted[0], 0.0)
+
+    return recorded
 
 
 def test_what_cannot_be_compiled_is_refused():

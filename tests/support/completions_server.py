@@ -13,7 +13,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 
 
 def reply(prompt: list[int]) -> list[int]:

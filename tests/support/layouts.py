@@ -290,6 +290,7 @@ LAYOUTS: dict[str, Layout] = {
     "ours-eagle3": Layout(ours("eagle3", draft_token_ids=TOKENS.tolist()), "specheads", "eagle3"),
     "ours-medusa": Layout(ours("medusa", num_heads=3), "specheads", "medusa"),
     "ours-hydra": Layout(ours("hydra", num_heads=3, num_blocks=2, head_arch="prefix-mlp"), "specheads", "hydra"),
+    "ours-dflash": Layout(ours("dflash", num_hidden_layers=2, block_size=5), "specheads", "dflash"),
     "eagle": Layout(
         single(lambda: with_embedding(eagle_tensors(fc_bias=False)), LLAMA_CONFIG, "pytorch_model.bin"),
         "eagle", "eagle",
@@ -377,7 +378,6 @@ LAYOUTS: dict[str, Layout] = {
                              "vocab_size": VOCAB, "num_heads": 4, "medusa_fc_bias": True}),
         "medusa", "medusa",
     ),
-    "ours-dflash": Layout(ours("dflash", num_hidden_layers=2, block_size=5), "specheads", "dflash"),
     "dflash": Layout(
         single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": DFLASH}), "dflash", "dflash"
     ),

@@ -37,7 +37,7 @@ class StubHead(DraftHead):
         self.tree_config = self.tree_config.replace(**({"depth": 4, "top_k": 4, "total_tokens": 14} | tree))
         self.truth, self.ranks = [row.tolist() for row in truth], ranks
         self.levels: list[torch.Tensor] = []
-        self.calls = 0
+        self.calls: list[int] = []  # one entry per draft; one list for all copies of the stub
 
     def new_draft_cache(self) -> DraftCache:
         return StubCache(list(range(len(self.truth))))
@@ -61,7 +61,7 @@ class StubHead(DraftHead):
         return logits
 
     def start_draft(self, cache, token_ids, features):
-        self.calls += 1
+        self.calls.append(len(self.calls))
         cache.commit(features.shape[1])
         self.levels = []
         logits = [self._logits(row, n + 1, torch.tensor([True])) for row, n in cache.numbered()]

@@ -13,7 +13,7 @@ from hf_specheads.heads.auto import AutoDraftHead
 from hf_specheads.tree.default import CPU_TREE, default_tree, machine_key, tuned_tree, without_machine
 from hf_specheads.tuning.replay import RecordedDrafts, record_drafts
 from hf_specheads.tuning.rounds import TimedRounds, time_rounds
-from hf_specheads.tuning.tune import TunedTree, TuningResult, predict, ranked, shortlist, tune
+from hf_specheads.tuning.tune import AS_FAST, TunedTree, TuningResult, predict, ranked, shortlist, tune
 
 QUICK = {"max_new_tokens": 10, "repeats": 1, "confirm": 3, "depth": 3, "top_k": 3}
 ROUNDS = TimedRounds(
@@ -95,7 +95,8 @@ def test_tuned_heads_use_their_tree_and_remember_it(method, tmp_path):
     result = heads.tune(target, [prompt(9), prompt(6, seed=1)[0].tolist()], **QUICK)
     assert heads.tree_config == result.tree == result.trees[0].tree
     measured = [one.measured for one in result.trees]
-    assert measured == sorted(measured, reverse=True) and result.plain > 0
+    # The first is the smallest of those that no clock tells apart.
+    assert measured[0] >= AS_FAST * max(measured) and result.plain > 0
     assert {"chain", "dynamic"} <= {one.tree.kind for one in result.trees}
     assert str(result).count("\n") >= len(result.trees) and "(before)" in str(result)
     assert torch.equal(plain(target, ids, 16, assistant_model=heads), plain(target, ids, 16))

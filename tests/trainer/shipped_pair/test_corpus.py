@@ -88,7 +88,7 @@ def test_a_training_in_two_calls(tmp_path: Path, chat_tokenizer: PreTrainedToken
     facts = tmp_path / "run" / "final" / target.FACTS
     call(target, monkeypatch, *common, "--minutes", 0, "--answers_per_family", 0)
     first = json.loads(facts.read_text())
-    assert (first["steps"], first["tokens_seen"], first["right_answers"]) == (1, 512, {})
+    assert (first["steps"], first["tokens_seen"], first["right_answers"]) == (1, 400, {})
     monkeypatch.setattr(right_answers, "MAX_NEW_TOKENS", 4)
     call(target, monkeypatch, *common, "--answers_per_family", 1)
     second = json.loads(facts.read_text())
