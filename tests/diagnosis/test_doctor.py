@@ -202,7 +202,7 @@ def test_the_command(deep, learnt, tokenizer: PreTrainedTokenizerFast, tmp_path:
     tokenizer.save_pretrained(tmp_path / "target")
     heads = learnt()
     heads.save_pretrained(tmp_path / "sound")
-    heads.config.feature_layers = (3, 5, 7)
+    heads.config.feature_layers = LEVELS[::-1]
     heads.save_pretrained(tmp_path / "planted")
     lines = [json.dumps({"text": " ".join(f"w{token}" for token in ids[0].tolist())}) for ids in PROMPTS]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
@@ -214,4 +214,5 @@ def test_the_command(deep, learnt, tokenizer: PreTrainedTokenizerFast, tmp_path:
     assert main(["doctor", "--heads", str(tmp_path / "planted"), *common, "--json", "--write", str(mended)]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["findings"][0]["cause"] == "taps" and facts["written"] == str(mended)
-    assert load_heads(mended).config.feature_layers == LEVELS
+    assert load_heads(mended).config.feature_layers != LEVELS[::-1]
+    assert main(["doctor", "--heads", str(mended), *common]) == 0
