@@ -125,7 +125,6 @@ MEASURED = re.compile(
 RENDERED = r"<!-- (results|table|value)[: ].*?<!-- (?:/\1|end \1?)[^>]*?-->|<!-- table .*?<!-- end .*?-->"
 # Rules of the code, tolerances of tests, and facts of others: sentences that hold without a measurement.
 NOT_MEASURED = (
-    "only when the time that such trials have lost is below 2 % of the time since",
     "Gradients equal those of dense masks to 1e-5.",
     "less than 95% of the favourites stay",
     "of trees within 2 % of it the smallest",
