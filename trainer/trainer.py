@@ -24,7 +24,7 @@ from .evaluation import AgreementMeter, LossMeter, Throughput, generation_metric
 from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
 from .identity import run_identity
-from .methods import complete_arguments, resolve_num_passes
+from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
@@ -213,7 +213,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
         """Weighted loss of one pass; scalar."""
-        total = losses.weighted(**self.args.loss_weights) * self.args.decay_at(position)
+        total = losses.weighted(**self.args.loss_weights_at(progress_of(self.state))) * self.args.decay_at(position)
         return total / self.num_passes if self.args.pass_reduction == "mean" else total
 
     def compute_loss(
@@ -400,7 +400,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         loss = 0.0
         for name, value in components.items():
             kind, _, position = name.rpartition("_loss_")
-            if weight := self.args.loss_weights[kind]:
+            if weight := self.args.loss_weights_at(1)[kind]:
                 loss += weight * self.args.decay_at(int(position) - 1) * value
         return {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
 

@@ -308,12 +308,14 @@ class Unroll:
         confidence = None if drafted.confidence is None else drafted.confidence(hidden)
         logits = drafted.logits(hidden)
         selected = None if drafted.selected is None else drafted.selected(hidden, logits)
-        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected)
+        base = None if drafted.base is None or "base" not in self.losses else drafted.base(hidden)
+        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected, base)
         if self._measures:
             self.measured[position] += agreement(found)
         lacking = {"feature"} if features is None else set()
         lacking |= {"confidence"} if confidence is None else set()
         lacking |= {"selector"} if selected is None else set()
+        lacking |= {"base"} if base is None else set()
         names = [name for name in self.losses if name not in lacking]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 

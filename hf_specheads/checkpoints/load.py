@@ -35,9 +35,9 @@ def load_heads(
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
     The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash and JetSpec, and those of DeepSpec, SpecForge, SGLang, ModelOpt, vLLM
-    and speculators. One line says what was found and what had to be assumed. A folder may also be a training state of
-    `accelerate`.
+    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and those of DeepSpec, SpecForge, SGLang,
+    ModelOpt, vLLM and speculators. One line says what was found and what had to be assumed. A folder may also be a
+    training state of `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
