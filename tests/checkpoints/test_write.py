@@ -52,6 +52,8 @@ NORMED = {"norms of queries and keys": {"qk_norm": True}}
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "conv_group_size": 8}
 PEAGLE = {"plain": {}, "reduced vocabulary": {"draft_token_ids": TOKENS}, "own embedding": {"own_embedding": True}}
+QWEN3_LAYER = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 37, "head_dim": 8,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}  # fmt: skip
 GRU = {"gru_hidden_size": 12, "correction_rank": 6, "plain_positions": 2}
 SLIDING = {"sliding_layers": (0,), "sliding_window": 8}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -82,7 +84,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("domino", "dflash", "idle root", {**BLOCK, **GRU, "anchor_slot": "idle", "plain_positions": 0}),
     *(("peagle", "speculators", name, {"feature_layers": (1, 3, 6), "num_hidden_layers": 2, **options})
       for name, options in PEAGLE.items()),
-    ("mtp", "speculators", "fine-tuned", {"native": False}),
+    ("mtp", "speculators", "fine-tuned", {"native": False, "layer_config": QWEN3_LAYER}),
     ("hydra", "hydra", "grounded", {"num_heads": 3, "num_blocks": 3}),
     ("hydra", "hydra", "ungrounded", {"grounded": False, "num_blocks": 2, "tied_blocks": False}),
     ("hydra", "hydra", "Hydra++", {"head_arch": "prefix-mlp", "num_blocks": 4, "num_key_value_heads": 2}),
@@ -251,6 +253,8 @@ def test_fine_tuned_mtp_layers_lie_as_in_a_target(tmp_path: Path) -> None:
         assert again.config.native and differences(heads, again) == []
         with pytest.raises(ExportError, match="target's own"):
             export_heads(again, tmp_path / "again", to="mtp")
+    with pytest.raises(ExportError, match=r"layers of 'qwen3_moe'.*--to mtp"):
+        export_heads(heads, tmp_path / "moe", to="speculators", target="tiny-target")
     two = scrambled_heads(deep_target(), "mtp", native=False, num_mtp_layers=2)
     with pytest.raises(ExportError, match="2 MTP layers"):
         export_heads(two, tmp_path / "two", to="speculators", target="tiny-target")

@@ -53,9 +53,16 @@ def speculators_layout(heads: MtpHead, target: PreTrainedModel | str | None) -> 
         target: The target or its name, default the one the heads remember; the layout names it.
 
     Raises:
-        ExportError: for layers that the target's checkpoint has already, for more than one, or an unknown target.
+        ExportError: for layers that the target's checkpoint has already, for more than one, for those that the library
+            does not know, or an unknown target.
     """
     _check(heads)
+    model_type = (heads.config.layer_config or {}).get("model_type")
+    if model_type not in speculators.MTP_LAYER_TYPES:
+        raise ExportError(
+            f"these are layers of {model_type!r}, and `speculators` has MTP layers of "
+            f"{list(speculators.MTP_LAYER_TYPES)}; export them `--to mtp`."
+        )
     names = {ours: speculators.MTP_LAYER + theirs for theirs, ours in speculators.MTP_NAMES.items()}
     fields: dict[str, Any] = {
         "architectures": ["MTPDraftModel"],

@@ -29,6 +29,7 @@ MASK_TOKEN = "mask_token_id"
 PEAGLE_FIELDS = (*EAGLE3_FIELDS, MASK_TOKEN)
 # MTP: its layer, the part of a name that stands for ours, and copies of the target's `lm_head`, one of them all NaN.
 MTP_LAYER = "mtp_layers.0."
+MTP_LAYER_TYPES = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MTP_NAMES = {"input_proj": "fc", "token_layernorm": "embedding_norm", "hidden_layernorm": "hidden_norm",
              "final_layernorm": "norm"}  # fmt: skip
 OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
