@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n logical
 BIN := $(VENV)/bin
 
-.PHONY: demo test quality format env clean
+.PHONY: demo app browser test quality format env clean
 .DEFAULT_GOAL := env
 
 env: $(VENV)/.ready
@@ -20,6 +20,16 @@ $(VENV)/.ready: pyproject.toml
 
 demo: env
 	$(BIN)/python -m hf_specheads demo
+
+app: env
+	@$(BIN)/python -c 'import gradio' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]"
+	$(BIN)/python -m hf_specheads app
+
+# What tests/app/test_browser.py needs, on Debian and Ubuntu; without it that test is skipped.
+browser: env
+	@$(BIN)/python -c 'import gradio, selenium' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]" "selenium>=4.20"
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		apt-get install --yes --no-install-recommends chromium chromium-driver
 
 test: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

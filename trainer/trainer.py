@@ -84,14 +84,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target, follow=False)
         self.data_report = DataReport()
-        with first_process_first(args):
-            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
-            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
-                train_dataset = pack_dataset(train_dataset, args.max_length)
-            if isinstance(eval_dataset, dict):
-                eval_dataset = {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
-            else:
-                eval_dataset = self._prepared(eval_dataset, args, processing_class)
+        train_dataset, eval_dataset = self._both_prepared(train_dataset, eval_dataset, args, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
             # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
             args.accelerator_config = copy.copy(args.accelerator_config)
@@ -117,21 +110,40 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
                 stacklevel=2,
             )
-        self.frozen_target = FrozenTarget(target)
-        if not getattr(target, "hf_device_map", None):
-            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
-            target.to(self.args.device)  # type: ignore[arg-type]
-        if args.shard_target:
-            shard_target(target, self.args, self.trains_target)
-        refuse_other_logits(self.frozen_target)
-        if args.packing:
-            refuse_leaking_packing(self.frozen_target)
+        self._place_target(target)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
-        self._micro_step = 0
+        self._begin_measuring()
+
+    def _both_prepared(
+        self, train_dataset: Any, eval_dataset: Any, args: DraftHeadTrainingArguments, processing_class: Any
+    ) -> tuple[Any, Any]:
+        """Data sets of tokens, the one for training packed if that was asked for."""
+        with first_process_first(args):
+            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
+            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
+                train_dataset = pack_dataset(train_dataset, args.max_length)
+            if isinstance(eval_dataset, dict):
+                return train_dataset, {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
+            return train_dataset, self._prepared(eval_dataset, args, processing_class)
+
+    def _place_target(self, target: PreTrainedModel) -> None:
+        """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
+        args, self.frozen_target = self.args, FrozenTarget(target)
+        if not getattr(target, "hf_device_map", None):
+            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
+            target.to(args.device)  # type: ignore[arg-type]
+        if args.shard_target:
+            shard_target(target, args, self.trains_target)
+        refuse_other_logits(self.frozen_target)
+        if args.packing:
+            refuse_leaking_packing(self.frozen_target)
+
+    def _begin_measuring(self) -> None:
+        args, self._micro_step = self.args, 0
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training

@@ -187,9 +187,7 @@ class Unroll:
         self._place = None if anchors is None else _places(anchors, self.length)
         self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
         self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
-        labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
-        labels[:, -1] = IGNORED  # what follows the last row is not in the batch
-        self._labels = labels.flatten()
+        self._labels = _labels(documents, next_token_ids)
         self._target_features = target_features.detach().flatten(0, 1)
         self.measured = torch.zeros(num_passes, 3, device=features.device)
         self._measures = measure
@@ -358,6 +356,13 @@ def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
     found = (anchors >= 0).flatten().nonzero()[:, 0]
     place[rows.flatten()[found]] = found
     return place
+
+
+def _labels(documents: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
+    """The token after the next one of every row [B * T], where it is in the batch and of the row's document."""
+    labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
+    labels[:, -1] = IGNORED
+    return labels.flatten()
 
 
 def _refuse_shapes(features: torch.Tensor, **tensors: torch.Tensor | None) -> None:

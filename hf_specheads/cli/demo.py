@@ -64,13 +64,17 @@ def find_pair(given: Path | None) -> Path:
     raise FileNotFoundError(f"the pair is not in {[str(folder) for folder in candidates]}; pass --pair FOLDER.")
 
 
-def _member(args: argparse.Namespace, name: str) -> str:
-    """A model of the pair, or any other."""
+def member(pair: Path | None, name: str) -> str:
+    """A model of the pair (`None` for the shipped one), or any other.
+
+    Raises:
+        FileNotFoundError: for a folder that does not exist.
+    """
     if Path(name).is_dir():
         return name
     from ..publishing.card.facts import is_hub_id
 
-    path = find_pair(args.pair) / name
+    path = find_pair(pair) / name
     if not path.is_dir() and not is_hub_id(name):
         raise FileNotFoundError(f"{path} does not exist; pass a folder with a model, or a Hub id.")
     return str(path) if path.is_dir() else name
@@ -78,7 +82,7 @@ def _member(args: argparse.Namespace, name: str) -> str:
 
 def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads in fp32, in which plain and speculative generation agree to the last token."""
-    target_name, heads_name = _member(args, args.target), _member(args, args.heads)
+    target_name, heads_name = member(args.pair, args.target), member(args.pair, args.heads)
     note(args, f"Loading {target_name} and {heads_name} ...")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
