@@ -52,8 +52,8 @@ NORMED = {"norms of queries and keys": {"qk_norm": True}}
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "conv_group_size": 8}
 PEAGLE = {"plain": {}, "reduced vocabulary": {"draft_token_ids": TOKENS}, "own embedding": {"own_embedding": True}}
-QWEN3_LAYER = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 37, "head_dim": 8,
-               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}  # fmt: skip
+QWEN3_LAYER = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 37,
+               "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}  # fmt: skip
 GRU = {"gru_hidden_size": 12, "correction_rank": 6, "plain_positions": 2}
 SLIDING = {"sliding_layers": (0,), "sliding_window": 8}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
