@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import shlex
 
 from benchmarks import __main__ as runner
 from benchmarks import results
@@ -208,7 +209,7 @@ def test_committed_tables_and_documents_are_what_the_committed_results_say():
 
 @pytest.mark.parametrize("name", list(results.read(RESULTS)))
 def test_a_committed_result_says_by_which_command_it_came_about(name):
-    words = results.read(RESULTS)[name]["provenance"]["command"].split()
+    words = shlex.split(results.read(RESULTS)[name]["provenance"]["command"])
     assert words[:3] == ["python", "-m", "benchmarks"]
     module = runner.measurement_of(name)
     assert runner.MEASUREMENTS[words[3]] is module
