@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-import shlex
 
 from benchmarks import __main__ as runner
 from benchmarks import results
