@@ -274,7 +274,7 @@ def test_planted_bug_the_switch_of_sliding_layers_is_left_on(monkeypatch):
 
 
 def test_planted_bug_rows_are_freed_before_all_are_copied(monkeypatch):
-    def eager(self, members, length, capacity):
+    def eager(self, members, *args):
         for _, stock, name in members:
             setattr(stock, name, getattr(stock, name)[:, :, :0])
         raise torch.OutOfMemoryError("injected")
