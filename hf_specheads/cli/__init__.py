@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..version import __version__
 from . import (
+    app,
     bench,
     convert,
     demo,
@@ -32,6 +33,7 @@ from .display import hide_progress
 
 COMMANDS = {
     "demo": demo,
+    "app": app,
     "generate": generate,
     "eval": evaluate,
     "bench": bench,

@@ -25,7 +25,8 @@ from ..target.parallel import number_of_first, parallel_group
 from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
-from .compiled import CompiledRounds, bucket, compiled_rounds
+from .compiled import bucket, compiled_rounds
+from .observer import tell
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace, pace_of
@@ -158,18 +159,16 @@ class RoundLoop:
         model_kwargs: dict[str, Any],
     ):
         self.target, self.options, self.config, self.sequences = target, options, generation_config, sequences
-        self.model_kwargs, self.batch = model_kwargs, len(sequences.lengths)
-        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=self.batch)
-        self.stop = StopRule(stopping_criteria, self.batch)
-        self.outputs = EmittedOutputs(generation_config, self.batch)
+        self.model_kwargs, self.batch = model_kwargs, (batch := len(sequences.lengths))
+        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=batch)
+        self.stop, self.outputs = StopRule(stopping_criteria, batch), EmittedOutputs(generation_config, batch)
         self.stepwise: StepwiseCriteria | None = None
         if self.stop.in_step:
             self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs)
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         processors = logits_processor if generation_config.do_sample else None
-        self.candidates = DraftHeadCandidateGenerator(
-            head, target, self.stop.max_length, self.padding_mask, processors, options
-        )
+        call = (self.stop.max_length, self.padding_mask, processors, options)
+        self.candidates = DraftHeadCandidateGenerator(head, target, *call)
         self.stats = self.candidates.stats
         self.rule = RULES[options.verification]
         self.stats.lossy = bool(generation_config.do_sample) and not self.rule.lossless
@@ -188,12 +187,6 @@ class RoundLoop:
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
-
-    def fix_capacity(self, compiled: CompiledRounds, rows: NewRows) -> None:
-        """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
-        capacity = bucket(rows.token_ids.shape[1] + self.budget + drafted)
-        self.candidates.draft_cache.fix_capacity(capacity, compiled.rooms)
 
     @property
     def budget(self) -> int:
@@ -235,9 +228,11 @@ class RoundLoop:
                 rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
                 self.emit(outputs, accepted, new_rows.token_ids)
                 self.record(tree, accepted, drafts and not gave_up)
+            seconds = time.perf_counter() - began
             if self.pace is not None:
-                self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
+                self.keep_pace(self.pace, tree, accepted, seconds)
             rows = self.drop_ended(rows, accepted)
+            tell(self.options.on_round, tree, accepted, seconds)
         wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.candidates.why_plain(self.pace) if self.stats.plain_steps else None
@@ -247,7 +242,7 @@ class RoundLoop:
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
         """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
-        prompt = self.sequences.padded()
+        began, prompt = time.perf_counter(), self.sequences.padded()
         outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
@@ -258,8 +253,12 @@ class RoundLoop:
         self.emit(outputs, accepted, first, prefill=True)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
         if self.compiled:
-            self.fix_capacity(self.compiled, rows)
-        return self.drop_ended(rows, accepted)
+            drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
+            capacity = bucket(rows.token_ids.shape[1] + self.budget + drafted)
+            self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
+        rows = self.drop_ended(rows, accepted)
+        tell(self.options.on_round, None, accepted, time.perf_counter() - began)
+        return rows
 
     def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache | RecurrentCache:
         """Takes over the target's cache, now that it holds the prompt."""
@@ -339,8 +338,7 @@ class RoundLoop:
     def emit(
         self, outputs: ModelOutput, accepted: dict[int, Accepted], token_ids: torch.Tensor, prefill: bool = False
     ) -> None:
-        """Appends the emitted tokens, with which the rows of `token_ids` [B, *] end, and keeps what the caller asked
-        for."""
+        """Appends emitted tokens, with which the rows of `token_ids` [B, *] end; keeps what the caller asked for."""
         self.outputs.collect(outputs, accepted, prefill)
         for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
             self.sequences.append(sequence, result.token_ids, row)

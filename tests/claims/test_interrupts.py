@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.faults import At, FaultyStreamer, assert_same_contents
-from test_faults import Scene
+from support.scenes import Scene
 
 # Where a round changes what it has. An interrupt of the giving back itself cannot be made good.
 STATE = ("/cache/", "/generation/loop.py", "/generation/sequences.py", "/generation/committed.py", "/metrics.py")

@@ -6,7 +6,6 @@ from ..keys import INPUT_NORM, LAYER_WEIGHTS, POST_NORM
 
 CONTEXT_NORM, NORM = "hidden_norm.weight", "norm.weight"
 Q_NORM, K_NORM = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-D2T, T2D = "d2t", "t2d"
 # Weights of a layer, without its prefix.
 LAYER_PARTS = (*LAYER_WEIGHTS, INPUT_NORM, POST_NORM, Q_NORM, K_NORM)
 # The object that holds the fields of the method, which some writers put beside the layer's.
@@ -30,5 +29,13 @@ SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "sele
 CONVOLUTION_PARTS = tuple(
     f"{place}_conv.{part}" for place in ("attention", "mlp") for part in ("base_kernel", "kernel_projection.weight")
 )
+GRU, PROJECTION = "prefix_gru.", "embed_proj."
+GRU_PARTS = (GRU + "weight_ih_l0", GRU + "weight_hh_l0")
+PROJECTION_PARTS = (PROJECTION + "0.weight", PROJECTION + "2.weight")
+# Of Domino, by our names; `projector_type` says that it is one.
+PROJECTOR, DOMINO = "projector_type", "domino"
+DOMINO_FIELDS = {"gru_hidden_size": "gru_hidden_dim", "correction_rank": "emb_dim",
+                 "plain_positions": "pure_draft_prefix_len"}  # fmt: skip
+SHIFT_LABEL = "shift_label"
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
-ZLAB, ZLAB2, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel"
+ZLAB, ZLAB2, DEEPSPEC, SPECFORGE_DOMINO = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel", "DominoDraftModel"
