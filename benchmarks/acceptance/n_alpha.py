@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from hf_specheads.bootstrap import ratio_draws
 from hf_specheads.figures.n_alpha import agreement
 
 from ..results import Result, footnote, markdown_table, number
 from ..setup import add_generation_arguments, count_parameters, load_pair, settings
-from .acceptance import bootstrap
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "trained_positions": getattr(one.config, "trained_positions", None),
             "parameters": count_parameters(one),
             "n_alpha": (agreed.sum(dim=0) / counts.sum()).tolist(),
-            "standard_error": [bootstrap(torch.stack([each, counts], dim=1)).std().item() for each in agreed.T],
+            "standard_error": [ratio_draws(each.tolist(), counts.tolist()).std().item() for each in agreed.T],
         }
         print(f"{name}: {heads[name]['n_alpha']}", file=sys.stderr, flush=True)
     return {

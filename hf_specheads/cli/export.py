@@ -10,7 +10,7 @@ from .arguments import DTYPES, add_heads_arguments, load_heads_from, load_target
 from .display import emit
 
 # `checkpoints.write.ALL_DESTINATIONS`, without loading what writes them.
-DESTINATIONS = ("dflash", "eagle", "hydra", "medusa", "sglang", "speculators", "vllm", "vllm-medusa")
+DESTINATIONS = ("dflash", "eagle", "hydra", "medusa", "mtp", "sglang", "speculators", "vllm", "vllm-medusa")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

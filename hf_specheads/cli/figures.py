@@ -16,7 +16,7 @@ from typing import Any
 
 from .app import heads_of_pair
 from .arguments import DTYPES, torch_dtype
-from .demo import find_pair, member, read_demo_prompts
+from .demo import find_pair, member, prompt_of, read_demo_prompts
 from .display import emit, note
 from .evaluate import read_prompts
 
@@ -109,10 +109,6 @@ def sweeps_of(args: argparse.Namespace) -> Any:
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     sweeps = sweeps_of(args)
-    prompts: list[Any] = (
-        read_prompts(args.prompts) if args.prompts else [entry["prompt"] for entry in read_demo_prompts(None)]
-    )
-    prompts = prompts[: args.limit or (2 if args.quick else None)]
     names = args.heads or _heads_of(find_pair(args.pair))
     target_name, folders = member(args.pair, args.target), {Path(n).name: member(args.pair, n) for n in names}
     note(args, f"Loading {target_name} and {', '.join(folders)} ...")
@@ -123,6 +119,12 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     from ..target.borrowed import BorrowedModules
 
     tokenizer = AutoTokenizer.from_pretrained(target_name)
+    prompts: list[Any] = (
+        read_prompts(args.prompts)
+        if args.prompts
+        else [prompt_of(entry) for entry in read_demo_prompts(None, bool(tokenizer.chat_template))]
+    )
+    prompts = prompts[: args.limit or (2 if args.quick else None)]
     options = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
     target = AutoModelForCausalLM.from_pretrained(target_name, **options).eval()
     place = {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}
