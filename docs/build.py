@@ -40,6 +40,7 @@ def without_links_out(text: str, page: Path) -> str:
 def copy_pages(folder: Path) -> None:
     """Configuration, pages and pictures, and the package as it is installed, side by side."""
     shutil.copy(DOCS / "mkdocs.yml", folder)
+    shutil.copy(Path(__file__).with_name("docstrings.py"), folder)
     shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("*.py", "mkdocs.yml", "__pycache__"))
     for page in DOCS.rglob("*.md"):
         text = without_links_out(page.read_text(encoding="utf-8"), page)

@@ -68,6 +68,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     html = "\n".join(page.read_text(encoding="utf-8") for page in (tmp_path / "site" / "api").glob("*.html"))
     assert not [name for name in public_names() if f'id="{name}"' not in html]
+    assert "GenerationStats</code></a> of the last" in html and "[<code>" not in html  # references of docstrings
     assert (tmp_path / "site" / "images" / "concepts" / "tree.svg").is_file()
 
 
