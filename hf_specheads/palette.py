@@ -21,6 +21,7 @@ METHOD_COLOURS = {
     "dflash2": "#9e9ac8",
     "jetspec": "#e7298a",
     "dspark": "#17becf",
+    "domino": "#a6761d",
 }
 # Behind dark text: draft position 1 first, the last one for all that follow.
 POSITION_COLOURS = ("#c9ecb8", "#a8e6d2", "#a5d8f5", "#b7c5f9", "#d0bcf7", "#edbdf0", "#fabfd5", "#fccbae")

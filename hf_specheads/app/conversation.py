@@ -77,9 +77,10 @@ class Conversation:
         return self.plain[-1].transcript if self.plain and self.plain[-1].prompt == self.ours[-1].prompt else None
 
     @property
-    def last_step(self) -> int:
-        """Number of the newest step of the newest reply; 0 is the prompt's forward."""
-        return max(len(self.last.rounds) - 1, 0) if self.last else 0
+    def step_to_show(self) -> int:
+        """Number of the newest step of the newest reply that has a tree, or of its newest step."""
+        rounds = self.last.rounds if self.last else []
+        return max((number for number, one in enumerate(rounds) if one.drafted), default=max(len(rounds) - 1, 0))
 
 
 def round_picture(rounds: Sequence[SeenRound], number: int, models: Models) -> str:

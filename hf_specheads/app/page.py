@@ -157,14 +157,14 @@ def _answer(models: Models, state: Conversation, text: str, settings: Settings) 
 
 def _all_views(models: Models, state: Conversation) -> list[Any]:
     ours, plain = state.last, state.last_plain
-    number = state.last_step
+    number, most = state.step_to_show, len(ours.rounds) - 1 if ours else 0
     return [
         numbers_html(WITH_HEADS, ours, True),
         reply_html(state.ours, number if ours and ours.done else None, NOTHING[models.chats]),
         numbers_html(PLAIN, plain, False),
         reply_html(state.plain),
         comparison(ours, plain, state.lossy) if ours else "",
-        gr.update(maximum=max(number, 1), value=number),
+        gr.update(maximum=max(most, 1), value=number),
         *_round_views(models, state, number)[1:],
     ]
 

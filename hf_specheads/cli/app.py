@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import DTYPES, torch_dtype
-from .demo import find_pair, member, read_demo_prompts
+from .demo import find_pair, member, prompt_of, read_demo_prompts
 from .display import emit, note
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     models, chosen = load_models(args)
     from ..app.page import build_page, launch_options
 
-    prompts = [(entry["name"], entry["prompt"]) for entry in read_demo_prompts(args.prompts)]
+    prompts = [(entry["name"], question_of(entry)) for entry in read_demo_prompts(args.prompts, models.chats)]
     page = build_page(models, prompts, chosen)
     where = {"server_name": args.host, "server_port": args.port, "inbrowser": args.open}
     _, url, _ = page.launch(prevent_thread_lock=True, **launch_options(), **where)
@@ -56,6 +56,14 @@ def run(args: argparse.Namespace) -> int:
     finally:
         page.close(verbose=False)
     return 0
+
+
+def question_of(entry: dict[str, Any]) -> str:
+    """The text of a prompt, or the newest question of a chat."""
+    prompt = prompt_of(entry)
+    if isinstance(prompt, str):
+        return prompt
+    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
 
 
 def refuse_without_gradio() -> None:

@@ -110,6 +110,11 @@ def read_demo_prompts(path: Path | None, chats: bool = False) -> list[dict[str, 
     return [{**entry, "name": entry.get("name", f"prompt {i}")} for i, entry in enumerate(prompts, start=1)]
 
 
+def prompt_of(entry: dict[str, Any]) -> str | list[dict[str, Any]]:
+    """The text of an entry, or its chat up to where the answer begins."""
+    return entry["prompt"] if "prompt" in entry else _asked(entry)
+
+
 def _inputs(
     entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
 ) -> dict[str, torch.Tensor]:

@@ -185,14 +185,8 @@ class RoundLoop:
             self.pace = pace_of(head, target, options, self.batch, generation_config)
             self.pace.begin_call()
         self.group = parallel_group(target)
-        self.compiled = None
-        if options.compiled:
-            self.compiled = self.candidates.compiled = compiled_rounds(head, target, generation_config)
-
-    def fix_capacities(self, rows: NewRows) -> None:
-        """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
-        self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
+        self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
+        self.candidates.compiled = self.compiled
 
     @property
     def budget(self) -> int:
@@ -258,8 +252,10 @@ class RoundLoop:
         first = to_device([result.token_ids for result in accepted.values()], prompt.device)
         self.emit(outputs, accepted, first, prefill=True)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
-        if self.compiled is not None:
-            self.fix_capacities(rows)
+        if self.compiled:
+            drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
+            capacity = bucket(rows.token_ids.shape[1] + self.budget + drafted)
+            self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
         rows = self.drop_ended(rows, accepted)
         tell(self.options.on_round, None, accepted, time.perf_counter() - began)
         return rows
@@ -268,16 +264,17 @@ class RoundLoop:
         """Takes over the target's cache, now that it holds the prompt."""
         stock = self.stock
         self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
-        positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
+        positions = root_positions_of(self.reader.counted(self.model_kwargs), self.prefilled, self.target.device)
         if goes_back(self.target, stock):
             return self.open_recurrent(stock, positions)
         if self.options.tree.is_chain and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
-        capacity = None
+        capacity = rooms = None
         if self.compiled is not None:
+            rooms = self.compiled.rooms
             capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.most_nodes)
-        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
+        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity, rooms)
 
     def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
         """The same where it holds states."""
@@ -326,8 +323,8 @@ class RoundLoop:
     def accept(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""
         logits = logits.to(tree.token_ids.device)
-        call = (self.sequences, self.sampler, self.stop, self.outputs, self.options)
-        accepted = self.rule.accept(Verification(tree, logits, *call))
+        call = Verification(tree, logits, self.sequences, self.sampler, self.stop, self.outputs, self.options)
+        accepted = self.rule.accept(call)
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
         return dict(zip(self.sequences.active, accepted, strict=True))
 
@@ -391,8 +388,9 @@ class RoundLoop:
         return rows.select_sequences(kept)
 
     def close(self) -> None:
-        """Gives transformers' cache its contents back, after errors too: of a single sequence, what plain decoding has
-        in it when it emits the last token that was emitted here; of a batch nothing."""
+        """Gives transformers' cache its contents back, after errors too: of one sequence what plain decoding has in it
+        at the last token that was emitted here, of a batch nothing."""
+        self.candidates.draft_cache.leave_room()
         if self._target_cache is None:
             return
         emitted = self.sequences.emitted_tokens(0) if self.batch == 1 else 0
