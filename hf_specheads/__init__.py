@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .heads.dflash import DFlashHeadConfig as DFlashHeadConfig
     from .heads.dflash2 import DFlash2Head as DFlash2Head
     from .heads.dflash2 import DFlash2HeadConfig as DFlash2HeadConfig
+    from .heads.domino import DominoHead as DominoHead
+    from .heads.domino import DominoHeadConfig as DominoHeadConfig
     from .heads.draft_lm import DraftLanguageModel as DraftLanguageModel
     from .heads.draft_lm import DraftLanguageModelConfig as DraftLanguageModelConfig
     from .heads.dspark import DSparkHead as DSparkHead
@@ -81,6 +83,7 @@ _MODULES = {
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),
     "heads.dflash2": ("DFlash2Head", "DFlash2HeadConfig"),
+    "heads.domino": ("DominoHead", "DominoHeadConfig"),
     "heads.draft_lm": ("DraftLanguageModel", "DraftLanguageModelConfig"),
     "heads.dspark": ("DSparkHead", "DSparkHeadConfig"),
     "heads.eagle": ("EagleHead", "EagleHeadConfig"),

@@ -21,6 +21,7 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 MODEL_TYPES = (
     "specheads_dflash",
     "specheads_dflash2",
+    "specheads_domino",
     "specheads_draft_lm",
     "specheads_dspark",
     "specheads_eagle",

@@ -33,6 +33,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
         confidence_loss_weight: Weight of the loss of predicted acceptance (DSpark: 1.0).
         selector_loss_weight: Weight of the loss of selected candidates (DFlash 2: 0.5).
+        base_loss_weight: Share, from 0 to 1, of the loss of drafts before they are corrected, when training begins
+            (Domino: 1.0); it falls evenly to 0 at the end, and the other losses count what it leaves.
         lk_decay: How fast it does so: KL counts `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
         pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
             0.8; the others: 1).
@@ -88,6 +90,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     lk_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the LK loss."})
     confidence_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the confidence loss."})
     selector_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the selector loss."})
+    base_loss_weight: float | None = field(default=None, metadata={"help": "First share of the uncorrected loss."})
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
     pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
@@ -123,6 +126,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         if all(getattr(self, f"{loss}_loss_weight") == 0 for loss in LOSSES):
             names = ", ".join(f"`{loss}_loss_weight`" for loss in LOSSES)
             raise ValueError(f"all of {names} are 0, so nothing would be trained; set at least one above 0.")
+        if (self.base_loss_weight or 0) > 1:
+            raise ValueError(f"`base_loss_weight` is a share and must be at most 1, got {self.base_loss_weight!r}.")
         _at_least("top_k", self.top_k, 1)
         _at_least("num_anchors", self.num_anchors, 1)
         _at_least("max_nonfinite_steps", self.max_nonfinite_steps, 1)
@@ -147,6 +152,12 @@ class DraftHeadTrainingArguments(TrainingArguments):
     def loss_weights(self) -> dict[str, float]:
         """Weight of every loss, by name; 0 for one that is left to the method, which a trainer fills in."""
         return {loss: getattr(self, f"{loss}_loss_weight") or 0.0 for loss in LOSSES}
+
+    def loss_weights_at(self, progress: float) -> dict[str, float]:
+        """The weights when a share `progress` of the training is done: that of the uncorrected drafts has fallen, the
+        others count what it leaves."""
+        base = (self.base_loss_weight or 0.0) * (1 - progress)
+        return {loss: base if loss == "base" else weight * (1 - base) for loss, weight in self.loss_weights.items()}
 
     def decay_at(self, position: int) -> float:
         """Factor of the losses of a draft position, 0-based."""

@@ -62,9 +62,10 @@ class Throughput:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time in here does not count."""
-        started = time.perf_counter()
+        started, counting = time.perf_counter(), self._since is not None
         yield
-        self._paused += time.perf_counter() - started
+        if counting:  # an evaluation before the first step is not a part of any interval
+            self._paused += time.perf_counter() - started
 
     def drain(self) -> dict[str, float]:
         """`tokens_per_second` of all processes, and `peak_memory_gib` of this one's accelerator; starts anew."""

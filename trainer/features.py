@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .commands import add_output_options, write_folder
 from .sources import DataSource
 
 
@@ -39,28 +40,17 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
     parser.add_argument("--limit-gib", type=float, default=50.0, help="above it, --yes is needed")
     parser.add_argument("--yes", action="store_true", help="write, however much it is")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON, and nothing else, to stdout")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    add_output_options(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes shards until all examples are there; 0, or 2 for wrong input."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        counts = write_features(args)
-    except KeyboardInterrupt:
-        print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if args.debug:
-            raise
-        print(f"specheads features: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps({"out": str(args.out), **counts}))
-    else:
+    counts = write_folder("features", args, write_features)
+    if isinstance(counts, int):
+        return counts
+    if not args.json:
         print(f"{counts['examples']} examples, {counts['tokens']} tokens, {counts['bytes'] / 2**30:.2f} GiB")
         print(f"train with train_data={args.out}")
     return 0

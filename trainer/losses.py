@@ -20,6 +20,7 @@ follows in the data, and a = sum_x min(p(x), q(x)), the probability that a token
 | `acceptance`      | -log a                                   | sampled use, from scratch: the gradient of `total_variation` over a | LK losses, arXiv 2602.23881 |
 | `lk`              | w KL(p, q) + (1 - w)(1 - a), w = exp(-`lk_decay` a) held constant | sampled use, from scratch: KL while the overlap is small, 1 - a later | LK losses, arXiv 2602.23881 |
 | `selector`        | -log softmax over K candidates at y      | heads that select among candidates (DFlash 2) | inco.ai/blog/dflash2 |
+| `base`            | -log q0(y), q0 without corrections       | heads whose corrected drafts shall not cost the others (Domino), less and less | Domino, arXiv 2605.29707 |
 | `confidence`      | BCE(c, a), a held constant               | heads that predict how likely a draft is to be accepted (DSpark) | DSpark, arXiv 2607.05147 |
 
 With a draft vocabulary, `token`, `top_k` and KL compare with p renormalised over it (EAGLE-3); a is what is really
@@ -117,6 +118,7 @@ class DraftedRows:
         lk_decay: How fast the LK loss turns from KL to 1 - a.
         confidence: Logits [R] of being accepted; `None` for heads that predict none.
         selected: Candidates int64 [R, K] and their scores [R, K]; `None` for heads that select none.
+        base: Draft logits [R, V] before corrections; `None` for heads whose logits are not corrected.
     """
 
     def __init__(
@@ -127,8 +129,9 @@ class DraftedRows:
         lk_decay: float = 3.0,
         confidence: torch.Tensor | None = None,
         selected: tuple[torch.Tensor, torch.Tensor] | None = None,
+        base: torch.Tensor | None = None,
     ):
-        self.confidence, self.selected = confidence, selected
+        self.confidence, self.selected, self.base = confidence, selected, base
         self.logits, self.target, self.features = logits.float(), target, features
         self.lk_decay = lk_decay
 
@@ -306,6 +309,13 @@ def _selector_loss(rows: DraftedRows) -> torch.Tensor:
     return next_token_loss(scores, labels)
 
 
+def _base_loss(rows: DraftedRows) -> torch.Tensor:
+    """-log q0 of the token that follows in the data, 0 where it is not known; fp32 [R]."""
+    if rows.base is None:
+        raise ValueError("these heads do not correct their logits, so they have no such loss; leave 'base' out.")
+    return next_token_loss(rows.base, rows.target.labels)
+
+
 @torch.no_grad()
 def agreement(rows: DraftedRows) -> torch.Tensor:
     """How the drafts of one pass agree with the target, fp32 [3]: rows whose most probable token is the target's, the
@@ -346,6 +356,7 @@ LOSSES: dict[str, Callable[[DraftedRows], torch.Tensor]] = {
     "lk": lk_loss,
     "confidence": _confidence_loss,
     "selector": _selector_loss,
+    "base": _base_loss,
 }
 
 
@@ -361,7 +372,7 @@ def mean_loss(name: str, rows: DraftedRows, num_items: torch.Tensor | float | No
         num_items: As in [`masked_mean`].
     """
     values = LOSSES[name](rows)
-    if name == "next_token":
+    if name in ("next_token", "base"):
         known = torch.count_nonzero(rows.target.labels != IGNORED)
         return masked_mean(values, known if num_items is None else num_items)
     return masked_mean(values * rows.weight, num_items)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import TrainerState
+
 from hf_specheads.heads.base import DraftHead
 
 from .arguments import DraftHeadTrainingArguments
@@ -43,6 +45,7 @@ DEFAULTS: dict[str, MethodDefaults] = {
     # arXiv 2607.05147: 0.1 cross-entropy, 0.9 sum |p - q|, which is twice the total variation; exp(-1/4) a position
     "dspark": MethodDefaults({"next_token": 0.1, "total_variation": 1.8, "confidence": 1.0}, pass_decay=0.7788),
     "dflash2": MethodDefaults({"next_token": 1.0, "selector": 0.5}, pass_decay=0.7788),  # exp(-1/4), blocks of 8
+    "domino": MethodDefaults({"next_token": 1.0, "base": 1.0}, pass_decay=0.8669),  # arXiv 2605.29707; exp(-1/7)
     "jetspec": MethodDefaults({"token": 1.0}),  # arXiv 2606.18394
     "draft-lm": MethodDefaults({"token": 1.0}),
 }
@@ -62,6 +65,11 @@ def method_defaults(heads: DraftHead, joint: bool = False) -> MethodDefaults:
     if heads.config.method == "medusa" and joint:
         return MEDUSA_2
     return DEFAULTS.get(heads.config.method, MethodDefaults({"token": 1.0}))
+
+
+def progress_of(state: TrainerState) -> float:
+    """Share of a training's steps that are done; all of them outside of one."""
+    return min(state.global_step / state.max_steps, 1.0) if state.max_steps > 0 else 1.0
 
 
 def complete_arguments(args: DraftHeadTrainingArguments, heads: DraftHead, joint: bool = False) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .commands import add_output_options, write_folder
 from .sources import DataSource
 
 ROWS_PER_SHARD = 500
@@ -52,29 +53,17 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     there.add_argument("--concurrency", type=int, default=32, help="requests at a time")
     there.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     there.add_argument("--retokenize", action="store_true", help="take texts where the server returns no token ids")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the counts as JSON, and nothing else, to stdout")
-    output.add_argument("--quiet", action="store_true", help="no progress")
-    output.add_argument("--debug", action="store_true", help="show where an error came from")
+    add_output_options(parser.add_argument_group("output"))
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes shards until all rows are answered; 0 if some row was, 1 if none was, 2 for wrong input."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        counts = regenerate(args)
-    except KeyboardInterrupt:
-        print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if args.debug:
-            raise
-        print(f"specheads regenerate: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps({"out": str(args.out), **counts}))
-    else:
+    counts = write_folder("regenerate", args, regenerate)
+    if isinstance(counts, int):
+        return counts
+    if not args.json:
         told = f"{counts['rows']} rows: {counts['success']} answered, {counts['error']} failed, "
         print(f"{told}{counts['skipped']} skipped; {counts['generations']} generations, {counts['tokens']} tokens")
         print(f"train with train_data={args.out}; what was lost is in {args.out}/shard-*.lost.jsonl")

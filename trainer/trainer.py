@@ -24,7 +24,7 @@ from .evaluation import AgreementMeter, LossMeter, Throughput, generation_metric
 from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
 from .identity import run_identity
-from .methods import complete_arguments, resolve_num_passes
+from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import pack_dataset
 from .preparing import DataReport, prepare_dataset
@@ -84,14 +84,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target, follow=False)
         self.data_report = DataReport()
-        with first_process_first(args):
-            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
-            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
-                train_dataset = pack_dataset(train_dataset, args.max_length)
-            if isinstance(eval_dataset, dict):
-                eval_dataset = {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
-            else:
-                eval_dataset = self._prepared(eval_dataset, args, processing_class)
+        train_dataset, eval_dataset = self._both_prepared(train_dataset, eval_dataset, args, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
             # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
             args.accelerator_config = copy.copy(args.accelerator_config)
@@ -117,21 +110,40 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
                 stacklevel=2,
             )
-        self.frozen_target = FrozenTarget(target)
-        if not getattr(target, "hf_device_map", None):
-            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
-            target.to(self.args.device)  # type: ignore[arg-type]
-        if args.shard_target:
-            shard_target(target, self.args, self.trains_target)
-        refuse_other_logits(self.frozen_target)
-        if args.packing:
-            refuse_leaking_packing(self.frozen_target)
+        self._place_target(target)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._feature_statistics = FeatureStatistics(model.feature_layers)
         self._eval_prompts = eval_prompts
-        self._micro_step = 0
+        self._begin_measuring()
+
+    def _both_prepared(
+        self, train_dataset: Any, eval_dataset: Any, args: DraftHeadTrainingArguments, processing_class: Any
+    ) -> tuple[Any, Any]:
+        """Data sets of tokens, the one for training packed if that was asked for."""
+        with first_process_first(args):
+            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
+            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
+                train_dataset = pack_dataset(train_dataset, args.max_length)
+            if isinstance(eval_dataset, dict):
+                return train_dataset, {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
+            return train_dataset, self._prepared(eval_dataset, args, processing_class)
+
+    def _place_target(self, target: PreTrainedModel) -> None:
+        """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
+        args, self.frozen_target = self.args, FrozenTarget(target)
+        if not getattr(target, "hf_device_map", None):
+            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
+            target.to(args.device)  # type: ignore[arg-type]
+        if args.shard_target:
+            shard_target(target, args, self.trains_target)
+        refuse_other_logits(self.frozen_target)
+        if args.packing:
+            refuse_leaking_packing(self.frozen_target)
+
+    def _begin_measuring(self) -> None:
+        args, self._micro_step = self.args, 0
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training
@@ -201,7 +213,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
         """Weighted loss of one pass; scalar."""
-        total = losses.weighted(**self.args.loss_weights) * self.args.decay_at(position)
+        total = losses.weighted(**self.args.loss_weights_at(progress_of(self.state))) * self.args.decay_at(position)
         return total / self.num_passes if self.args.pass_reduction == "mean" else total
 
     def compute_loss(
@@ -388,7 +400,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         loss = 0.0
         for name, value in components.items():
             kind, _, position = name.rpartition("_loss_")
-            if weight := self.args.loss_weights[kind]:
+            if weight := self.args.loss_weights_at(1)[kind]:
                 loss += weight * self.args.decay_at(int(position) - 1) * value
         return {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
 

@@ -187,9 +187,7 @@ class Unroll:
         self._place = None if anchors is None else _places(anchors, self.length)
         self._lm_head, self._vocabulary = rows.lm_head, draft_head.draft_vocabulary
         self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
-        labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
-        labels[:, -1] = IGNORED  # what follows the last row is not in the batch
-        self._labels = labels.flatten()
+        self._labels = _labels(documents, next_token_ids)
         self._target_features = target_features.detach().flatten(0, 1)
         self.measured = torch.zeros(num_passes, 3, device=features.device)
         self._measures = measure
@@ -310,12 +308,14 @@ class Unroll:
         confidence = None if drafted.confidence is None else drafted.confidence(hidden)
         logits = drafted.logits(hidden)
         selected = None if drafted.selected is None else drafted.selected(hidden, logits)
-        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected)
+        base = None if drafted.base is None or "base" not in self.losses else drafted.base(hidden)
+        found = DraftedRows(logits, target, pair, self.lk_decay, confidence, selected, base)
         if self._measures:
             self.measured[position] += agreement(found)
         lacking = {"feature"} if features is None else set()
         lacking |= {"confidence"} if confidence is None else set()
         lacking |= {"selector"} if selected is None else set()
+        lacking |= {"base"} if base is None else set()
         names = [name for name in self.losses if name not in lacking]
         return {name: mean_loss(name, found, self.num_items) for name in names}
 
@@ -356,6 +356,13 @@ def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
     found = (anchors >= 0).flatten().nonzero()[:, 0]
     place[rows.flatten()[found]] = found
     return place
+
+
+def _labels(documents: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
+    """The token after the next one of every row [B * T], where it is in the batch and of the row's document."""
+    labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
+    labels[:, -1] = IGNORED
+    return labels.flatten()
 
 
 def _refuse_shapes(features: torch.Tensor, **tensors: torch.Tensor | None) -> None:

@@ -35,9 +35,9 @@ def load_heads(
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
     The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash and JetSpec, and those of DeepSpec, SpecForge, SGLang, ModelOpt, vLLM
-    and speculators. One line says what was found and what had to be assumed. A folder may also be a training state of
-    `accelerate`.
+    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and those of DeepSpec, SpecForge, SGLang,
+    ModelOpt, vLLM and speculators. One line says what was found and what had to be assumed. A folder may also be a
+    training state of `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
@@ -73,10 +73,7 @@ def load_heads(
             stored = read_native(repo_or_path, method, hub)
         else:
             stored = read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot)
-        stored, dtype = _with_dtype(stored, dtype)
-        heads: DraftHead = HEADS[stored.config.model_type].from_pretrained(
-            None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
-        )
+        heads, stored = _build(stored, dtype, device_map)
     except HeadLoadError as error:
         raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
     announce(f"{name}: {stored}")
@@ -87,8 +84,16 @@ def load_heads(
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
-    heads.eval()
-    return heads
+    return heads.eval()
+
+
+def _build(stored: StoredHeads, dtype: torch.dtype | str | None, device_map: Any) -> tuple[DraftHead, StoredHeads]:
+    """Heads of what was read; and that, with a note where weights were not of the type they are loaded in."""
+    stored, dtype = _with_dtype(stored, dtype)
+    heads = HEADS[stored.config.model_type].from_pretrained(
+        None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
+    )
+    return heads, stored
 
 
 def _with_dtype(stored: StoredHeads, dtype: torch.dtype | str | None) -> tuple[StoredHeads, torch.dtype | str]:

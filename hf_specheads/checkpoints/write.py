@@ -22,6 +22,7 @@ from ..errors import ExportError
 from ..heads import (
     DFlash2Head,
     DFlashHead,
+    DominoHead,
     DraftLanguageModel,
     DSparkHead,
     Eagle3Head,
@@ -49,6 +50,7 @@ DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     HydraHead: ("hydra",),
     DFlashHead: ("speculators", "dflash"),
     DFlash2Head: ("dflash",),
+    DominoHead: ("dflash",),
     DSparkHead: (),
     DraftLanguageModel: ("vllm", "sglang"),
 }
@@ -165,7 +167,7 @@ def _check_weights(heads: DraftHead) -> None:
 
 def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> Layout:
     loaded = target if isinstance(target, PreTrainedModel) else None
-    if isinstance(heads, DFlash2Head):
+    if isinstance(heads, DFlash2Head | DominoHead):
         return dflash.layout(heads, loaded)
     if isinstance(heads, DFlashHead):
         return speculators_blocks.layout(heads, loaded) if to == "speculators" else dflash.layout(heads, loaded)

@@ -36,7 +36,7 @@ ROUNDS_BETWEEN_PLAIN_STEPS = 64  # plain steps are timed again, as the machine m
 REMEMBERED = 9  # rounds of a tree, and plain steps, whose median counts
 TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
 ROUNDS_OF_A_MEAN = 24  # tokens of a tree's rounds are a running mean over about so many
-HOPED_ROUNDS = 2  # as many as that a tree is taken to have done well: the first real ones may be bad luck
+HOPED_ROUNDS = 2  # as many as that an unknown tree is taken to have done well: its real ones may be bad luck
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
 HOPE = 0.4  # of a chain's rejections that siblings may leave at best
@@ -133,6 +133,7 @@ class Pace:
         self._plain_due = 0
         self._rates: dict[int, float] = {}  # what follows from the rounds so far, until the next one
         self._slopes: tuple[float, float] | None = None
+        self._chains_known: bool | None = None
 
     # ------------------------------------------------------------------ what is known
     @property
@@ -145,11 +146,6 @@ class Pace:
         return min(plain) if len(plain) <= PLAIN_STEPS_BEFORE_A_VERDICT else statistics.median(plain)
 
     @property
-    def gain(self) -> float:
-        """Tokens per second of the best tree over those of plain steps."""
-        return max(self.rate(choice) for choice in range(len(self.menu)))
-
-    @property
     def best(self) -> int:
         """The best of the menu that is known well enough, or [`PLAIN`]."""
         best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
@@ -159,23 +155,38 @@ class Pace:
         """Whether a tree was tried, or is a chain among others that were: their costs and gains tell its own."""
         if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT:
             return True
-        return self._is_plain_chain(choice) and len(self._timed_chains()) >= 2
+        if self._chains_known is None:
+            timed = [c for c, tried in enumerate(self.tried) if tried.rounds > 1 and self._is_plain_chain(c)]
+            self._chains_known = len(timed) > 1
+        return self._chains_known and self._is_plain_chain(choice)
 
     def rate(self, choice: int) -> float:
-        """Tokens per plain step's time: of a tree that was tried, as far as it is known, else what it may be."""
+        """Tokens per plain step's time: what a tree that was tried has given, else what it may give."""
         if choice == PLAIN:
             return 1.0
         if choice not in self._rates:
             self._rates[choice] = self.tokens(choice) / max(self.cost(choice), 1e-9)
         return self._rates[choice]
 
+    def promise(self, choice: int) -> float:
+        """The rate that a tree may turn out to have: its rounds so far may have been bad luck, the less likely the
+        more they were."""
+        return self._hoped_tokens(choice) / max(self.cost(choice), 1e-9)
+
     def tokens(self, choice: int) -> float:
-        """Expected tokens of a round over a tree."""
+        """Tokens of a round over a tree: on average so far, or expected where it was never tried."""
         if self._is_plain_chain(choice):
             return self.acceptance.tokens(self.menu[choice].depth)
-        tried, hoped = self.tried[choice], self.acceptance.tokens(self.menu[choice].depth, HOPE)
-        rounds = min(tried.rounds, ROUNDS_OF_A_MEAN)
-        return (rounds * tried.tokens + HOPED_ROUNDS * hoped) / (rounds + HOPED_ROUNDS)
+        tried = self.tried[choice]
+        return tried.tokens if tried.rounds else self._hoped_tokens(choice)
+
+    def _hoped_tokens(self, choice: int) -> float:
+        """As if [`HOPED_ROUNDS`] more had gone as well as they can."""
+        tried, depth = self.tried[choice], self.menu[choice].depth
+        if self._is_plain_chain(choice):
+            return self.acceptance.tokens(depth)
+        hoped = max(self.acceptance.tokens(depth, HOPE), tried.tokens)
+        return (tried.rounds * tried.tokens + HOPED_ROUNDS * hoped) / (tried.rounds + HOPED_ROUNDS)
 
     def cost(self, choice: int) -> float:
         """Expected time of a round over a tree, in plain steps: by its own rounds, else by those of others."""
@@ -190,11 +201,6 @@ class Pace:
     def _is_plain_chain(self, choice: int) -> bool:
         tree = self.menu[choice]
         return tree.kind == "chain" and not tree.stop_below
-
-    def _timed_chains(self) -> list[int]:
-        return [
-            choice for choice, tried in enumerate(self.tried) if len(tried.costs) > 1 and self._is_plain_chain(choice)
-        ]
 
     def _fit_slopes(self) -> tuple[float, float]:
         """What a draft level and a node add to a plain step, by least squares over what was tried. Chains alone do not
@@ -240,16 +246,16 @@ class Pace:
             return first
         rate = self.rate(best)
         new = [choice for choice in range(len(self.menu))
-               if not self.is_known(choice) and self.rate(choice) > CLEARLY * rate]  # fmt: skip
+               if not self.is_known(choice) and self.promise(choice) > CLEARLY * rate]  # fmt: skip
         if new:  # the smallest tells what more nodes cost
             return min(new, key=lambda choice: (not self.tried[choice].rounds, self.menu[choice].num_nodes))
         near = [
             choice
             for choice, tried in enumerate(self.tried)
-            if choice != best and tried.rounds and self.rate(choice) > WORTH_ANOTHER_LOOK * rate
+            if choice != best and tried.rounds and self.promise(choice) > WORTH_ANOTHER_LOOK * rate
         ]
         if best == PLAIN and not near:
-            near = [max(range(len(self.menu)), key=self.rate)]
+            near = [max(range(len(self.menu)), key=self.promise)]
         return min(near, key=lambda choice: self.tried[choice].last) if near else best
 
     def _first_chain(self) -> int | None:
@@ -275,6 +281,8 @@ class Pace:
             seconds: Wall seconds.
             num_accepted: Accepted tokens per sequence.
         """
+        if not self.plain:
+            return  # another thread, in a longer context, has just asked for new times: there is no measure
         best, best_rate = self.best, self.rate(self.best)
         tried, tree = self.tried[choice], self.menu[choice]
         cost, tokens = seconds / self.plain_seconds, 1 + sum(num_accepted) / len(num_accepted)
@@ -282,9 +290,9 @@ class Pace:
         tried.rounds, tried.last = tried.rounds + 1, self.rounds
         tried.costs.append(cost)
         tried.tokens += (tokens - tried.tokens) * max(1 / ROUNDS_OF_A_MEAN, 1 / tried.rounds)
-        if tree.kind == "chain":
+        if self._is_plain_chain(choice):
             self.acceptance.record(tree.depth, num_accepted)
-        self._rates, self._slopes = {}, None
+        self._rates, self._slopes, self._chains_known = {}, None, None
         # What a trial loses is told by what such rounds usually give: luck levels out.
         lost = 0.0 if choice == best else max(min(cost, 2 * tried.cost) * best_rate - self.tokens(choice), 0.0)
         self.debt = max(min(self.debt + lost, MOST_DEBT) - TRIAL_SHARE * tried.cost, -FIRST_TRIALS)

@@ -8,6 +8,7 @@ from . import (
     auto,
     dflash,
     dflash2,
+    domino,
     draft_lm,
     dspark,
     eagle,
@@ -23,6 +24,7 @@ from . import (
 )
 from .dflash import *  # noqa: F403 (here and below: what the module's `__all__` names)
 from .dflash2 import *  # noqa: F403
+from .domino import *  # noqa: F403
 from .draft_lm import *  # noqa: F403
 from .dspark import *  # noqa: F403
 from .eagle import *  # noqa: F403
@@ -42,6 +44,7 @@ dispatch.install()
 __all__: list[str] = []
 __all__ += dflash.__all__
 __all__ += dflash2.__all__
+__all__ += domino.__all__
 __all__ += draft_lm.__all__
 __all__ += dspark.__all__
 __all__ += eagle.__all__

@@ -16,6 +16,7 @@ from ..tree.config import DraftTreeConfig
 from .base import DraftHead
 from .dflash import DFlashHead
 from .dflash2 import DFlash2Head
+from .domino import DominoHead
 from .draft_lm import DraftLanguageModel
 from .dspark import DSparkHead
 from .eagle import EagleHead
@@ -34,6 +35,7 @@ from .poss_lora import PossLoraHead
 METHODS: dict[str, type[DraftHead]] = {
     "dflash": DFlashHead,
     "dflash2": DFlash2Head,
+    "domino": DominoHead,
     "draft-lm": DraftLanguageModel,
     "dspark": DSparkHead,
     "eagle": EagleHead,

@@ -5,15 +5,13 @@
     g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn
     logits of slot s after y = lm_head(h_s) + W2 g
 
-The layers still run once a round; only this low-rank correction is made along the drafted paths, so trees are
-conditioned on their branches. A confidence head predicts how likely a draft of slot s after y is to be accepted:
-`stop_below` gives drafts up by it.
+A confidence head predicts how likely a draft of slot s after y is to be accepted: `stop_below` gives drafts up by it.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -22,9 +20,9 @@ from torch import nn
 
 from ..cache.draft import DraftCache
 from ..publishing.card.facts import Published
-from ..unroll.rows import DraftedPass, TrainingRows, later
-from .block import BlockHead
+from ..unroll.rows import DraftedPass, TrainingRows
 from .block_config import BlockHeadConfig
+from .corrected import CorrectedBlockHead
 from .dflash import DFLASH_PAPER
 
 __all__ = ["DSparkHead", "DSparkHeadConfig"]
@@ -102,7 +100,7 @@ class ConfidenceHead(nn.Module):
         return self.proj(inputs)[..., 0]
 
 
-class DSparkHead(BlockHead):
+class DSparkHead(CorrectedBlockHead):
     """Block drafter with a Markov head and a confidence head."""
 
     config_class = DSparkHeadConfig
@@ -119,31 +117,28 @@ class DSparkHead(BlockHead):
         self.post_init()
 
     @property
-    def independent_positions(self) -> bool:
-        return False
-
-    @property
     def predicts_acceptance(self) -> bool:
         return self.confidence_head is not None
 
-    # ------------------------------------------------------------------ drafting
-    def root_state(self, slots: torch.Tensor) -> torch.Tensor:
-        """The recurrent state before the first slot, [B, 1, r]."""
-        return slots.new_zeros(slots.shape[0], 1, self.config.markov_rank)
+    # ------------------------------------------------------------------ the correction
+    @property
+    def state_size(self) -> int:
+        return self.config.markov_rank
 
-    def node_logits(
-        self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor
+    @property
+    def correction_output(self) -> nn.Linear:
+        return self.markov_head.markov_w2
+
+    def read_tokens(self, token_ids: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """W1[y], [B, K, r]."""
+        return self.markov_head.markov_w1(token_ids)
+
+    def correct(
+        self, position: int, hidden: torch.Tensor, read: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.slot_states(cache, position).expand(-1, token_ids.shape[1], -1)
-        correction, states = self.markov_head(hidden, self.markov_head.markov_w1(token_ids), states)
-        return states, self.slot_logits(cache, position) + self.corrections(correction)
+        return self.markov_head(hidden, read, state)
 
-    def corrections(self, correction: torch.Tensor) -> torch.Tensor:
-        """W2 g over the draft vocabulary in fp32, [..., r] -> [..., Vd]."""
-        weight = self.markov_head.markov_w2.weight
-        weight = weight if self.pruned_token_ids is None else weight[self.pruned_token_ids]
-        return nn.functional.linear(correction, weight).float()
-
+    # ------------------------------------------------------------------ predicted acceptance
     def predicted_acceptance(self, cache: DraftCache, position: int, token_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.slot_states(cache, position).expand(-1, token_ids.shape[1], -1)
         return torch.sigmoid(self.confidence(hidden, self.markov_head.markov_w1(token_ids)).float())
@@ -156,30 +151,10 @@ class DSparkHead(BlockHead):
             return self.confidence_head(torch.cat([hidden, embedded], dim=-1))
         return self.confidence_head(hidden)
 
-    # ------------------------------------------------------------------ training
-    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i is slot i after the true token before it; what it holds is [h_s ; g ; W1[y]]."""
-        slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
-        state = slots.new_zeros(*anchors.shape, self.config.markov_rank)
-        for position in range(num_passes):
-            hidden = slots[:, :, position + self.config.first_slot]
-            embedded = self.markov_head.markov_w1(later(rows.next_token_ids, position).gather(1, anchors))
-            correction, state = self.markov_head(hidden, embedded, state)
-            yield DraftedPass(
-                hidden=torch.cat([hidden, correction, embedded], dim=-1),
-                logits=partial(self._corrected_logits, rows),
-                offset=position,
-                confidence=None if self.confidence_head is None else self._row_confidence,
-            )
-
-    def _parts(self, held: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rank = self.config.markov_rank
-        return held.split([self.config.hidden_size, rank, rank], dim=-1)
-
-    def _corrected_logits(self, rows: TrainingRows, held: torch.Tensor) -> torch.Tensor:
-        hidden, correction, _ = self._parts(held)
-        return self.row_logits(rows, hidden).float() + self.markov_head.markov_w2(correction).float()
+    def drafted_pass(self, rows: TrainingRows, position: int, held: torch.Tensor, read: torch.Tensor) -> DraftedPass:
+        """What a pass holds is [h_s ; g ; W1[y]]."""
+        drafted = super().drafted_pass(rows, position, torch.cat([held, read], dim=-1), read)
+        return replace(drafted, confidence=self._row_confidence) if self.predicts_acceptance else drafted
 
     def _row_confidence(self, held: torch.Tensor) -> torch.Tensor:
-        hidden, _, embedded = self._parts(held)
-        return self.confidence(hidden, embedded)
+        return self.confidence(held[..., : self.config.hidden_size], held[..., -self.config.markov_rank :])

@@ -64,6 +64,8 @@ class DraftedPass:
             none.
         selected: Rows [R, *] of `hidden` and their logits [R, V] -> candidates int64 [R, K] and their scores [R, K],
             which drafts are chosen by; `None` for heads that draft by their logits.
+        base: Rows [R, *] of `hidden` -> logits [R, V] before they are corrected by the drafted path, where these have
+            a loss of their own.
     """
 
     hidden: torch.Tensor
@@ -72,6 +74,7 @@ class DraftedPass:
     features: torch.Tensor | None = None
     confidence: Callable[[torch.Tensor], torch.Tensor] | None = None
     selected: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    base: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def row_positions(documents: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ FIELDS = (
     "norm_before_fc", "fc_norm", "qk_norm", "extra_norms", "num_heads", "num_blocks", "tied_blocks", "grounded",
     "head_arch", "lm_head", "hidden_state_offset", "block_size", "mask_token_id", "anchor_slot", "causal",
     "sliding_layers", "sliding_window", "sliding_causal", "window_from", "embedding_scale", "logit_multiplier",
-    "logit_softcap", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size",
+    "logit_softcap", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size", "gru_hidden_size",
+    "correction_rank", "plain_positions",
 )  # fmt: skip
 NO_ROPE_CONFIG = ("rope_parameters", "max_position_embeddings", "rms_norm_eps", "intermediate_size",
                   "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
@@ -49,6 +50,7 @@ EAGLE3_VARIANTS = {
 NORMED = {"norms of queries and keys": {"qk_norm": True}}
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "conv_group_size": 8}
+GRU = {"gru_hidden_size": 12, "correction_rank": 6, "plain_positions": 2}
 SLIDING = {"sliding_layers": (0,), "sliding_window": 8}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("eagle", to, name, options) for to in ("vllm", "sglang", "eagle") for name, options in EAGLE.items()),
@@ -74,6 +76,8 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash", "dflash", "bias", {**BLOCK, "attention_bias": True, "attention_out_bias": True}),
     ("jetspec", "dflash", "causal", BLOCK),
     ("dflash2", "dflash", "all layers slide", {**BLOCK, "sliding_layers": (0, 1), "sliding_window": 9, **SELECTOR}),
+    ("domino", "dflash", "drafts from the root on", {**BLOCK, **GRU}),
+    ("domino", "dflash", "idle root", {**BLOCK, **GRU, "anchor_slot": "idle", "plain_positions": 0}),
     ("hydra", "hydra", "grounded", {"num_heads": 3, "num_blocks": 3}),
     ("hydra", "hydra", "ungrounded", {"grounded": False, "num_blocks": 2, "tied_blocks": False}),
     ("hydra", "hydra", "Hydra++", {"head_arch": "prefix-mlp", "num_blocks": 4, "num_key_value_heads": 2}),

@@ -20,7 +20,8 @@ from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bu
 from hf_specheads.generation.pace import Pace, Tried
 
 NEW = 24
-OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "dspark")
+OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "jetspec", "dspark", "dflash2",
+          "domino", "peagle", "mtp")  # fmt: skip
 
 
 @pytest.fixture
@@ -29,7 +30,10 @@ def target():
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"), [("eagle", kind) for kind in TREES] + [(m, k) for m in OTHERS for k in ("chain", "dynamic")]
+    ("method", "kind"),
+    [("eagle", kind) for kind in TREES]
+    + [(method, "dynamic") for method in OTHERS]
+    + [pytest.param(method, "chain", marks=pytest.mark.slow) for method in OTHERS],
 )
 def test_two_graphs_serve_every_round_of_every_call(method, kind, target):
     heads = random_heads(target, method, TREES[kind])

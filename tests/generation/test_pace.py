@@ -23,6 +23,7 @@ from hf_specheads.generation.pace import (
     PLAIN,
     PLAIN_STEPS_BEFORE_A_VERDICT,
     ROUNDS_BETWEEN_PLAIN_STEPS,
+    TRIAL_SHARE,
     Acceptance,
     Pace,
 )
@@ -96,7 +97,7 @@ def test_close_to_the_best_of_the_menu(start, accepted, costs):
         pace.begin_call()
         tokens, seconds = simulate(pace, 400, world)
         rates.append(tokens / seconds)
-    assert sum(rates) / 3 >= (0.96 if best == 1 else 0.88) * best, (rates, best)
+    assert sum(rates) / 3 >= (0.96 if best == 1 else 0.92) * best, (rates, best)
 
 
 @settings(max_examples=25, deadline=None)
@@ -107,6 +108,37 @@ def test_never_far_below_plain_steps(accepted, level, node, seed):
     assert tokens / seconds >= 0.93
     tokens, seconds = simulate(pace, 800, world)
     assert tokens / seconds >= 0.965
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost=st.floats(1.2, 6.0), tau=st.floats(1.0, 3.0))
+def test_one_tree_that_always_costs_and_gives_the_same(cost, tau):
+    """Without luck: drafts that do not pay cost no more than the trials, and those that pay are made all the time."""
+    pace, tokens, seconds, drafted, steps = Pace((CPU_TREE,)), 0.0, 0.0, 0, 1500
+    for _ in range(steps):
+        choice = pace.choose(100)
+        spent, won = (1.0, 1.0) if choice == PLAIN else (cost, tau)
+        if choice == PLAIN:
+            pace.record_plain(spent)
+        else:
+            pace.record_round(choice, spent, [tau - 1])
+            drafted += 1
+        tokens, seconds = tokens + won, seconds + spent
+    assert seconds <= tokens * (1 + TRIAL_SHARE) + 5 * max(cost - tau, 0) + cost
+    timed = PLAIN_STEPS_BEFORE_A_VERDICT + steps / ROUNDS_BETWEEN_PLAIN_STEPS
+    if tau > 1.05 * cost:
+        assert drafted >= steps - timed - 1, "drafting pays: every other step drafts"
+    if tau < 0.95 * cost:
+        assert drafted <= 5 + steps * TRIAL_SHARE / (cost - tau) + 1
+
+
+def test_a_round_without_a_measure_of_plain_steps_tells_nothing():
+    pace = Pace((CPU_TREE,))
+    simulate(pace, 20, World(0.8, *CHEAP))
+    before = pace.rate(0), pace.rounds
+    assert pace.choose(100_000) == PLAIN  # of a call in another thread
+    pace.record_round(0, 1.0, [4])
+    assert (pace.rate(0), pace.rounds) == before
 
 
 def test_an_assigned_tree_is_the_only_one_on_the_menu():
@@ -153,11 +185,11 @@ def test_one_stall_decides_nothing(stall):
     pace = Pace((CPU_TREE,))
     simulate(pace, 40, World(0.8, *CHEAP))
     pace.record_round(0, stall, [0])
-    assert pace.choose(100) == 0 and pace.gain > 1
+    assert pace.choose(100) == 0 and pace.rate(0) > 1
     pace = Pace((CPU_TREE,))
     simulate(pace, 40, World(0.1, *VERY_DEAR))
     pace.record_plain(stall)
-    assert pace.gain < 1 and pace.best == PLAIN
+    assert pace.rate(0) < 1 and pace.best == PLAIN
 
 
 def test_debts_are_never_so_high_that_nothing_is_tried_again():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.blocks import slots_both_ways
 from support.heads import scrambled_heads
 from support.targets import plain, prompt, shared_target
 from transformers import set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.heads.dflash2 import BlockConvolution
-from hf_specheads.unroll.rows import TrainingRows
 
 
 def heads_of(**options) -> DraftHead:
@@ -47,34 +47,11 @@ def test_fresh_convolutions_are_the_identity() -> None:
 
 @torch.no_grad()
 def test_training_says_what_drafting_says() -> None:
-    """At two anchors, after true tokens: candidates and scores; no block reaches into another."""
-    heads, generator = heads_of(), torch.Generator().manual_seed(2)
-    heads.tree_config = heads.tree_config.replace(kind="chain", depth=4)
-    features = torch.randn(1, 12, len(heads.feature_layers) * heads.config.feature_size, generator=generator)
-    ids = torch.randint(90, (1, 13), generator=generator)
-    target, anchors = shared_target(), [3, 6]
-    rows = TrainingRows(
-        features=features,
-        token_ids=None,
-        next_token_ids=ids[:, 1:],
-        documents=torch.zeros(1, 12, dtype=torch.long),
-        position_ids=torch.arange(12)[None],
-        embed=target.get_input_embeddings(),
-        lm_head=target.lm_head,
-        anchors=torch.tensor([anchors]),
-    )
-    passes = list(heads.unroll(rows, 4))
-    for column, anchor in enumerate(anchors):
-        cache = heads.new_draft_cache()
-        state, logits = heads.start_draft(cache, ids[:, : anchor + 2], features[:, : anchor + 1])
-        for position, drafted in enumerate(passes):
-            before = ids[:, anchor + 1 + position : anchor + 2 + position]
-            if position:
-                state, logits = heads.extend_draft(cache, position, before, state, None)
-            held = drafted.hidden[:, column]
-            candidates, scores = drafted.selected(held, drafted.logits(held))
-            torch.testing.assert_close(logits[0, 0, candidates[0]], scores[0], rtol=1e-4, atol=1e-4)
-            assert int(logits.isfinite().sum()) == 8
+    """Candidates and scores of every slot after true tokens."""
+    for slot in slots_both_ways(heads_of()):
+        candidates, scores = slot.drafted.selected(slot.held, slot.drafted.logits(slot.held))
+        torch.testing.assert_close(slot.logits[0, candidates[0]], scores[0], rtol=1e-4, atol=1e-4)
+        assert int(slot.logits.isfinite().sum()) == 8
 
 
 @pytest.mark.parametrize("kind", ["chain", "static"])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.blocks import slots_both_ways
 from support.heads import scrambled_heads
 from support.targets import plain, prompt, shared_target
 from transformers import set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead
-from hf_specheads.unroll.rows import TrainingRows
 
 KINDS = ("vanilla", "gated", "rnn")
 
@@ -26,34 +26,12 @@ def heads_of(kind: str = "vanilla", **options: Any) -> DraftHead:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_training_says_what_drafting_says(kind: str, anchor_slot: str) -> None:
-    """After true tokens, at two anchors: logits and predicted acceptance of every slot."""
-    heads, generator = heads_of(kind, anchor_slot=anchor_slot), torch.Generator().manual_seed(2)
-    heads.tree_config = heads.tree_config.replace(kind="chain", depth=heads.max_draft_positions)
-    features = torch.randn(1, 12, len(heads.feature_layers) * heads.config.feature_size, generator=generator)
-    ids = torch.randint(90, (1, 13), generator=generator)
-    target, anchors = shared_target(), [3, 6]
-    rows = TrainingRows(
-        features=features,
-        token_ids=None,
-        next_token_ids=ids[:, 1:],
-        documents=torch.zeros(1, 12, dtype=torch.long),
-        position_ids=torch.arange(12)[None],
-        embed=target.get_input_embeddings(),
-        lm_head=target.lm_head,
-        anchors=torch.tensor([anchors]),
-    )
-    passes = list(heads.unroll(rows, heads.max_draft_positions))
-    for column, anchor in enumerate(anchors):
-        cache = heads.new_draft_cache()
-        state, logits = heads.start_draft(cache, ids[:, : anchor + 2], features[:, : anchor + 1])
-        for position, drafted in enumerate(passes):
-            before = ids[:, anchor + 1 + position : anchor + 2 + position]
-            if position:
-                state, logits = heads.extend_draft(cache, position, before, state, None)
-            held = drafted.hidden[:, column]
-            torch.testing.assert_close(drafted.logits(held), logits[:, 0], rtol=1e-4, atol=1e-4)
-            confidence = heads.predicted_acceptance(cache, position, before)[:, 0]
-            torch.testing.assert_close(drafted.confidence(held).sigmoid(), confidence, rtol=1e-4, atol=1e-5)
+    """Logits and predicted acceptance of every slot after true tokens."""
+    heads = heads_of(kind, anchor_slot=anchor_slot)
+    for slot in slots_both_ways(heads):
+        torch.testing.assert_close(slot.drafted.logits(slot.held), slot.logits, rtol=1e-4, atol=1e-4)
+        confidence = heads.predicted_acceptance(slot.cache, slot.position, slot.before)[:, 0]
+        torch.testing.assert_close(slot.drafted.confidence(slot.held).sigmoid(), confidence, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,14 +46,14 @@ def generate(name: str, folder: str = "draft", **tree: Any) -> tuple[dict[str, A
     return case, heads
 
 
-FOLDERS = [(name, "draft") for name in (*CASES, "dspark_vanilla_b7")]
+FOLDERS = [(name, "draft") for name in (*CASES, "dspark_vanilla_b7", "domino_b7_shift")]
 FOLDERS += [(name, "draft_speculators") for name in WITH_SPECULATORS]
 
 
 @pytest.mark.parametrize(("name", "folder"), FOLDERS)
 def test_chains(name: str, folder: str) -> None:
     case, heads = generate(name, folder, kind="chain", depth=len(case_of(name)["rounds"][0]["drafted"]))
-    assert heads.max_draft_positions == heads.tree_config.depth
+    assert heads.published_tree.depth == heads.tree_config.depth
     assert heads.last_stats.draft_forwards == sum(tree.num_nodes > 1 for tree in heads.last_stats.trees)
     for recorded, tree in zip(case["rounds"], heads.last_stats.trees, strict=False):
         assert tree.token_ids[0, 1:].tolist() == recorded["drafted"]
@@ -130,21 +130,25 @@ def test_candidates() -> None:
         assert int(logits.isfinite().sum()) == len(first["candidates"][position])
 
 
-@pytest.mark.parametrize("name", ["dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b4"])
+@pytest.mark.parametrize("name", ["dspark_vanilla_b7", "dspark_gated_b7", "dspark_rnn_b4", "domino_b7_shift"])
 @torch.no_grad()
 def test_corrected_logits_and_confidence(name: str) -> None:
-    """Of every slot after the tokens recorded before it."""
+    """Of every slot after the tokens recorded before it; before the correction, too."""
     case, recorded = case_of(name), load_file(GOLDENS / name / "tensors.safetensors")
     heads = load_heads(GOLDENS / name / "draft", kind="chain", depth=case["settings"]["block_size"])
     heads.bind(target_of((GOLDENS / name / case["target"]).resolve()))
     first, features = case["rounds"][0], recorded["r0.target_features"]
-    cache, before = heads.new_draft_cache(), [first["root"], *first["all_slot_tokens"]]
+    cache, before = heads.new_draft_cache(), [first["root"], *first.get("all_slot_tokens", first["drafted"])]
     state, logits = heads.start_draft(cache, torch.tensor([[0] * len(features) + [first["root"]]]), features[None])
-    for position in range(heads.max_draft_positions):
+    for position in range(heads.published_tree.depth):  # without slots that their code throws away
         token = torch.tensor([[before[position]]])
         if position:
             state, logits = heads.extend_draft(cache, position, token, state, None)
         torch.testing.assert_close(logits[0, 0], recorded["r0.slot_logits"][position], rtol=1e-4, atol=1e-4)
+        base = heads.slot_logits(cache, position)[0, 0]
+        torch.testing.assert_close(base, recorded["r0.base_logits"][position], rtol=1e-4, atol=1e-4)
+        if not heads.predicts_acceptance:
+            continue
         confidence = heads.predicted_acceptance(cache, position, token)
         expected = recorded["r0.confidence_logits"][position].sigmoid()
         torch.testing.assert_close(confidence[0, 0], expected, rtol=1e-4, atol=1e-5)

@@ -24,6 +24,8 @@ PACKAGE = [
     "DFlashHeadConfig",
     "DSparkHead",
     "DSparkHeadConfig",
+    "DominoHead",
+    "DominoHeadConfig",
     "DraftHead",
     "DraftHeadCandidateGenerator",
     "DraftHeadConfig",

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "draft-lm": {"num_hidden_layers": 1},
     "dflash": {"num_hidden_layers": 2, "block_size": 5},
     "dflash2": {"num_hidden_layers": 2, "block_size": 5, "selector_rank": 6, "selector_top_k": 8},
+    "domino": {"num_hidden_layers": 2, "block_size": 5, "gru_hidden_size": 12, "correction_rank": 6},
     "dspark": {"num_hidden_layers": 2, "block_size": 4, "markov_rank": 6, "confidence_head": False},
     "jetspec": {"num_hidden_layers": 2, "block_size": 4, "anchor_slot": "drafts"},
 }

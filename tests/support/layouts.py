@@ -216,6 +216,14 @@ def dflash2_tensors() -> Tensors:
     return dflash_tensors() | convolutions | named
 
 
+def domino_tensors() -> Tensors:
+    """Domino, with a recurrent state of 12 and a correction of rank 6."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = {"prefix_gru.weight_ih_l0": (36, HIDDEN), "prefix_gru.weight_hh_l0": (36, 12),
+              "embed_proj.0.weight": (6, HIDDEN + 12), "embed_proj.2.weight": (VOCAB, 6)}  # fmt: skip
+    return dflash_tensors() | {name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
 DFLASH = {"mask_token_id": 98, "target_layer_ids": [1, 4]}
 DEEPSPEC = QWEN3_CONFIG | DFLASH | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 0}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
@@ -401,6 +409,15 @@ LAYOUTS: dict[str, Layout] = {
                                                        "selector_rank": 6, "selector_top_k": 8}},
         ),
         "dflash", "dflash2",
+    ),
+    "domino": Layout(
+        single(
+            domino_tensors,
+            QWEN3_CONFIG | {"architectures": ["DominoDraftModel"], "block_size": 4,
+                            "dflash_config": DFLASH | {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 12,
+                                                       "pure_draft_prefix_len": 1, "shift_label": True}},
+        ),
+        "dflash", "domino",
     ),
     "jetspec": Layout(
         single(dflash_tensors, QWEN3_CONFIG | {"block_size": 4, "dflash_config": DFLASH | {"causal_head": True}}),

@@ -63,7 +63,7 @@ def test_losses_at_anchors_are_those_of_all_rows_there(target, method) -> None:
     assert torch.allclose(every, one_by_one, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark", "dflash2"])
+@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark", "dflash2", "domino"])
 def test_recipes_train(workspace, tmp_path, method) -> None:
     """The shipped recipe at toy size: it learns, evaluates, and saves heads that load."""
     folder = tmp_path / method

@@ -53,7 +53,9 @@ def test_tokens_per_second(monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     seen = Throughput()
-    clock[0] = 100.0  # loading
+    clock[0] = 90.0  # loading
+    with seen.paused():  # evaluated before the first step
+        clock[0] = 100.0
     for _ in range(2):
         seen.add({"input_ids": torch.zeros(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])})
         clock[0] += 5.0

@@ -13,7 +13,8 @@ from .chat import END_OF_TEXT, chat_tokens
 from .tasks import FAMILIES, example_at
 
 IGNORED = -100
-MOST_CHATS = 64  # in one block
+MOST_CHATS = 64  # drawn for one block
+MISFITS = 4  # chats too long for what is left of a block, after which it is filled with text
 
 
 def text_stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -53,7 +54,7 @@ class MixtureBlocks(Dataset):
         block_size: int,
         num_blocks: int,
         seed: int = 0,
-        text_share: float = 0.15,
+        text_share: float = 0.05,
         held_out: bool = False,
     ):
         if len(stream) <= block_size:
@@ -76,14 +77,17 @@ class MixtureBlocks(Dataset):
         }
 
     def _chats(self, rng: random.Random, index: int) -> list[tuple[list[int], list[int]]]:
-        """Ids and labels of chats of random families, until the next one does not fit."""
+        """Ids and labels of chats of random families, until several in turn have not fitted."""
         documents: list[tuple[list[int], list[int]]] = []
-        left = self.block_size
+        left, misfits = self.block_size, 0
         for place in range(MOST_CHATS):
             example = example_at(rng.choice(FAMILIES), MOST_CHATS * index + place, self.seed, self.held_out)
             ids, mask = chat_tokens(example, self.tokenizer)
             if len(ids) > left:
-                break
+                misfits += 1
+                if misfits == MISFITS:
+                    break
+                continue
             left -= len(ids)
             documents.append((ids, [token if chosen else IGNORED for token, chosen in zip(ids, mask, strict=True)]))
         return documents

@@ -110,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=10)
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--text_share", type=float, default=0.15, help="of the blocks that are library text alone")
+    parser.add_argument("--text_share", type=float, default=0.05, help="of the blocks that are library text alone")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")

@@ -103,8 +103,8 @@ def _keys_problem(shapes: Shapes) -> str | None:
 def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
-        "P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec and DSpark, and what `speculators` saves of EAGLE-1/3, "
-        "P-EAGLE, HASS, DFlash and DSpark."
+        "P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and what `speculators` saves of "
+        "EAGLE-1/3, P-EAGLE, HASS, DFlash and DSpark."
     )
 
 

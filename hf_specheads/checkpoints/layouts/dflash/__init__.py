@@ -1,1 +1,1 @@
-"""Block drafters as z-lab, DeepSpec, SpecForge, JetSpec and NeMo save them: DFlash and JetSpec."""
+"""Block drafters as z-lab, DeepSpec, SpecForge, JetSpec and NeMo save them: DFlash-1/2, JetSpec, DSpark, Domino."""

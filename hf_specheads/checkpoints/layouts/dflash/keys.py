@@ -30,5 +30,13 @@ SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "sele
 CONVOLUTION_PARTS = tuple(
     f"{place}_conv.{part}" for place in ("attention", "mlp") for part in ("base_kernel", "kernel_projection.weight")
 )
+GRU, PROJECTION = "prefix_gru.", "embed_proj."
+GRU_PARTS = (GRU + "weight_ih_l0", GRU + "weight_hh_l0")
+PROJECTION_PARTS = (PROJECTION + "0.weight", PROJECTION + "2.weight")
+# Of Domino, by our names; `projector_type` says that it is one.
+PROJECTOR, DOMINO = "projector_type", "domino"
+DOMINO_FIELDS = {"gru_hidden_size": "gru_hidden_dim", "correction_rank": "emb_dim",
+                 "plain_positions": "pure_draft_prefix_len"}  # fmt: skip
+SHIFT_LABEL = "shift_label"
 # `architectures` of z-lab's files, and the beginning of DeepSpec's.
-ZLAB, ZLAB2, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel"
+ZLAB, ZLAB2, DEEPSPEC, SPECFORGE_DOMINO = "DFlashDraftModel", "DFlash2DraftModel", "DSparkModel", "DominoDraftModel"

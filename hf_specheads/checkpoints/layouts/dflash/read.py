@@ -25,6 +25,7 @@ from ....errors import (
 from ....heads.block_config import ANCHOR_SLOTS, BlockHeadConfig, spread_layers
 from ....heads.dflash import DFlashHeadConfig
 from ....heads.dflash2 import DFlash2HeadConfig
+from ....heads.domino import DominoHeadConfig
 from ....heads.dspark import DSparkHeadConfig
 from ....heads.pruning import PRUNED_TOKEN_IDS
 from ..fields import (
@@ -107,8 +108,8 @@ def with_nested(raw_config: RawConfig) -> RawConfig:
                 f"config.json says {name}={raw_config[name]!r} and, in {keys.NESTED}, {value!r}; correct one."
             )
     flat = raw_config | nested
-    if (kind := flat.get("projector_type", "dflash")) != "dflash":
-        raise UnknownFormatError(f"config.json says projector_type={kind!r}, a block drafter that is not read.")
+    if (kind := flat.get(keys.PROJECTOR, "dflash")) not in ("dflash", keys.DOMINO):
+        raise UnknownFormatError(f"config.json says {keys.PROJECTOR}={kind!r}, a block drafter that is not read.")
     return flat
 
 
@@ -170,7 +171,7 @@ def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> 
     architectures = raw_config.get("architectures") or []
     stated = boolean(raw_config, "sample_from_anchor")
     if stated is None:
-        stated = boolean(raw_config, "shift_label")
+        stated = boolean(raw_config, keys.SHIFT_LABEL)
     if any(keys.DEEPSPEC in str(name) for name in architectures):
         stated = True
     if stated is None:
@@ -242,6 +243,11 @@ def _method(
         return (DSparkHeadConfig, *_markov(raw_config, tensors, sizes))
     if any(key.startswith(keys.SELECTOR) for key in tensors):
         return (DFlash2HeadConfig, *_selector(raw_config, tensors, sizes, notes))
+    if (
+        any(key.startswith((keys.GRU, keys.PROJECTION)) for key in tensors)
+        or raw_config.get(keys.PROJECTOR) == keys.DOMINO
+    ):
+        return (DominoHeadConfig, *_recurrent(raw_config, tensors, sizes, notes))
     return DFlashHeadConfig, {}, set()
 
 
@@ -260,6 +266,21 @@ def _selector(
     }
     refuse_contradiction(raw_config, fields)
     return {**fields, "selector_top_k": integer(raw_config, "selector_top_k", notes, default=16)}, parts
+
+
+def _recurrent(
+    raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Fields of Domino's recurrent correction, and the tensors it has."""
+    parts = {*keys.GRU_PARTS, *keys.PROJECTION_PARTS}
+    refuse_wrong_keys(missing=parts - set(tensors), unknown=set())
+    rank, inputs = matrix_shape(tensors, keys.PROJECTION_PARTS[0])
+    fields = {"gru_hidden_size": inputs - sizes["hidden_size"], "correction_rank": rank}
+    refuse_contradiction(raw_config, {keys.DOMINO_FIELDS[name]: value for name, value in fields.items()})
+    plain = keys.DOMINO_FIELDS["plain_positions"]
+    if raw_config.get(plain) not in (0, None) or isinstance(raw_config.get(plain), bool):
+        return {**fields, "plain_positions": integer(raw_config, plain, notes)}, parts
+    return {**fields, "plain_positions": 0}, parts
 
 
 def _markov(raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int]) -> tuple[dict[str, Any], set[str]]:

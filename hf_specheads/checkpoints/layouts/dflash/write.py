@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ....errors import ExportError
 from ....heads.block import BlockHead
 from ....heads.dflash2 import DFlash2Head
+from ....heads.domino import DominoHead
 from ..written import Layout, common_notes, dtype_name, rope_fields, token_fields
 from . import keys
 
@@ -17,7 +18,7 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     """Files in the authors' layout.
 
     Args:
-        heads: DFlash, DFlash 2 or JetSpec heads.
+        heads: DFlash, DFlash 2, Domino or JetSpec heads.
         target: The loaded target, whose depth tells where index -1 of its hidden states is; the heads remember it.
 
     Raises:
@@ -26,7 +27,7 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     config, notes = heads.config, common_notes(heads)
     if config.window_from != "query" and config.sliding_layers:
         notes.append("windows count from each row there, from the root here: later rows of a block see a little less")
-    if config.anchor_slot == "drafts":
+    if config.anchor_slot == "drafts" and not isinstance(heads, DominoHead):
         notes.append("the layout does not say that the slot of the root drafts: tell its reader (`draft_shift`)")
     depth = target_depth(heads, target)
     nested: dict[str, Any] = {keys.MASK_TOKEN: config.mask_token_id, keys.TAPS: taps(heads, depth)}
@@ -36,10 +37,10 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     nested |= {keys.EMBEDDING_SCALE: config.embedding_scale} if config.embedding_scale != 1 else {}
     nested |= {keys.MULTIPLIER: config.logit_multiplier} if config.logit_multiplier != 1 else {}
     nested |= {keys.SOFTCAP: config.logit_softcap} if config.logit_softcap is not None else {}
-    if isinstance(heads, DFlash2Head):
-        nested |= {name: getattr(heads.config, name) for name in keys.SELECTOR_FIELDS}
+    architecture, of_method = _of_method(heads)
+    nested |= of_method
     fields = {
-        "architectures": [keys.ZLAB2 if isinstance(heads, DFlash2Head) else keys.ZLAB],
+        "architectures": [architecture],
         **qwen3_fields(heads, "dflash"),
         keys.BLOCK_SIZE: config.block_size,
         keys.NESTED: nested,
@@ -48,6 +49,17 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
         "dtype": dtype_name(heads),
     }
     return Layout(fields, own_tensors(heads), notes)
+
+
+def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
+    """Architecture, and the fields that only the method has."""
+    if isinstance(heads, DFlash2Head):
+        return keys.ZLAB2, {name: getattr(heads.config, name) for name in keys.SELECTOR_FIELDS}
+    if isinstance(heads, DominoHead):
+        fields = {theirs: getattr(heads.config, name) for name, theirs in keys.DOMINO_FIELDS.items()}
+        shifted = heads.config.anchor_slot == "drafts"
+        return keys.SPECFORGE_DOMINO, {**fields, keys.PROJECTOR: keys.DOMINO, keys.SHIFT_LABEL: shifted}
+    return keys.ZLAB, {}
 
 
 def qwen3_fields(heads: BlockHead, destination: str) -> dict[str, Any]:

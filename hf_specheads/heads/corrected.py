@@ -1,0 +1,98 @@
+"""Block drafters whose slots learn what was drafted before them (DSpark, Domino).
+
+    c, state' = correct(h_s, y, state)         y the token before the slot, the root before the first
+    logits of slot s after y = lm_head(h_s) + O c
+
+The layers still run once a round; only this low-rank correction is made along the drafted paths, so trees are
+conditioned on their branches. Nodes hand the state to their children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..cache.draft import DraftCache
+from ..unroll.rows import DraftedPass, TrainingRows, later
+from .block import BlockHead
+
+
+class CorrectedBlockHead(BlockHead):
+    """Block drafter with a correction by the drafted path. Families say what it reads, and how it is made."""
+
+    @property
+    def independent_positions(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------ what the family says
+    @property
+    def state_size(self) -> int:
+        """Width of the state that nodes hand on."""
+        raise NotImplementedError
+
+    @property
+    def correction_output(self) -> nn.Linear:
+        """O, from corrections to logits over all of V."""
+        raise NotImplementedError
+
+    def read_tokens(self, token_ids: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What the correction reads of tokens [B, K], [B, K, *]; `embed` is the target's token embedding."""
+        raise NotImplementedError
+
+    def correct(
+        self, position: int, hidden: torch.Tensor, read: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Corrections [B, K, r] of the slot of draft position `position` (0-based) and the states after its parents.
+
+        Args:
+            position: Draft position.
+            hidden: [B, K, h], the slot's state.
+            read: [B, K, *], of the token before it ([`read_tokens`]).
+            state: [B, K, s], before that token.
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ drafting
+    def root_state(self, slots: torch.Tensor) -> torch.Tensor:
+        """The state before the root, [B, 1, s]."""
+        return slots.new_zeros(slots.shape[0], 1, self.state_size)
+
+    def node_logits(
+        self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.slot_states(cache, position).expand(-1, token_ids.shape[1], -1)
+        read = self.read_tokens(token_ids, self.borrowed.embed_tokens).to(hidden.device)
+        correction, states = self.correct(position, hidden, read, states)
+        return states, self.slot_logits(cache, position) + self.corrections(correction)
+
+    def corrections(self, correction: torch.Tensor) -> torch.Tensor:
+        """O c over the draft vocabulary in fp32, [..., r] -> [..., Vd]."""
+        weight = self.correction_output.weight
+        weight = weight if self.pruned_token_ids is None else weight[self.pruned_token_ids]
+        return nn.functional.linear(correction, weight).float()
+
+    # ------------------------------------------------------------------ training
+    def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
+        """Pass i is the slot of draft position i after the true token before it; see [`drafted_pass`]."""
+        slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
+        state = slots.new_zeros(*anchors.shape, self.state_size)
+        for position in range(num_passes):
+            hidden = slots[:, :, position + self.config.first_slot]
+            with torch.no_grad():
+                before = later(rows.next_token_ids, position).gather(1, anchors)
+            read = self.read_tokens(before, rows.embed)
+            correction, state = self.correct(position, hidden, read, state)
+            yield self.drafted_pass(rows, position, torch.cat([hidden, correction], dim=-1), read)
+
+    def drafted_pass(self, rows: TrainingRows, position: int, held: torch.Tensor, read: torch.Tensor) -> DraftedPass:
+        """A pass that holds [h_s ; c] in its first places, and what the family wants besides."""
+        return DraftedPass(hidden=held, logits=partial(self.corrected_logits, rows), offset=position)
+
+    def corrected_logits(self, rows: TrainingRows, held: torch.Tensor) -> torch.Tensor:
+        """Draft logits in training, fp32 [R, V], of rows that begin with [h_s ; c]."""
+        width, rank = self.config.hidden_size, self.correction_output.in_features
+        correction = self.correction_output(held[..., width : width + rank])
+        return self.row_logits(rows, held[..., :width]).float() + correction.float()
