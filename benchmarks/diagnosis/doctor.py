@@ -1,6 +1,7 @@
 """Causes of low acceptance planted in sound heads: what `specheads doctor` says, and of the sound ones.
 
-    python -m benchmarks doctor
+    python -m benchmarks doctor --of shipped
+    python -m benchmarks doctor --of tiny
 
 Every planting changes heads, their target, their training or the prompts as one of the causes would; the doctor is
 given the result and nothing else. Most are planted in the shipped pair; what needs a training of its own, and drafters
@@ -31,7 +32,9 @@ MEASURES = ("position_1", "tau", "likelihood")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the pair lies, and how much text is looked at."""
+    """Which heads, where the pair lies, and how much text is looked at."""
+    parser.add_argument("--of", choices=("shipped", "tiny"), default="shipped", help="shipped heads, or tiny ones and "
+                        "those recorded from the authors' code")  # fmt: skip
     parser.add_argument("--target", default="model_cards/target", help="target: folder")
     parser.add_argument("--pair", type=Path, default=Path("model_cards"), help="folder of the heads' folders")
     parser.add_argument("--prompts", nargs="+", default=["tuning"], help="sets in benchmarks/prompts, or .jsonl files")
@@ -43,29 +46,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
     """All plantings, and all sound heads."""
     started = time.perf_counter()
-    target, tokenizer = load_target(args)
-    prompts = [inputs["input_ids"] for inputs in load_prompts(args.prompts, tokenizer, args.limit)]
-    lab = Lab(target, prompts, args.max_new_tokens, args.pair)
+    shipped = args.of == "shipped"
+    target, tokenizer = load_target(args) if shipped else (None, None)
+    prompts = load_prompts(args.prompts, tokenizer, args.limit) if shipped else []
+    lab = Lab(target, [inputs["input_ids"] for inputs in prompts], args.max_new_tokens, args.pair)
     sound = {}
-    for name, case in _sound(lab):
+    for name, case in _sound_shipped(lab) if shipped else _sound_tiny(lab):
         sound[name] = said(examined(case))
         tell(f"sound {name}: {sound[name]['causes']}")
     planted = []
-    for planting in PLANTINGS:
+    for planting in (one for one in PLANTINGS if shipped != one.heads.startswith("tiny")):
         planted.append(_row(planting, examined(planting.make(lab))))
         tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
-        "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
+        "of": args.of, "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "planted": planted, "sound": sound,
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
         "false_alarms": sum(bool(one["causes"]) for one in sound.values()), "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
 
-def _sound(lab: Lab) -> Iterator[tuple[str, Case]]:
-    """Heads that nothing is wrong with."""
+def variant(args: argparse.Namespace) -> str:
+    """Both have results of their own."""
+    return args.of
+
+
+def _sound_shipped(lab: Lab) -> Iterator[tuple[str, Case]]:
     for folder in lab.folders():
         yield display_name(folder), lab.shipped(Path(folder).name)
+
+
+def _sound_tiny(lab: Lab) -> Iterator[tuple[str, Case]]:
     for name in recorded_names():
         if (case := lab.recorded(name)) is not None:
             yield f"recorded {name}", case
@@ -144,7 +155,8 @@ def table(result: Result) -> str:
     margins = [(words[name], *(_signed(one[key]) for key in ("sound_most", "threshold", "mended_least")))
                for name, one in result["margins"].items()]  # fmt: skip
     lines.append(markdown_table(("gain", "sound heads, at most", "clear from", "mended ones, at least"), margins))
-    said = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
+    texts = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
+    said = texts if result["of"] == "shipped" else "tiny targets, float32"
     return "\n".join([*lines, footnote(result, said)])
 
 

@@ -71,6 +71,10 @@ def other_levels(step: int) -> Plant:
     return plant
 
 
+def other_order(case: Case) -> None:
+    case.heads.config.feature_layers = tuple(case.heads.feature_layers)[::-1]
+
+
 def flag(name: str) -> Plant:
     def plant(case: Case) -> None:
         value = not getattr(case.heads.config, name)
@@ -242,13 +246,13 @@ WINDOW = {"sliding_layers": (0, 1), "sliding_window": 6}
 
 PLANTINGS = (
     shipped(1, "hidden states one layer up", "eagle3", other_levels(1), "taps"),
-    shipped(1, "hidden states one layer down", "eagle3", other_levels(-1), "taps"),
+    shipped(1, "hidden states in another order", "eagle3", other_order, "taps"),
     tiny(1, "hidden states one layer up", "dflash", field("feature_layers", (3, 5, 7)), "taps"),
     tiny(1, "hidden states in another order", "dspark", field("feature_layers", LEVELS[::-1]), "taps"),
     shipped(2, "norm_before_residual", "eagle3", flag("norm_before_residual"), "norm flags"),
     shipped(2, "norm_output", "eagle3", flag("norm_output"), "norm flags"),
     shipped(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), "rope"),
-    shipped(3, "rope of base 500000", "eagle3", rope(rope_theta=500000.0), "rope"),
+    shipped(3, "rope of base 100", "eagle3", rope(rope_theta=100.0), "rope"),
     tiny(3, "rope of base 100", "dflash", rope(rope_theta=100.0), "rope"),
     Planting(3, "rope of a part read as rope of all", "tiny eagle3", partial_rope, ("rope",)),
     shipped(4, "no training", "eagle", untrained, "under-trained"),

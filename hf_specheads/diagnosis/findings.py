@@ -20,7 +20,7 @@ KIND = {
     "under-trained": TRAINED, "training labels": TRAINED, "not its own answers": TRAINED, "training gap": TRAINED,
 }  # fmt: skip
 # Acceptance at position 1 below which heads are of little use: of what the target is sure of, and whatever it is.
-LOW, LOW_ANYWAY = 0.5, 0.35
+LOW, LOW_ANYWAY = 0.5, 0.1
 GROUP_GAP, FEWEST = 0.15, 16
 TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there than the target
 LABEL_GAP, FITTED_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.15, 0.2, 0.25

@@ -22,7 +22,7 @@ CLEAR_FIRST, CLEAR_LENGTH, SURELY = 0.03, 0.1, 0.01
 UNITS = 32  # of text that intervals are drawn over, at least; a piece of a text for each where there are few texts
 # Or a little better, and surely more likely, in nats a token: likelihoods tell what few texts cannot count. What sound
 # heads gain at most and mended ones at least is measured by `python -m benchmarks doctor`.
-CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.01, 0.004, 0.1
+CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.025, 0.03, 0.1
 SEARCHED_TEXTS, LARGEST_SEARCH = 2, 200
 
 
@@ -132,7 +132,7 @@ class Gain:
             return True
         if self.likelihood is None or self.over.position_1 < LEAST_TO_IMPROVE:
             return False
-        a_little = min(self.first.mean, self.length.mean) >= 0 and max(self.first.mean, self.length.mean) >= A_LITTLE
+        a_little = self.first.mean >= 0 and self.length.mean >= A_LITTLE
         return a_little and self.likelihood.mean >= CLEAR_LIKELIHOOD and self.likelihood.low > 0
 
     def to_dict(self) -> dict[str, Any]:
