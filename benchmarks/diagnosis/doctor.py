@@ -62,8 +62,14 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
         "of": args.of, "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "planted": planted, "sound": sound,
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
-        "false_alarms": sum(bool(one["causes"]) for one in sound.values()), "seconds": time.perf_counter() - started,
+        "false_alarms": sum(_is_alarm(name, one["causes"]) for name, one in sound.items()),
+        "seconds": time.perf_counter() - started,
     }  # fmt: skip
+
+
+def _is_alarm(name: str, causes: list[str]) -> bool:
+    """Recorded heads were trained for a few hundred steps, which may be said of them."""
+    return bool(set(causes) - ({"under-trained"} if name.startswith("recorded") else set()))
 
 
 def variant(args: argparse.Namespace) -> str:

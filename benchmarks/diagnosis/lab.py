@@ -97,11 +97,11 @@ class Lab:
         specialists = case["settings"].get("position_per_layer")
         options = {"method": "mtp"} if case.get("method") == "mtp" else {"positions_per_specialist": specialists}
         heads = load_heads(str(draft_at), dtype=torch.float32, **options)
-        text = torch.tensor(
-            [[*case["prompt_ids"], *case["output_ids"]]]
-        )  # the target's language, which few tokens are
-        starts = range(0, text.shape[1] - PROMPT_TOKENS, max(1, (text.shape[1] - PROMPT_TOKENS) // RECORDED_PROMPTS))
-        prompts = [text[:, start : start + PROMPT_TOKENS] for start in starts]
+        # Most of this text is the target's own; its prompt alone may be tokens drawn at random.
+        text = torch.tensor([[*case["prompt_ids"], *case["output_ids"]]])
+        first = min(len(case["prompt_ids"]) + PROMPT_TOKENS, text.shape[1])
+        ends = range(first, text.shape[1] + 1, max(1, (text.shape[1] - first) // RECORDED_PROMPTS))
+        prompts = [text[:, :end] for end in ends]
         return Case(target, heads, prompts, RECORDED_TOKENS)
 
     def texts(self) -> Evidence:

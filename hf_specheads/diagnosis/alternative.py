@@ -31,6 +31,7 @@ class Alternative:
         levels: Hidden states to read, `None` for those in force.
         shift: As in [`teacher_forced.draft_everywhere`].
         modules: Weights that stand in for those of the heads, by their names.
+        least: What it must gain at position 1, where it shows the heads more than what is in force.
         rotated: Share of an attention head's width that rope rotates, `None` for all of it.
     """
 
@@ -43,6 +44,7 @@ class Alternative:
     levels: tuple[Level, ...] | None = None
     shift: int = 0
     modules: dict[str, torch.Tensor] = field(default_factory=dict)
+    least: float = 0.0
     rotated: float | None = None
 
     @property

@@ -23,7 +23,8 @@ KIND = {
 LOW, LOW_ANYWAY = 0.5, 0.1
 GROUP_GAP, FEWEST = 0.15, 16
 TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there than the target
-LABEL_GAP, FITTED_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.15, 0.2, 0.25
+LABEL_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.2, 0.25
+GOOD, MUCH = 0.7, 0.15  # acceptance against how sure the target is; a gain that explains by itself
 LEAST_COVERAGE = 0.85
 NO_TEXT = 0.8  # of the surprise of tokens drawn at random
 KNOWS_SOMETHING = 0.1  # how sure a target is that was trained at all
@@ -126,7 +127,7 @@ def _good_elsewhere(setting: Finding, elsewhere: list[Finding]) -> bool:
 
 def _settings(facts: Facts) -> Iterator[Finding]:
     """The best of the clear winners; others may win because they make up for the same mistake."""
-    winners = [trial for trial in facts.trials if trial.wins and not _only_fitted(trial, facts)]
+    winners = [trial for trial in facts.trials if trial.wins and _explains(trial, facts)]
     if not winners:
         return
     best = max(winners, key=lambda trial: (round(trial.score.tau, 1), trial.score.log_likelihood or -math.inf))
@@ -145,11 +146,14 @@ def _settings(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _only_fitted(trial: Trial, facts: Facts) -> bool:
-    """A fitted map wins a little wherever heads err systematically; a wrong map is wrong nearly everywhere."""
-    if "fitted" not in trial.alternative.value:
-        return False
-    return trial.score.position_1 < max(facts.score.position_1 + FITTED_GAP, 1.5 * facts.score.position_1)
+def _explains(trial: Trial, facts: Facts) -> bool:
+    """Whether heads are good with the setting, or much better; of bad heads, some settings make up for a little. A
+    fitted map does so wherever heads err systematically, and a wrong map is wrong nearly everywhere."""
+    now, then = facts.score.position_1, trial.score.position_1
+    much = then >= max(now + MUCH, 1.5 * now)
+    if "fitted" in trial.alternative.value:
+        return much
+    return much or then >= GOOD * facts.own.predictability
 
 
 def _labels(facts: Facts, settings: list[Finding]) -> Iterator[Finding]:

@@ -168,7 +168,8 @@ def _rope_words(rope: dict[str, Any]) -> str:
 
 
 def shifts(heads: DraftHead) -> list[Alternative]:
-    """Tokens paired with the feature before, or after, the one they belong to."""
+    """Tokens paired with the feature before, or after, the one they belong to; the latter has seen the token, and says
+    more of the next one."""
     if not heads.feature_layers:
         return []
     words = {1: "the feature two tokens before it", -1: "its own feature"}
@@ -177,7 +178,7 @@ def shifts(heads: DraftHead) -> list[Alternative]:
         "train anew"
     )
     return [Alternative("a token is read with", said, "the feature of the token before", "token shift", mend=mend,
-                        shift=shift) for shift, said in words.items()]  # fmt: skip
+                        shift=shift, least=0.1 if shift < 0 else 0.0) for shift, said in words.items()]  # fmt: skip
 
 
 @torch.no_grad()

@@ -152,7 +152,7 @@ class Trial:
     @property
     def wins(self) -> bool:
         """Whether it should be in force."""
-        return self.gain.is_clear
+        return self.gain.is_clear and self.gain.first.mean >= self.alternative.least
 
 
 def try_all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.diagnosis.doctor import examined, said
+from benchmarks.diagnosis.doctor import examined
 from benchmarks.diagnosis.lab import Lab, recorded_names, tiny_tokenizer
 from benchmarks.diagnosis.plantings import PLANTINGS, Planting
 from benchmarks.diagnosis.tiny import METHOD_OPTIONS
@@ -47,8 +47,7 @@ def test_nothing_is_said_of_recorded_heads(lab: Lab, name: str) -> None:
     if case is None:
         pytest.skip("a recording without weights")
     found = examined(case)
-    assert found.sound, str(found)
-    assert said(found)["most"]["position_1"] is not None or not found.facts.trials
+    assert {one.cause for one in found.findings} <= {"under-trained"}, str(found)  # after a few hundred steps
 
 
 def test_a_part_that_is_rotated() -> None:
