@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n logical
 BIN := $(VENV)/bin
 
-.PHONY: demo test quality format env clean
+.PHONY: demo app browser test quality format docs wheel-check env clean
 .DEFAULT_GOAL := env
 
 env: $(VENV)/.ready
@@ -15,11 +15,21 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; call make PYTHON=/path/to/python3.11")'
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[train,dev,docs]"
 	@touch $@
 
 demo: env
 	$(BIN)/python -m hf_specheads demo
+
+app: env
+	@$(BIN)/python -c 'import gradio' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]"
+	$(BIN)/python -m hf_specheads app
+
+# What tests/app/test_browser.py needs, on Debian and Ubuntu; without it that test is skipped.
+browser: env
+	@$(BIN)/python -c 'import gradio, selenium' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]" "selenium>=4.20"
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		apt-get install --yes --no-install-recommends chromium chromium-driver
 
 test: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -28,6 +38,19 @@ quality: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: env
+	$(BIN)/python docs/build.py
+	@echo "open build/site/index.html"
+
+# What a user gets: the wheel, built and installed with all of its dependencies where nothing is, works on its own.
+wheel-check: env
+	rm -rf build/wheel-check && mkdir -p build/wheel-check
+	$(BIN)/python -m build --wheel --outdir build/wheel-check .
+	$(PYTHON) -m venv build/wheel-check/env
+	build/wheel-check/env/bin/python -m pip install --quiet "$(TORCH)"
+	build/wheel-check/env/bin/python -m pip install --quiet build/wheel-check/*.whl
+	cd build/wheel-check && env/bin/specheads demo --limit 1 --max-new-tokens 32
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -13,13 +13,15 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_specheads.palette import method_colour
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "accepted.png"
-HEADS = {"eagle": "C0", "poss3": "C1"}
+HEADS = {"eagle": method_colour("eagle"), "poss3": method_colour("poss")}
 STYLES = ("-", "--")
 
 
@@ -43,7 +45,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     """
     from matplotlib.figure import Figure  # not pyplot: no global state, no window
 
-    figure = Figure(figsize=(8, 2.9), layout="constrained")
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
     accepted, batches = figure.subplots(1, 2)
     _draw_accepted(accepted, results["speedup"]["prompt_sets"])
     _draw_batches(batches, results["batch"]["batch_sizes"])
@@ -51,7 +53,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
         axes.grid(axis="y", linewidth=0.4)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, metadata={"Software": None, "Description": sources(results)})
 

@@ -6,7 +6,8 @@ cuts the prompts from held-out files of the shipped pair's corpus (never from fi
 beginning of a top-level function or class, cut at the end of a line. Files, definitions and lengths are drawn by
 hashes, so the same Python version gives the same prompts. `held_out.jsonl` is for reporting; `tuning.jsonl`, cut from
 other files, is for choosing options such as the default draft tree. `long.jsonl` holds whole beginnings of held-out
-files, longer than what heads were trained on.
+files, longer than what heads were trained on. `chats.jsonl` and `chats_tuning.jsonl` are held-out chats of all
+families of the shipped pair's tasks, of seeds that nothing else uses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import ast
 import hashlib
 import json
-import platform
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,12 +35,14 @@ from transformers.utils.logging import disable_progress_bar
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
+from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, example_at
 
 PROMPTS = Path(__file__).parent / "prompts"
 MIN_TOKENS, MAX_TOKENS = 40, 200
 SIZES = {"held_out": 24, "tuning": 12}
 LONG_TOKENS, LONG_FILES = 1536, 12
 PER_FILE = 2
+CHATS = {"chats": (16, 100), "chats_tuning": (3, 101)}  # of every family, and their seed
 LINES_AFTER = 8  # of the definition must remain, so that there is something to continue
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -131,17 +133,36 @@ def load_pair(
 
 def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:
     """Tokenised prompts, the first `limit` of every set."""
-    texts = prompt_texts(names, limit)
-    return [dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) for text in texts]
+    return [_tokenized(entry, tokenizer) for name in names for entry in prompt_entries(name)[:limit]]
 
 
-def prompt_texts(names: Iterable[str], limit: int | None = None) -> list[str]:
-    """The same prompts as text."""
-    return [entry["prompt"] for name in names for entry in prompt_entries(name)[:limit]]
+def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inputs:
+    """A text; or a chat, in the words of the tokenizer's own template."""
+    if "prompt" in entry:
+        return dict(tokenizer(entry["prompt"], return_tensors="pt", return_token_type_ids=False))
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"prompt {entry['name']!r} is a chat, and the target has no chat template; use other prompts."
+        )
+    options = {"tools": entry.get("tools"), "enable_thinking": entry.get("thinking", False)}
+    return dict(tokenizer.apply_chat_template(
+        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
+    ))  # fmt: skip
 
 
-def prompt_entries(name: str) -> list[dict[str, str]]:
-    """`prompt`, and for our own sets `name`, of a set in `benchmarks/prompts` or of a .jsonl file."""
+def padded(prompts: Sequence[Inputs]) -> Inputs:
+    """Prompts as one batch, padded on the left."""
+    longest = max(one["input_ids"].shape[1] for one in prompts)
+    rows = [
+        {name: torch.nn.functional.pad(value, (longest - value.shape[1], 0)) for name, value in one.items()}
+        for one in prompts
+    ]
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def prompt_entries(name: str) -> list[dict[str, Any]]:
+    """`prompt`, or `messages` with `tools`, `thinking` and `group`; and for our own sets `name`. Of a set in
+    `benchmarks/prompts` or of a .jsonl file."""
     path = Path(name) if name.endswith(".jsonl") else PROMPTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
@@ -262,16 +283,27 @@ def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, 
     return sorted(prompts[:LONG_FILES], key=lambda prompt: prompt["name"])
 
 
+def make_chats(per_family: int, seed: int) -> list[dict[str, Any]]:
+    """Held-out chats without their answers, all families in turn."""
+    asked = [example_at(family, place, seed, held_out=True) for place in range(per_family) for family in FAMILIES]
+    return [
+        {"name": f"{one.family} {place // len(FAMILIES)}", "group": one.family, "thinking": one.thinking,
+         "tools": one.tools, "messages": one.prompt}
+        for place, one in enumerate(asked)
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.setup", description="Cuts the prompts.")
     parser.add_argument("--tokenizer", type=Path, default=Path("model_cards/target"))
     args = parser.parse_args()
     root = Path(sysconfig.get_paths()["stdlib"])
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    for name, prompts in {**make(tokenizer, root), "long": make_long(tokenizer, root)}.items():
+    chats = {name: make_chats(*how) for name, how in CHATS.items()}
+    for name, prompts in {**make(tokenizer, root), "long": make_long(tokenizer, root), **chats}.items():
         text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
         (PROMPTS / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"{name}: {len(prompts)} prompts from Python {platform.python_version()}'s standard library")
+        print(f"{name}: {len(prompts)} prompts")
 
 
 if __name__ == "__main__":

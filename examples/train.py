@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
             warmup_steps=args.steps // 10,
             logging_steps=max(1, args.steps // 10),
             save_strategy="no",
+            dataloader_pin_memory=torch.cuda.is_available(),
             report_to=[],
             eval_acceptance_prompts=4,
         ),

@@ -27,7 +27,7 @@ Letters of shapes, one meaning everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
@@ -73,6 +73,7 @@ class DraftingContract:
     compiled: bool
     profile: bool
     trace: bool
+    on_round: Callable[[Any], None] | None = None  # is told a `generation.observer.Round`
     last_stats: GenerationStats | None
     memory: Memory  # shared by the copies that `with_tree` makes
 

@@ -1,141 +1,210 @@
-"""Acceptance length and pos-acc of several heads on the same prompts, at several depths, with two families of trees.
+"""Acceptance length and pos-acc of several heads on the same prompts: greedy and sampled, several trees and depths.
 
     python -m benchmarks acceptance --heads model_cards/eagle model_cards/hass model_cards/poss3
 
-`papers` are the trees of the published numbers (10 children, 60 nodes), `default` those the first heads are saved
-with; the depth is what varies. tau comes with a bootstrap standard error over prompts, and the difference to the first
-heads with a paired 95 % interval. Nothing is timed, so the machine may be busy.
+Trees are equal for all heads: chains, 16 nodes, or the 60 nodes of the published numbers. tau (micro: over all rounds)
+comes with its 95 % interval over prompts. Two heads are told apart where the interval of their difference, paired by
+prompts, does not hold 0. The result holds tokens and rounds of every prompt, so further comparisons need no new
+measurement. Nothing is timed, so the machine may be busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
+from hf_specheads.bootstrap import Interval, difference_interval, ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
-from ..setup import Inputs, add_generation_arguments, load_pair, settings
-from ..sides import PLAIN, Side, acceptance, generate_once
+from ..setup import Inputs, add_generation_arguments, load_pair, padded, prompt_entries, settings
+from ..sides import PLAIN, Run, Side, acceptance, generate_once
+from .methods import MODES
 from .training_curve import describe
 
-PAPERS = {"kind": "dynamic", "top_k": 10, "total_tokens": 60}
-RESAMPLES = 2000
+TREES: dict[str, dict[str, Any]] = {
+    "60 nodes": {"kind": "dynamic", "top_k": 10, "total_tokens": 60},
+    "16 nodes": {"kind": "dynamic", "top_k": 4, "total_tokens": 16},
+    "chain": {"kind": "chain", "top_k": 1},
+}
+Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Heads, prompts, depths and families of trees."""
+    """Heads, prompts, ways of decoding, trees and depths."""
     heads = ["eagle", "hass", "poss1", "poss2", "poss3", "control"]
     add_generation_arguments(parser, heads, prompts=["held_out", "functions"], repeats=None)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
-    parser.add_argument("--families", nargs="+", choices=("papers", "default"), default=["papers", "default"])
+    parser.add_argument("--trees", nargs="+", choices=list(TREES), default=["60 nodes", "16 nodes"])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["greedy"])
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts of about the same length at a time")
+
+
+# ---------------------------------------------------------------------- generating
+def in_batches(prompts: Sequence[Inputs], size: int) -> Iterator[tuple[list[int], Inputs]]:
+    """Prompts of about the same length together, padded on the left, and their places."""
+    order = sorted(range(len(prompts)), key=lambda place: prompts[place]["input_ids"].shape[1])
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        yield places, padded([prompts[place] for place in places])
+
+
+def generate_all(
+    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace, mode: str
+) -> list[tuple[list[int], Run]]:
+    """One side on all prompts: places, and the run, of every batch."""
+    return [
+        (places, generate_once(target, side, inputs, args.max_new_tokens, MODES[mode]))
+        for places, inputs in in_batches(prompts, args.batch_size)
+    ]
+
+
+def counts_of(runs: Sequence[tuple[list[int], Run]], num_prompts: int) -> Counts:
+    """Tokens and rounds of every prompt, in the order of the prompts."""
+    tokens, rounds = [0.0] * num_prompts, [0.0] * num_prompts
+    for places, run in runs:
+        for place, accepted in zip(places, run.stats.num_accepted if run.stats else (), strict=True):
+            tokens[place], rounds[place] = float(sum(accepted) + len(accepted)), float(len(accepted))
+    return tokens, rounds
+
+
+# ---------------------------------------------------------------------- measuring
+def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
+    """tau with its interval, the mean of the prompts' own, of every group of prompts, and what all is made of."""
+    micro = ratio_interval(*counts)
+    each = [tokens / rounds for tokens, rounds in zip(*counts, strict=True) if rounds]
+    return {
+        "interval": [micro.low, micro.high],
+        "macro": sum(each) / max(len(each), 1),
+        "groups": {name: ratio_interval(*_chosen(counts, places)).mean for name, places in groups.items()},
+        "counts": " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True)),
+    }
+
+
+def _chosen(counts: Counts, places: Sequence[int]) -> Counts:
+    tokens, rounds = ([each[place] for place in places] for each in counts)
+    return tokens, rounds
+
+
+def counts_from(text: str) -> Counts:
+    """Tokens and rounds as a result holds them."""
+    pairs = [one.split("/") for one in text.split()]
+    return [float(tokens) for tokens, _ in pairs], [float(rounds) for _, rounds in pairs]
+
+
+def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
+    """Places of the prompts of each group, and of those with and without a think block, where a set has such."""
+    entries: list[dict[str, Any]] = [entry for name in args.prompts for entry in prompt_entries(name)[: args.limit]]
+    groups: dict[str, list[int]] = {}
+    for place, entry in enumerate(entries):
+        if "group" in entry:
+            groups.setdefault(entry["group"], []).append(place)
+        if "thinking" in entry:
+            groups.setdefault("thinking" if entry["thinking"] else "not thinking", []).append(place)
+    return groups
 
 
 def measure_head(
-    target: PreTrainedModel, side: Side, prompts: list[Inputs], plain: list[list[list[int]]], max_new_tokens: int
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """One head with one tree: its numbers, and per prompt [emitted tokens, rounds]."""
-    runs = [generate_once(target, side, inputs, max_new_tokens) for inputs in prompts]
-    stats = [run.stats for run in runs if run.stats is not None]
-    rounds = [[sum(n + 1 for n in row), len(row)] for one in stats for row in one.num_accepted]
-    same = all(run.token_ids == ids for run, ids in zip(runs, plain, strict=True))
-    return {**acceptance([runs]), "identical": same}, torch.tensor(rounds, dtype=torch.float64)
-
-
-def bootstrap(rounds: torch.Tensor) -> torch.Tensor:
-    """tau of RESAMPLES resampled sets of prompts, the same resamples for every head; [RESAMPLES].
-
-    Args:
-        rounds: [prompts, 2], emitted tokens and rounds of every prompt.
-    """
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(rounds), (RESAMPLES, len(rounds)), generator=generator)
-    tokens, count = rounds[chosen].sum(1).unbind(-1)
-    return tokens / count
-
-
-def difference(samples: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """Paired difference of two bootstraps: mean and 95 % interval."""
-    gap = samples - reference
-    low, high = torch.quantile(gap, torch.tensor([0.025, 0.975], dtype=gap.dtype)).tolist()
-    return {"mean": gap.mean().item(), "low": low, "high": high}
-
-
-def measure_trees(
     target: PreTrainedModel,
+    name: str,
     heads: DraftHead,
-    families: dict[str, Any],
-    prompts: list[Inputs],
-    plain: list[list[list[int]]],
-    reference: dict[tuple[str, int], torch.Tensor],
+    prompts: Sequence[Inputs],
+    plain: Sequence[tuple[list[int], Run]],
     args: argparse.Namespace,
+    mode: str,
 ) -> dict[str, Any]:
-    """One head with every tree. `reference` holds the first heads' bootstraps; an empty one is filled with these."""
-    measured: dict[str, Any] = {family: {} for family in families}
-    for family, tree in families.items():
+    """One head in one mode with every tree, `[tree][depth]`; as deep as it can draft."""
+    groups, measured = groups_of(args), {tree: {} for tree in args.trees}
+    for tree in args.trees:
         for depth in args.depths:
-            side = Side(heads.config.method, {"assistant_model": heads.with_tree(**tree, depth=depth)})
-            numbers, rounds = measure_head(target, side, prompts, plain, args.max_new_tokens)
-            samples = bootstrap(rounds)
-            base = reference.setdefault((family, depth), samples)
-            measured[family][str(depth)] = {
-                **numbers,
-                "standard_error": samples.std().item(),
-                "difference": difference(samples, base),
-            }
-            tau = numbers["acceptance_length"]
-            print(f"{side.name}, {family}, depth {depth}: tau {tau:.3f}", file=sys.stderr, flush=True)
+            fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
+            fields.setdefault("total_tokens", fields["depth"] + 1)
+            runs = generate_all(
+                target, Side(name, {"assistant_model": heads.with_tree(**fields)}), prompts, args, mode
+            )
+            same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
+            found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs, len(prompts)), groups)}
+            # Sampled rows of a batch share the random numbers, so their texts say nothing.
+            measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
+            told = f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}"
+            print(told, file=sys.stderr, flush=True)
     return measured
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every head, tree family and depth."""
+    """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = [generate_once(target, Side(PLAIN), inputs, args.max_new_tokens).token_ids for inputs in prompts]
-    saved = next(iter(loaded.values())).tree_config
-    families = {"papers": PAPERS, "default": {name: getattr(saved, name) for name in PAPERS}}
-    families = {name: families[name] for name in args.families}
-    heads: dict[str, Any] = {}
-    reference: dict[tuple[str, int], torch.Tensor] = {}
+    plain = {mode: generate_all(target, Side(PLAIN), prompts, args, mode) for mode in args.modes}
+    heads = {}
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
-        measured = measure_trees(target, one, families, prompts, plain, reference, args)
+        measured = {mode: measure_head(target, name, one, prompts, plain[mode], args, mode) for mode in args.modes}
         heads[name] = {**describe(one, folder), "measured": measured}
-    return {**settings(args, prompts), "depths": args.depths, "families": families, "heads": heads}
+    return {
+        **settings(args, prompts),
+        "modes": args.modes,
+        "trees": {tree: TREES[tree] for tree in args.trees},
+        "depths": args.depths,
+        "heads": heads,
+    }
 
 
+# ---------------------------------------------------------------------- the table
 def table(result: Result) -> str:
-    """One table per family of trees: rows are heads, columns are depths."""
-    depths = result["depths"]
-    text = ""
-    for family, tree in result["families"].items():
-        rows = []
-        for name, facts in result["heads"].items():
-            cells = [facts["measured"][family][str(depth)] for depth in depths]
-            compute = teraflop(facts.get("training_flops"), facts.get("starts_from"))
-            row = [name, millions(facts["parameters"]), compute]
-            row += [f"{number(c['acceptance_length'])} ± {number(c['standard_error'])}" for c in cells]
-            rows.append([*row, pos_acc(cells[-1]["pos_acc"])])
-        header = [f"{tree['total_tokens']} nodes, top-k {tree['top_k']}", "parameters", "training TFLOP"]
-        header += [f"tau, depth {depth}" for depth in depths] + [f"pos-acc, depth {depths[-1]}"]
-        text += markdown_table(header, rows) + "\n"
-    text += _differences(result)
+    """Per mode and tree a table of tau over depths; then tau by groups of prompts."""
+    parts = [_of_tree(result, mode, tree) for mode in result["modes"] for tree in result["trees"]]
+    parts += [_of_groups(result, mode) for mode in result["modes"]]
     sets = ", ".join(result["prompts"])
-    return text.rstrip("\n") + "\n" + footnote(result, f"Greedy, prompts: {sets} ({result['num_prompts']})")
+    return "\n".join(filter(None, parts)) + footnote(
+        result, f"tau with 95 % intervals over {result['num_prompts']} prompts ({sets}), at most "
+        f"{result['max_new_tokens']} new tokens",
+        f"not told apart: the 95 % interval of the difference, paired by prompts, holds 0 at depth "
+        f"{result['depths'][-1]}; pairs are tested one by one",
+    )  # fmt: skip
 
 
-def _differences(result: Result) -> str:
-    """Paired differences of tau to the first head."""
-    names, depths = list(result["heads"]), result["depths"]
+def _of_tree(result: Result, mode: str, tree: str) -> str:
+    """Rows are heads, the best first."""
+    deepest = str(result["depths"][-1])
+    found = {name: facts["measured"][mode][tree] for name, facts in result["heads"].items()}
     rows = []
-    for name in names[1:]:
-        for family in result["families"]:
-            cells = [result["heads"][name]["measured"][family][str(depth)]["difference"] for depth in depths]
-            rows.append([name, family, *(f"{c['mean']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]" for c in cells)])
-    if not rows:
+    for name in sorted(found, key=lambda name: -found[name][deepest]["acceptance_length"]):
+        facts = result["heads"][name]
+        row = [name, millions(facts["parameters"])]
+        row.append(teraflop(facts.get("training_flops"), facts.get("starts_from")))
+        row += [_with_interval(cell) for cell in found[name].values()]
+        same = [other for other in found if other != name and not told_apart(found[name], found[other], deepest)]
+        rows.append([*row, pos_acc(found[name][deepest]["pos_acc"]), ", ".join(same) or "all told apart"])
+    header = [f"{mode}, {tree}", "parameters", "training TFLOP", *(f"tau, depth {d}" for d in result["depths"])]
+    return markdown_table([*header, f"pos-acc, depth {deepest}", "not told apart from"], rows)
+
+
+def _with_interval(cell: Result) -> str:
+    low, high = cell["interval"]
+    return f"{number(cell['acceptance_length'])} ({number(low)}-{number(high)})"
+
+
+def difference(ours: Result, theirs: Result, depth: str) -> Interval:
+    """Of tau at one depth, paired by prompts, from what the result holds."""
+    return difference_interval(counts_from(ours[depth]["counts"]), counts_from(theirs[depth]["counts"]))
+
+
+def told_apart(ours: Result, theirs: Result, depth: str) -> bool:
+    """Whether the difference is surely not 0."""
+    found = difference(ours, theirs, depth)
+    return found.low > 0 or found.high < 0
+
+
+def _of_groups(result: Result, mode: str) -> str:
+    """tau of every group with the first tree at the last depth; empty where prompts have no groups."""
+    tree, deepest = next(iter(result["trees"])), str(result["depths"][-1])
+    cells = {name: facts["measured"][mode][tree][deepest] for name, facts in result["heads"].items()}
+    names = list(next(iter(cells.values()))["groups"])
+    if not names:
         return ""
-    header = [f"tau minus {names[0]}'s", "tree", *(f"depth {depth}" for depth in depths)]
-    return markdown_table(header, rows) + "\n(95 % bootstrap intervals over prompts, paired.)\n"
+    rows = [[name, number(cell["macro"]), *(number(cell["groups"][one]) for one in names)]
+            for name, cell in cells.items()]  # fmt: skip
+    return markdown_table([f"tau, {mode}, {tree}, depth {deepest}", "mean of prompts", *names], rows)

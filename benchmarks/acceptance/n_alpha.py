@@ -2,11 +2,7 @@
 
     python -m benchmarks n_alpha --heads model_cards/eagle model_cards/hass
 
-EAGLE's measure of how heads bear their own errors (arXiv 2401.15077, section 4): the target writes a text greedily;
-at every position of it, the draft whose last n rows were made of drafted features, and of the true tokens, is compared
-with the target's choice. n-alpha is acceptance at draft position n + 1 given that all before it were accepted, on the
-same positions for every n and every head. Draft heads that draft no features are measured the same way: for Medusa
-the row lies n tokens back. Nothing is timed, so the machine may be busy.
+What it means says `hf_specheads/figures/n_alpha.py`. Nothing is timed, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -16,16 +12,12 @@ import sys
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_specheads import DraftHead
-from hf_specheads.target.borrowed import as_embedding, as_lm_head
-from hf_specheads.target.features import asked_hidden_states, select_hidden_states
-from hf_specheads.unroll.rows import TrainingRows, row_positions
+from hf_specheads.bootstrap import ratio_draws
+from hf_specheads.figures.n_alpha import agreement
 
 from ..results import Result, footnote, markdown_table, number
 from ..setup import add_generation_arguments, count_parameters, load_pair, settings
-from .acceptance import bootstrap
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,47 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads = ["eagle", "hass", "poss2", "poss3"]
     add_generation_arguments(parser, heads, prompts=["held_out", "functions"], repeats=None)
     parser.add_argument("--max_n", type=int, default=4, help="most drafted features in a row")
-
-
-@torch.no_grad()
-def agreement(
-    target: PreTrainedModel, heads: DraftHead, text: torch.Tensor, prompt_length: int, max_n: int
-) -> torch.Tensor:
-    """Where draft and target choose the same token, bool [n, positions] for n = 0 to `max_n` (or as far as the heads
-    draft), at every token of the text that the target wrote, but for the first `max_n` + 1 of them.
-
-    Args:
-        target: The target.
-        heads: Its heads.
-        text: int64 [1, T], a prompt and what the target made of it.
-        prompt_length: Tokens of the prompt.
-        max_n: Most drafted features.
-    """
-    layers = heads.feature_layers
-    asked = asked_hidden_states((*layers, -1) if layers else (-1,))
-    outputs = target(input_ids=text, output_hidden_states=asked, use_cache=False)
-    features = select_hidden_states(outputs.hidden_states, layers or (-1,))
-    documents = torch.zeros_like(text[:, 1:])
-    rows = TrainingRows(
-        features=features[:, :-1].to(heads.device),
-        token_ids=text[:, :-1],
-        next_token_ids=text[:, 1:],
-        documents=documents,
-        position_ids=row_positions(documents),
-        embed=as_embedding(target.get_input_embeddings()),
-        lm_head=as_lm_head(target.get_output_embeddings()),
-    )
-    # Row t knows token t + 1 and drafts token t + 2; with n drafted features the round's root was token t + 1 - n.
-    compared = torch.arange(prompt_length + max_n - 1, text.shape[1] - 2)
-    wanted = outputs.logits[0, 1:].argmax(dim=-1)[compared]
-    passes = max_n + 1 if heads.max_draft_positions is None else min(max_n + 1, heads.max_draft_positions)
-    found = []
-    for drafted in heads.unroll(rows, passes):
-        choices = drafted.logits(drafted.hidden[0, compared - drafted.offset]).argmax(dim=-1)
-        if heads.draft_vocabulary is not None:
-            choices = heads.draft_vocabulary[choices]
-        found.append(choices.to(wanted.device) == wanted)
-    return torch.stack(found)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "trained_positions": getattr(one.config, "trained_positions", None),
             "parameters": count_parameters(one),
             "n_alpha": (agreed.sum(dim=0) / counts.sum()).tolist(),
-            "standard_error": [bootstrap(torch.stack([each, counts], dim=1)).std().item() for each in agreed.T],
+            "standard_error": [ratio_draws(each.tolist(), counts.tolist()).std().item() for each in agreed.T],
         }
         print(f"{name}: {heads[name]['n_alpha']}", file=sys.stderr, flush=True)
     return {

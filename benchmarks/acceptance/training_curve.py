@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specheads import DraftHead
+from hf_specheads.palette import line_styles
 
 from ..results import Result, footnote, markdown_table, number
 from ..setup import count_parameters, display_name
@@ -87,7 +88,8 @@ def collect(folders: list[str]) -> dict[str, Any]:
         facts = read_facts(folder)
         points = curve(facts, folder) if facts and facts.get("steps") else []
         if points:
-            curves[display_name(folder)] = {"starts_from": starts_from(facts), "points": points}
+            started = {"method": facts.get("method"), "starts_from": starts_from(facts)}
+            curves[display_name(folder)] = {**started, "points": points}
     if not curves:
         raise FileNotFoundError(f"none of {folders} has a {FACTS} with `eval_acceptance_length` in its log_history")
     axis = next(axis for axis in AXES if all(axis in p for c in curves.values() for p in c["points"]))
@@ -100,11 +102,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     axes = figure.subplots()
+    styles = line_styles({name: one.get("method", name) for name, one in result["curves"].items()})
     for name, one in result["curves"].items():
         before = result["curves"].get(one["starts_from"], {"points": []})["points"][-1:]
         points = [*before, *one["points"]]
         x = [point[result["axis"]] for point in points]
-        axes.plot(x, [point["acceptance_length"] for point in points], marker="o", markersize=3, label=name)
+        taus = [point["acceptance_length"] for point in points]
+        axes.plot(x, taus, **{**styles[name], "markersize": 3, "label": name})
     axes.set_xlabel(f"{AXES[result['axis']]}, warm start included")
     axes.set_ylabel("acceptance length (tau)")
     axes.grid(alpha=0.3)

@@ -10,7 +10,7 @@ from ..results import RESULTS, ROOT
 
 DOCUMENT = ROOT / "docs" / "export.md"
 FILES = {name: RESULTS / "oracles" / f"{name}.json" for name in
-         ("vllm", "vllm_bfloat16", "speculators", "speculators_eagle")}  # fmt: skip
+         ("vllm", "vllm_bfloat16", "speculators", "speculators_loads", "speculators_eagle")}  # fmt: skip
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
@@ -70,6 +70,16 @@ def speculators_table(result: dict[str, Any]) -> str:
     return f"{_table(head, rows)}\n\n{_versions(result)}."
 
 
+def speculators_loads_table(result: dict[str, Any]) -> str:
+    """Which class of the library loads an export, and with how many of its tensors as they are."""
+    rows = [
+        [entry["heads"], f"`{entry['class']}`", f"{entry['equal_tensors']} of {entry['tensors']}",
+         ", ".join(entry["missing"]) or "none"]
+        for entry in result["entries"]
+    ]  # fmt: skip
+    return f"{_table(['heads', 'loaded as', 'tensors equal', 'missing'], rows)}\n\n{_versions(result)}."
+
+
 def speculators_eagle_table(result: dict[str, Any]) -> str:
     """The same for EAGLE-1, with the last version that knew it."""
     rows = [
@@ -90,6 +100,7 @@ def tables() -> dict[str, str]:
         "vllm_bfloat16": vllm_table(results["vllm_bfloat16"]),
         "poss": poss_table(results["vllm"]),
         "speculators": speculators_table(results["speculators"]),
+        "speculators_loads": speculators_loads_table(results["speculators_loads"]),
         "speculators_eagle": speculators_eagle_table(results["speculators_eagle"]),
     }
 

@@ -12,10 +12,9 @@ import argparse
 from typing import Any
 
 from hf_specheads import DraftHead
-from hf_specheads.cli.bench import batches_of
 
 from ..results import Result, footnote, markdown_table, number, same_text, speed_up
-from ..setup import add_generation_arguments, load_all_heads, load_target, prompt_texts, settings
+from ..setup import add_generation_arguments, load_all_heads, load_prompts, load_target, padded, settings
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
@@ -39,15 +38,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All sides at all batch sizes."""
     target, tokenizer = load_target(args)
     heads = with_chains(load_all_heads(target, args.heads), args.chains)
-    texts = prompt_texts(args.prompts, args.limit)
+    prompts = load_prompts(args.prompts, tokenizer, args.limit)
     sizes = {}
-    for batch_size in args.batch_sizes:
-        whole = len(texts) - len(texts) % batch_size  # every batch is full
-        batches = batches_of(tokenizer, texts[:whole], batch_size)
+    for size in args.batch_sizes:  # every batch is full
+        batches = [padded(prompts[start : start + size]) for start in range(0, len(prompts) - size + 1, size)]
         sides = plain_and(heads, **TO_THE_END)
-        sizes[str(batch_size)] = compare(target, sides, batches, args.max_new_tokens, args.repeats)
+        sizes[str(size)] = compare(target, sides, batches, args.max_new_tokens, args.repeats)
     return {
-        **settings(args, texts),
+        **settings(args, prompts),
         "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
         "batch_sizes": sizes,
     }

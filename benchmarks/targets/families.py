@@ -1,6 +1,6 @@
 """Every family of language models of transformers under draft heads: the same text, or a refusal.
 
-    python -m benchmarks families [MODEL_TYPE ...]
+    python -m benchmarks families [MODEL_TYPE ...] [--kinds KIND ...] [--rows FILE]
 
 Of every class that `AutoModelForCausalLM` knows, and that `AutoModelForImageTextToText` does
 (`image-text/MODEL_TYPE`), a tiny random target generates greedily, in fp32, by itself and with heads that know its
@@ -8,14 +8,19 @@ text: some rounds accept several tokens, others reject some. Kinds of rounds: dr
 prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees after a
 `DynamicCache()` that the caller handed in; prompts are text. Prompts with images are tried where `support.images`
 knows how to make them. Each gives the text of plain generation, or is refused.
+
+With `--rows` what is measured of a family is a line of a file at once, and what is there is not measured again unless
+the family is named: an interruption loses nothing, and the table says if not all rows are of one engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,7 +42,7 @@ from tests.support.images import OVERRIDES, image_inputs, image_target
 from tests.support.stubs import StubHead
 from tests.support.targets import prompt
 
-from ..results import Result, footnote, markdown_table
+from ..results import Result, footnote, hash_of, markdown_table
 
 NEW = 30
 LENGTHS = (19, 7, 13)
@@ -62,6 +67,8 @@ REFUSALS = (UnsupportedGenerationError, WrongTargetError)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which families."""
     parser.add_argument("families", nargs="*", default=[], help="model types, default all", metavar="MODEL_TYPE")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of rounds, default all")
+    parser.add_argument("--rows", type=Path, help="JSON lines of families that were measured, to be completed")
 
 
 def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -132,7 +139,7 @@ def target_of(model_type: str) -> PreTrainedModel:
     return varied_target(name, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :], auto)
 
 
-def measure_family(model_type: str) -> Result:
+def measure_family(model_type: str, kinds: Sequence[str] = tuple(KINDS)) -> Result:
     """One family: class and outcome per kind of rounds, or why transformers makes no such target here."""
     if (reason := NOT_BUILT.get(model_type)) is not None:
         return {"not_built": reason}
@@ -142,25 +149,48 @@ def measure_family(model_type: str) -> Result:
         return {"not_built": f"not by rule, or plain `generate` fails ({_first_line(error)[:120]})"}
     target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     torch._dynamo.reset()
-    outcomes = {kind: outcome_of(kind, target) for kind in KINDS}
+    outcomes = {kind: outcome_of(kind, target) for kind in kinds}
     gc.collect()
     return {"class": type(target).__name__, **outcomes}
 
 
 def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
     """All of them."""
-    rows = {}
+    engine = hash_of(["hf_specheads"])
     every = [*families(), *(IMAGE_TEXT + name for name in image_text_families())]
+    rows = {} if args.rows is None else read_rows(args.rows)
     for model_type in args.families or every:
-        rows[model_type] = measure_family(model_type)
-        tell(f"{model_type}: {_said(rows[model_type])}")
-    return {"families": rows, "counts": counts(rows), "new_tokens": NEW}
+        row = {} if args.families else rows.get(model_type, {})
+        kinds = [] if "not_built" in row else [kind for kind in args.kinds if kind not in row]
+        if not kinds:
+            continue
+        found = {**measure_family(model_type, kinds), "engine": engine}
+        rows[model_type] = rows.get(model_type, {}) | found
+        tell(f"{model_type}: {_said(found)}")
+        if args.rows is not None:
+            with args.rows.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"model_type": model_type, **found}) + "\n")
+    ordered = {name: rows[name] for name in every if name in rows}
+    return {"families": ordered, "counts": counts(ordered), "new_tokens": NEW}
+
+
+def read_rows(path: Path) -> Result:
+    """Rows by model type, newer lines over older ones; none while there is no file."""
+    rows: Result = {}
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        line = json.loads(text)
+        name = line.pop("model_type")
+        rows[name] = rows.get(name, {}) | line
+    return rows
 
 
 def _said(row: Result) -> str:
     if "not_built" in row:
         return row["not_built"]
-    return "; ".join(" ".join([kind, *row[kind].values()]) for kind in KINDS if row[kind]["outcome"] != NO_IMAGE)
+    tried = {kind: row[kind] for kind in KINDS if kind in row}
+    return "; ".join(
+        " ".join([kind, *found.values()]) for kind, found in tried.items() if found["outcome"] != NO_IMAGE
+    )
 
 
 def counts(rows: Result) -> Result:
@@ -169,7 +199,7 @@ def counts(rows: Result) -> Result:
     return {
         kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED, NO_IMAGE)}
         for kind in KINDS
-        for number in [Counter(row[kind]["outcome"] for row in built)]
+        for number in [Counter(row[kind]["outcome"] for row in built if kind in row)]
     }
 
 
@@ -190,11 +220,19 @@ def table(result: Result) -> str:
     total = ("all", "", *(_total(result["counts"][kind]) for kind in KINDS))
     said = [f"{number}. {sentence}" for sentence, number in sentences.items()]
     text = markdown_table(("model type", "class", *KINDS), [total, *rows])
-    facts = footnote(result, f"greedy, fp32, {result['new_tokens']} tokens, random weights")
+    facts = footnote(result, f"greedy, fp32, {result['new_tokens']} tokens, random weights", *_engines(result))
     return "\n".join([text, "Refusals:", "", *said, facts])
 
 
+def _engines(result: Result) -> list[str]:
+    """How many rows are of an engine other than the result's."""
+    others = sum(row["engine"] != result["provenance"]["sources"] for row in result["families"].values())
+    return [f"{others} rows with an earlier state of the engine"] if others else []
+
+
 def _cell(row: Result, kind: str, sentences: dict[str, int]) -> str:
+    if kind not in row:
+        return "not tried"
     found = row[kind]
     if found["outcome"] == IDENTICAL:
         return "same text"

@@ -105,6 +105,12 @@ class DraftCache(SlotCache):
         self.lengths = lengths + valid.sum(1)
         self.taken_in = None
 
+    def outlive_step(self) -> None:
+        """What a compiled step has left for the next round becomes the cache's own: the next replay of a CUDA graph
+        writes over what the last one has left."""
+        if self.lengths is not None:
+            self.lengths = self.lengths.clone()
+
     def last_row_mask(self, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive [B, 1, 1, shown]: what the last of the rows to commit sees; `None` if that is all that is shown."""
         if self.lengths is None:

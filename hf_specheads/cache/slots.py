@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .rooms import Room, Rooms
+
 SMALLEST_CAPACITY = 64
 
 
@@ -23,13 +25,6 @@ def to_device(numbers: list, device: torch.device) -> torch.Tensor:
     if device.type in ("cpu", "meta", "mps"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def mark_static(buffer: torch.Tensor) -> None:
-    """Tells the compiler that a buffer stays where it is, as long as its cache lives: CUDA graphs write into no other.
-    Without a guard, as the cache of the next call lies elsewhere: graphs are then captured anew, not compiled anew."""
-    if buffer.device.type == "cuda":
-        torch._dynamo.mark_static_address(buffer, guard=False)
 
 
 def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -74,14 +69,18 @@ class SlotCacheLayer(CacheLayerMixin):
         return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        capacity = self.cache.capacity
-        self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[3])
+        self.keys = self._buffer("keys", key_states, self.cache.capacity)
+        self.values = self._buffer("values", value_states, self.cache.capacity)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-        if self.cache.static:
-            mark_static(self.keys)
-            mark_static(self.values)
+
+    def _buffer(self, name: str, rows: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Zeros for rows [B, heads, *, width]."""
+        shape = (*rows.shape[:2], capacity, rows.shape[3])
+        if (room := self.cache.room) is None:
+            return rows.new_zeros(shape)
+        index = next(index for index, layer in enumerate(self.cache.layers) if layer is self)
+        return room.buffer(f"{index}.{name}", rows, *shape)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,7 +110,11 @@ class SlotCacheLayer(CacheLayerMixin):
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""
         index = to_device(kept, self.keys.device)
-        self.keys, self.values = self.keys[index], self.values[index]
+        for name in ("keys", "values"):
+            rows = getattr(self, name)[index]
+            if self.cache.room is not None:
+                rows = self._buffer(name, rows, rows.shape[2]).copy_(rows)
+            setattr(self, name, rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first, end = self.cache.shown(self.window)
@@ -136,6 +139,7 @@ class SlotCache(Cache):
             a number of the host then: it would be compiled into it.
         counts: Committed rows of every sequence, on the host; one entry for all while they are the same.
         lengths: The same on the device, int64 [B]; `None` while all have the same number.
+        room: Where the buffers of a fixed size come from, `None` for new ones.
         start: First slot of the rows written next, where that is the same for all sequences.
         slots: int64 [B, R], slots of the rows written next, otherwise.
     """
@@ -149,6 +153,8 @@ class SlotCache(Cache):
         self.start = 0
         self.slots: torch.Tensor | None = None
         self._end = 0
+        self.room: Room | None = None
+        self._rooms: Rooms | None = None
 
     @property
     def longest(self) -> int:
@@ -189,9 +195,21 @@ class SlotCache(Cache):
         self.capacity = max(capacity, 2 * self.capacity, SMALLEST_CAPACITY)
         self.grow()
 
-    def fix_capacity(self, capacity: int) -> None:
-        """Makes an empty cache one of so many slots, all of which are always shown."""
-        self.capacity, self.static = capacity, True
+    def fix_capacity(self, capacity: int, rooms: Rooms | None = None) -> None:
+        """Makes an empty cache one of so many slots, all of which are always shown.
+
+        Args:
+            capacity: Slots.
+            rooms: Where earlier calls have left buffers, and this one leaves its own ([`leave_room`]).
+        """
+        self.capacity, self.static, self._rooms = capacity, True, rooms
+        self.room = None if rooms is None else rooms.take(type(self))
+
+    def leave_room(self) -> None:
+        """Nothing is read from the buffers any more: the next call may have them."""
+        room, self.room = self.room, None
+        if self._rooms is not None and room is not None:
+            self._rooms.leave(type(self), room)
 
     def grow(self) -> None:
         """Gives every layer buffers of the new capacity."""

@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_lay
 from ..tree.draft_tree import DraftTree
 from .layers import contents_of, own_rows, restore
 from .masks import additive_mask, slot_mask, tree_position_ids
-from .slots import SlotCache, SlotCacheLayer, mark_static, to_device
+from .rooms import Room, Rooms, stays
+from .slots import SlotCache, SlotCacheLayer, to_device
 
 # Tensors moved by one indexed copy. More would save launches, and hold more of a prompt twice while it is taken over.
 TENSORS_PER_GROUP = 8
@@ -61,6 +62,7 @@ class TreeCache(SlotCache):
         root_positions: int64 [B, 1] or [3, B, 1], positions of the tokens after the prompt.
         dtype: The target's compute dtype.
         static_capacity: Slots, fixed; by default they grow.
+        rooms: Where buffers of a fixed size are left from call to call, if they are.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TreeCache(SlotCache):
         root_positions: torch.Tensor,
         dtype: torch.dtype,
         static_capacity: int | None = None,
+        rooms: Rooms | None = None,
     ):
         super().__init__()
         self.stock, self.dtype = stock, dtype
@@ -86,7 +89,7 @@ class TreeCache(SlotCache):
         self.device = root_positions.device
         self.capacity = self.longest + FIRST_SLOTS
         if static_capacity is not None:
-            self.fix_capacity(static_capacity)
+            self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)
         self.groups: list[_Group] = []
         try:
@@ -113,11 +116,9 @@ class TreeCache(SlotCache):
         for members in by_shape.values():
             for first in range(0, len(members), together):
                 part = members[first : first + together]
-                group = _Group(part, self.counts[0], self.capacity)
+                group = _Group(part, self.counts[0], self.capacity, self.room, f"group {len(self.groups)}")
                 self.groups.append(group)
                 group.empty_stock()
-                if self.static:
-                    mark_static(getattr(part[0][0], part[0][2]))
 
     def grow(self) -> None:
         for group in self.groups:
@@ -132,7 +133,7 @@ class TreeCache(SlotCache):
 
     def select_buffers(self, kept: list[int]) -> None:
         for group in self.groups:
-            group.select_sequences(kept)
+            group.select_sequences(kept, self.room)
 
     def give_back(self, tokens: int | None) -> None:
         """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty."""
@@ -140,6 +141,9 @@ class TreeCache(SlotCache):
             group.give_back(tokens)
         if tokens is None:
             self.stock.reset()
+        if any(group.lent for group in self.groups):
+            self.room = None  # the caller's cache reads what lies there
+        self.leave_room()
         self.groups.clear()
         self.layers.clear()
 
@@ -196,17 +200,37 @@ class TreeCache(SlotCache):
 
 
 class _Group:
-    """Tensors of one shape in one buffer [tensors, B, heads, capacity, head_dim]: one indexed copy moves them all."""
+    """Tensors of one shape in one buffer [tensors, B, heads, capacity, head_dim]: one indexed copy moves them all.
 
-    def __init__(self, members: list[tuple[SlotCacheLayer, CacheLayerMixin, str]], length: int, capacity: int):
-        self.members = members
-        _, stock, name = members[0]
-        batch, heads, _, width = getattr(stock, name).shape
-        self.buffer = getattr(stock, name).new_zeros(len(members), batch, heads, capacity, width)
+    Args:
+        members: Our layer, transformers', and `keys` or `values`.
+        length: Tokens in the cache.
+        capacity: Slots.
+        room, name: Where the buffer comes from, if not anew, and what it is called there.
+
+    Attributes:
+        lent: Whether rows that were given back still lie in the buffer.
+    """
+
+    def __init__(
+        self,
+        members: list[tuple[SlotCacheLayer, CacheLayerMixin, str]],
+        length: int,
+        capacity: int,
+        room: Room | None = None,
+        name: str = "",
+    ):
+        self.members, self.name, self.lent = members, name, False
+        _, stock, first = members[0]
+        batch, heads, _, width = getattr(stock, first).shape
+        self.buffer = self._new(getattr(stock, first), room, len(members), batch, heads, capacity, width)
         for index, (_, stock, name) in enumerate(members):
             states = getattr(stock, name)  # of a sliding layer only the newest are left, the window hides the others
             self.buffer[index, :, :, length - states.shape[2] : length] = states
         self._show()
+
+    def _new(self, like: torch.Tensor, room: Room | None, *shape: int) -> torch.Tensor:
+        return like.new_zeros(shape) if room is None else room.buffer(self.name, like, *shape)
 
     def empty_stock(self) -> None:
         """Frees what has been copied, none of which is lost before."""
@@ -215,7 +239,8 @@ class _Group:
 
     def _show(self) -> None:
         for index, (ours, _, name) in enumerate(self.members):
-            setattr(ours, name, self.buffer[index])
+            rows = self.buffer[index]
+            setattr(ours, name, stays(rows) if ours.cache.room is not None else rows)
 
     def grow(self, capacity: int) -> None:
         old = self.buffer
@@ -223,8 +248,9 @@ class _Group:
         self.buffer[:, :, :, : old.shape[3]] = old
         self._show()
 
-    def select_sequences(self, kept: list[int]) -> None:
-        self.buffer = self.buffer[:, to_device(kept, self.buffer.device)]
+    def select_sequences(self, kept: list[int], room: Room | None) -> None:
+        rows = self.buffer[:, to_device(kept, self.buffer.device)]
+        self.buffer = rows if room is None else self._new(rows, room, *rows.shape).copy_(rows)
         self._show()
 
     def move(self, path: torch.Tensor, lengths: int | torch.Tensor) -> None:
@@ -259,6 +285,7 @@ class _Group:
         try:
             return rows.clone()  # nobody keeps the whole buffer alive with a few rows of it
         except RuntimeError:  # out of memory, perhaps for the second time: better a large buffer than lost rows
+            self.lent = True
             return rows
 
 

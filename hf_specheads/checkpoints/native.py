@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from ..errors import HeadConfigError, UnknownFormatError
@@ -37,7 +38,7 @@ def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) ->
         )
     try:
         target = AutoConfig.from_pretrained(str(source), **hub)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise UnknownFormatError(f"its config.json is none of a target transformers knows: {error}") from error
     text, fields = target.get_text_config(decoder=True), layer_config_of(target)
     width, count = text.hidden_size, layers_of(target)

@@ -29,15 +29,20 @@ from ..heads import (
     EagleHead,
     HydraHead,
     MedusaHead,
+    MtpHead,
+    PEagleHead,
 )
 from ..heads.base import DraftHead
+from ..heads.block import BlockHead
 from .files import CONFIG
 from .layouts.commands import path_note, sglang_command, vllm_command
 from .layouts.dflash import write as dflash
+from .layouts.dflash import write_deepspec as deepspec
 from .layouts.eagle import write as eagle
 from .layouts.eagle3 import write as eagle3
 from .layouts.hydra import write as hydra
 from .layouts.medusa import write as medusa
+from .layouts.mtp import write as mtp
 from .layouts.speculators import write as speculators
 from .layouts.speculators import write_blocks as speculators_blocks
 from .layouts.written import Layout, common_notes, scales_embeddings, target_name
@@ -45,13 +50,15 @@ from .layouts.written import Layout, common_notes, scales_embeddings, target_nam
 # Where heads of a family can go; the authors' own layout last.
 DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     EagleHead: ("vllm", "sglang", "eagle"),
+    PEagleHead: ("speculators",),
     Eagle3Head: ("vllm", "sglang", "speculators", "eagle"),
     MedusaHead: ("vllm-medusa", "medusa"),
     HydraHead: ("hydra",),
     DFlashHead: ("speculators", "dflash"),
-    DFlash2Head: ("dflash",),
+    DFlash2Head: ("speculators", "dflash"),
     DominoHead: ("dflash",),
-    DSparkHead: (),
+    DSparkHead: ("speculators", "dflash"),
+    MtpHead: ("speculators", "mtp"),
     DraftLanguageModel: ("vllm", "sglang"),
 }
 ALL_DESTINATIONS = tuple(sorted({to for destinations in DESTINATIONS.values() for to in destinations}))
@@ -89,9 +96,9 @@ def export_heads(
     Args:
         heads: Loaded heads; they are not changed.
         folder: Folder to write.
-        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3 and DFlash heads); the authors' own layouts `"eagle"`
-            (EAGLE-1/2/3, HASS, PosS), `"medusa"`, `"hydra"`, `"dflash"` (DFlash, JetSpec); `"vllm-medusa"`, read by
-            older releases of vLLM.
+        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3, P-EAGLE, DFlash-1/2, DSpark, MTP); the authors' own layouts
+            `"eagle"` (EAGLE-1/2/3, HASS, PosS), `"medusa"`, `"hydra"`, `"dflash"` (DFlash-1/2, JetSpec, DSpark,
+            Domino), `"mtp"`, as in Qwen's targets; `"vllm-medusa"`, read by older releases of vLLM.
         target: The loaded target, needed for few heads (the error says so), or its name, which commands and the
             layout of `speculators` show; default the name that the heads remember.
         overwrite: Write into a folder that is not empty.
@@ -127,7 +134,9 @@ def export_heads(
 def needs_target(heads: DraftHead, to: str) -> bool:
     """Whether an export reads weights of the target: an embedding that must be written with the heads."""
     config = heads.config
-    if isinstance(heads, DFlashHead):
+    if isinstance(heads, DSparkHead):
+        return True
+    if isinstance(heads, BlockHead):
         return to == "speculators"
     if isinstance(heads, Eagle3Head):
         return to == "vllm" and scales_embeddings(heads) and not config.own_embedding
@@ -142,11 +151,6 @@ def _family_of(heads: DraftHead, to: str) -> type[DraftHead]:
     family = next((family for family in DESTINATIONS if isinstance(heads, family)), None)
     if family is None:
         raise ExportError(f"`heads` must be loaded draft heads, got {type(heads).__name__}; pass load_heads(...).")
-    if not DESTINATIONS[family]:
-        raise ExportError(
-            f"{heads.config.method} heads can be exported nowhere yet; keep them in this package's own layout, "
-            "`heads.save_pretrained(folder)`."
-        )
     if to not in DESTINATIONS[family] and (family, to) != (EagleHead, "speculators"):
         raise ExportError(
             f"{to} cannot serve {heads.config.method} heads; they can be exported to {list(DESTINATIONS[family])}."
@@ -167,10 +171,10 @@ def _check_weights(heads: DraftHead) -> None:
 
 def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> Layout:
     loaded = target if isinstance(target, PreTrainedModel) else None
-    if isinstance(heads, DFlash2Head | DominoHead):
-        return dflash.layout(heads, loaded)
-    if isinstance(heads, DFlashHead):
-        return speculators_blocks.layout(heads, loaded) if to == "speculators" else dflash.layout(heads, loaded)
+    if isinstance(heads, BlockHead):
+        return _block_layout(heads, to, loaded)
+    if isinstance(heads, MtpHead):
+        return mtp.speculators_layout(heads, target) if to == "speculators" else mtp.layout(heads)
     if isinstance(heads, HydraHead):
         return hydra.layout(heads)
     if isinstance(heads, MedusaHead):
@@ -178,6 +182,12 @@ def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> 
     if isinstance(heads, Eagle3Head):
         return speculators.layout(heads, target) if to == "speculators" else eagle3.layout(heads, to, loaded)
     return eagle.layout(cast(EagleHead, heads), to, loaded)  # the one family left
+
+
+def _block_layout(heads: BlockHead, to: str, target: PreTrainedModel | None) -> Layout:
+    if to == "speculators":
+        return speculators_blocks.layout(heads, target)
+    return deepspec.layout(heads, target) if isinstance(heads, DSparkHead) else dflash.layout(heads, target)
 
 
 def _export_language_model(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..version import __version__
 from . import (
+    app,
     bench,
     convert,
     demo,
@@ -20,6 +21,7 @@ from . import (
     evaluate,
     export,
     features,
+    figures,
     generate,
     inspect,
     push,
@@ -32,11 +34,13 @@ from .display import hide_progress
 
 COMMANDS = {
     "demo": demo,
+    "app": app,
     "generate": generate,
     "eval": evaluate,
     "bench": bench,
     "diff": diff,
     "doctor": doctor,
+    "figures": figures,
     "regenerate": regenerate,
     "features": features,
     "train": train,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .arguments import DTYPES, add_heads_arguments, load_heads_from, load_target, torch_dtype
-from .display import emit
+from .display import emit, note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
         target = load_target(args, args.target)
         heads.check_target(target)
         heads.remember_target(target)
+    note(args, f"Writing {args.output} ...")
     heads.save_pretrained(args.output)
     facts = {"class": type(heads).__name__, "method": heads.config.method, "output": str(args.output)}
     emit(args, facts, f"wrote {facts['class']} ({facts['method']}) to {args.output}")

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .display import emit, hide_progress, marked_text, note, number, plain_steps_text, pos_acc_text, table, use_colour
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..heads.base import DraftHead
 
+TASKS = "hf_specheads.trainer.shipped_pair.tasks"  # whose checkers know right answers
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+}
 USAGE = """\
 On your own model:
 
@@ -64,13 +70,17 @@ def find_pair(given: Path | None) -> Path:
     raise FileNotFoundError(f"the pair is not in {[str(folder) for folder in candidates]}; pass --pair FOLDER.")
 
 
-def _member(args: argparse.Namespace, name: str) -> str:
-    """A model of the pair, or any other."""
+def member(pair: Path | None, name: str) -> str:
+    """A model of the pair (`None` for the shipped one), or any other.
+
+    Raises:
+        FileNotFoundError: for a folder that does not exist.
+    """
     if Path(name).is_dir():
         return name
     from ..publishing.card.facts import is_hub_id
 
-    path = find_pair(args.pair) / name
+    path = find_pair(pair) / name
     if not path.is_dir() and not is_hub_id(name):
         raise FileNotFoundError(f"{path} does not exist; pass a folder with a model, or a Hub id.")
     return str(path) if path.is_dir() else name
@@ -78,7 +88,7 @@ def _member(args: argparse.Namespace, name: str) -> str:
 
 def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads in fp32, in which plain and speculative generation agree to the last token."""
-    target_name, heads_name = _member(args, args.target), _member(args, args.heads)
+    target_name, heads_name = member(args.pair, args.target), member(args.pair, args.heads)
     note(args, f"Loading {target_name} and {heads_name} ...")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,50 +100,99 @@ def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTraine
     return target, tokenizer, load_heads(heads_name, dtype=torch.float32).bind(target)
 
 
-def read_demo_prompts(path: Path | None) -> list[dict[str, str]]:
-    """Prompts with `name` and `prompt`; the built-in ones were written for the demo, so no model has seen them."""
-    text = (path or resources.files(__package__).joinpath("demo_prompts.jsonl")).read_text(encoding="utf-8")
+def read_demo_prompts(path: Path | None, chats: bool = False) -> list[dict[str, Any]]:
+    """Entries with `name`, and `prompt` or `messages`; the built-in ones were written for the demo, so no model has
+    seen them. `chats` asks for the built-in ones of a target that chats."""
+    built_in = resources.files(__package__).joinpath("demo_chats.jsonl" if chats else "demo_prompts.jsonl")
+    text = (path or built_in).read_text(encoding="utf-8")
     prompts = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return [{"name": entry.get("name", f"prompt {i}"), **entry} for i, entry in enumerate(prompts, start=1)]
+    return [{**entry, "name": entry.get("name", f"prompt {i}")} for i, entry in enumerate(prompts, start=1)]
+
+
+def prompt_of(entry: dict[str, Any]) -> str | list[dict[str, Any]]:
+    """The text of an entry, or its chat up to where the answer begins."""
+    return entry["prompt"] if "prompt" in entry else _asked(entry)
+
+
+def _inputs(
+    entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
+) -> dict[str, torch.Tensor]:
+    """Token ids and mask of a text, or of a chat that ends where the answer begins."""
+    if "prompt" in entry:
+        return encode(tokenizer, target, entry["prompt"])
+    options = {"tools": entry.get("tools"), **(entry.get("chat_template_kwargs") or {})}
+    encoded = tokenizer.apply_chat_template(
+        _asked(entry), add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
+    )
+    return dict(encoded.to(target.get_input_embeddings().weight.device))
+
+
+def _asked(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat without the right answer that a checked one ends with."""
+    return entry["messages"][:-1] if "facts" in entry else entry["messages"]
+
+
+def answer_problem(entry: dict[str, Any], answer: str) -> str | None:
+    """What is wrong with an answer to a chat whose family has a checker, or `None`."""
+    tasks = import_module(TASKS)
+    row = {name: value for name, value in entry.items() if name != "name"}
+    return tasks.answer_problem(tasks.Example.from_row(row), answer)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Texts with accepted runs marked, then a table; 1 if any text differs from plain generation."""
-    hide_progress()  # two small models: bars would only be in the way of the texts
-    prompts = read_demo_prompts(args.prompts)[: args.limit]
-    target, tokenizer, heads = load_demo_pair(args)
-    heads.adaptive = False  # plain steps in between would have no place among the marks
+    """Texts with accepted runs marked, then tables, greedy and sampled; 1 if a text differs from plain generation."""
     say = (lambda *words, **options: None) if args.json else print
+    say("hf-specheads: the same text as plain generate, in fewer forward passes. Loading ...", flush=True)
+    hide_progress()  # two small models: bars would only be in the way of the texts
+    target, tokenizer, heads = load_demo_pair(args)
+    prompts = read_demo_prompts(args.prompts, bool(tokenizer.chat_template))[: args.limit]
     colour = use_colour()
-    tree = heads.tree_config
-    say(f"{heads.config.method} heads ({_parameters(heads)}) on a target of {_parameters(target)};")
-    say(f"draft tree: {tree.kind}, depth {tree.depth}, at most {tree.num_nodes} nodes.")
-    mark = "in green" if colour else "in ⟦brackets⟧"
-    say(f"Accepted draft tokens are {mark}; everything else is the target's own next token.\n", flush=True)
-    warm_up(target, heads, encode(tokenizer, target, prompts[0]["prompt"]))
-    summary = Summary()
-    for entry in prompts:
-        inputs = encode(tokenizer, target, entry["prompt"])
-        options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-        sample = run_sample(target, heads, inputs, compare=True, **options)
-        summary.samples.append(sample)
-        say(f"--- {entry['name']}\n{entry['prompt']}", end="")
-        say(marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, colour), end="\n\n", flush=True)
+    say(f"{heads.config.method} heads ({_parameters(heads)}) on a target of {_parameters(target)}.")
+    say(f"Accepted draft tokens are {'in green' if colour else 'in ⟦brackets⟧'}; everything else is the target's own "
+        "next token.\n", flush=True)  # fmt: skip
+    warm_up(target, heads, _inputs(prompts[0], tokenizer, target))
+    found: dict[str, Summary] = {}
+    for mode, options in MODES.items():
+        found[mode] = Summary()
+        for entry in prompts:
+            inputs = _inputs(entry, tokenizer, target)
+            note(args, f"{entry['name']}, {mode} ...")
+            sample = run_sample(target, heads, inputs, True, max_new_tokens=args.max_new_tokens, **options)
+            found[mode].samples.append(sample)
+            if mode == "greedy":
+                say(_text(entry, sample, tokenizer, colour), end="\n\n", flush=True)
     names = [entry["name"] for entry in prompts]
-    emit(args, {**summary.to_dict(), "names": names, "tree_config": tree.to_dict()}, _report(names, summary))
-    return 0 if summary.all_identical else 1
+    facts = {mode: {**summary.to_dict(), "names": names} for mode, summary in found.items()}
+    emit(args, {**facts["greedy"], "sampled": facts["temperature 1"]}, _report(names, found))
+    return 0 if all(summary.all_identical for summary in found.values()) else 1
 
 
-def _report(names: list[str], summary: Summary) -> str:
-    lines = [
-        _table(names, summary),
-        f"\npos_acc (draft position: accepted if all before it were)  {pos_acc_text(summary.pos_acc)}",
-        f"plain steps in between  {plain_steps_text(summary.plain_steps, summary.plain_because)}\n",
-    ]
-    if summary.all_identical:
-        return "\n".join([*lines, f"All {len(names)} texts are identical to plain generate.\n\n{USAGE}"])
-    differing = [name for name, sample in zip(names, summary.samples, strict=True) if not sample.identical]
-    return "\n".join([*lines, f"FAILED: the text differs from plain generate for {differing}."])
+def _text(entry: dict[str, Any], sample: Sample, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
+    """Question and answer of one prompt, and whether the answer is right where that is known."""
+    shown = marked_text(sample.token_ids, sample.steps, tokenizer.decode, colour)
+    if "prompt" in entry:
+        return f"--- {entry['name']}\n{entry['prompt']}{shown}"
+    question = "\n".join(f"{message['role']}: {message['content']}" for message in _asked(entry))
+    text = f"--- {entry['name']}\n{question}\nassistant: {shown}"
+    if "facts" not in entry:
+        return text
+    problem = answer_problem(entry, tokenizer.decode(sample.token_ids, skip_special_tokens=True))
+    return f"{text}\n{'✓ right' if problem is None else f'✗ {problem}'}"
+
+
+def _report(names: list[str], found: dict[str, Summary]) -> str:
+    lines = []
+    for mode, summary in found.items():
+        lines += [f"{mode}:", _table(names, summary), f"pos_acc  {pos_acc_text(summary.pos_acc)}"]
+        lines += [f"plain steps in between  {plain_steps_text(summary.plain_steps, summary.plain_because)}\n"]
+    lines.append("tau: tokens per round that drafted; pos_acc: how often a draft at that position was accepted, given "
+                 "that all before it were.\n")  # fmt: skip
+    differing = [f"{name} ({mode})" for mode, summary in found.items()
+                 for name, sample in zip(names, summary.samples, strict=True) if not sample.identical]  # fmt: skip
+    if differing:
+        return "\n".join([*lines, f"FAILED: the text differs from plain generate for {differing}."])
+    return "\n".join([*lines, f"All {len(names)} texts are identical to plain generate, sampled ones by the seed.\n",
+                       USAGE])  # fmt: skip
 
 
 def _table(names: list[str], summary: Summary) -> str:

@@ -38,36 +38,34 @@ def use_colour(stream: TextIO | None = None) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def spans(num_tokens: int, num_accepted: Sequence[int]) -> list[tuple[int, int, bool]]:
-    """Which tokens were drafted and accepted: (first, past the last, accepted), covering all `num_tokens`.
+def spans(steps: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Which tokens were drafted and accepted: (first, past the last, accepted), covering all.
 
-    The first token comes from the prefill; each round then gives its accepted tokens and one of the target's own.
+    Args:
+        steps: Tokens that each target forward gained, and how many of them, the first ones, were drafted.
     """
-    result, position = [(0, min(1, num_tokens), False)], 1
-    for accepted in num_accepted:
-        for length, drafted in ((accepted, True), (1, False)):
-            end = min(position + length, num_tokens)
+    result, position = [], 0
+    for gained, drafted in steps:
+        for end, accepted in ((position + drafted, True), (position + gained, False)):
             if end > position:
-                result.append((position, end, drafted))
+                result.append((position, end, accepted))
             position = end
-    if position < num_tokens:
-        result.append((position, num_tokens, False))
     return result
 
 
 def marked_text(
     token_ids: Sequence[int],
-    num_accepted: Sequence[int],
+    steps: Sequence[tuple[int, int]],
     decode: Callable[[list[int]], str],
     colour: bool,
 ) -> str:
-    """The text with every accepted run in green, or in ⟦brackets⟧ without colour.
+    """The text with every accepted run in green, or in ⟦brackets⟧ without colour; `steps` as in [`spans`].
 
     Pieces are differences of growing prefixes, so characters spread over several tokens stay whole.
     """
     start, end = (GREEN, RESET) if colour else ("⟦", "⟧")
     ids, done, pieces = list(token_ids), "", []
-    for _, last, accepted in spans(len(ids), num_accepted):
+    for _, last, accepted in spans(steps):
         text = decode(ids[:last])
         stable = text.rstrip("\ufffd") if last < len(ids) else text
         piece, done = stable[len(done) :], stable if len(stable) > len(done) else done

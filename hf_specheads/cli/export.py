@@ -7,10 +7,10 @@ import dataclasses
 from pathlib import Path
 
 from .arguments import DTYPES, add_heads_arguments, load_heads_from, load_target, torch_dtype
-from .display import emit
+from .display import emit, note
 
 # `checkpoints.write.ALL_DESTINATIONS`, without loading what writes them.
-DESTINATIONS = ("dflash", "eagle", "hydra", "medusa", "sglang", "speculators", "vllm", "vllm-medusa")
+DESTINATIONS = ("dflash", "eagle", "hydra", "medusa", "mtp", "sglang", "speculators", "vllm", "vllm-medusa")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,10 @@ def run(args: argparse.Namespace) -> int:
 
     needs = args.target and needs_target(heads, args.to)
     target = load_target(args, args.target) if needs else args.target
+    note(args, f"Writing {args.output} for {args.to} ...")
     exported = export_heads(heads, args.output, to=args.to, target=target, overwrite=args.overwrite)
     lines = [f"wrote {heads.config.method} heads for {args.to} to {args.output}: {', '.join(exported.files)}"]
-    lines += [f"- {note}" for note in exported.notes]
+    lines += [f"- {said}" for said in exported.notes]
     lines += [f"serve with\n  {exported.command}"] if exported.command else []
     emit(args, dataclasses.asdict(exported), "\n".join(lines))
     return 0

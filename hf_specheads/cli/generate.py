@@ -68,23 +68,16 @@ def run(args: argparse.Namespace) -> int:
     """Text on stdout, statistics on stderr; 1 if `--compare` finds a difference that is no tie."""
     text = read_prompt(args)
     target, tokenizer, heads = load_pair(args)
-    from transformers import TextStreamer, set_seed
-
-    from ..tuning.turns import timed_generation
+    from transformers import TextStreamer
 
     inputs = encode(tokenizer, target, [{"role": "user", "content": text}] if args.chat else text)
     options = {"max_new_tokens": args.max_new_tokens, **_sampling(args)}
     streams = not (args.mark or args.compare or args.json)
     if streams:
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    if args.mark:
-        heads.adaptive = False  # plain steps in between would have no place among the marks
     note(args, "Generating ...")
-    set_seed(args.seed)  # the same seed gives the same tokens with and without heads
-    sample = run_sample(target, heads, inputs, compare=False, **options)
-    if args.compare:
-        set_seed(args.seed)
-        (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **options)
+    # The same seed gives the same tokens with and without heads.
+    sample = run_sample(target, heads, inputs, compare=args.compare, seed=args.seed, **options)
     difference = None
     if sample.identical is False and not options["do_sample"]:
         from ..diagnosis.difference import explain_difference
@@ -92,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         note(args, "The texts differ; looking for the reason ...")
         difference = explain_difference(target, inputs, heads, tokenizer=tokenizer, **options)
     text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-    shown = marked_text(sample.token_ids, sample.num_accepted, tokenizer.decode, use_colour()) if args.mark else text
+    shown = marked_text(sample.token_ids, sample.steps, tokenizer.decode, use_colour()) if args.mark else text
     if not streams:
         why = {} if difference is None else {"difference": difference.to_dict()}
         emit(args, {**Summary([sample]).to_dict(), "text": text, "token_ids": sample.token_ids, **why}, shown)

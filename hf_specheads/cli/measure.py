@@ -22,6 +22,7 @@ class Sample:
         token_ids: New tokens with heads.
         seconds: Wall seconds with heads.
         stats: Statistics of the generation with heads.
+        steps: Tokens that each target forward gained, and how many of them, the first ones, were drafted.
         plain_token_ids, plain_seconds: The same, generated plainly; `None` if left out.
     """
 
@@ -29,13 +30,9 @@ class Sample:
     token_ids: list[int]
     seconds: float
     stats: GenerationStats
+    steps: list[tuple[int, int]] = field(default_factory=list)
     plain_token_ids: list[int] | None = None
     plain_seconds: float | None = None
-
-    @property
-    def num_accepted(self) -> list[int]:
-        """Accepted draft tokens of each round."""
-        return self.stats.num_accepted[0] if self.stats.num_accepted else []
 
     @property
     def identical(self) -> bool | None:
@@ -142,14 +139,28 @@ class Summary:
 
 
 def run_sample(
-    target: PreTrainedModel, heads: DraftHead, inputs: dict[str, torch.Tensor], compare: bool, **generate_kwargs: Any
+    target: PreTrainedModel,
+    heads: DraftHead,
+    inputs: dict[str, torch.Tensor],
+    compare: bool,
+    seed: int = 0,
+    **generate_kwargs: Any,
 ) -> Sample:
-    """Generates one prompt with heads and, if `compare`, plainly."""
+    """Generates one prompt with heads and, if `compare`, plainly; sampled ones with the same seed."""
+    import torch
+
     from ..tuning.turns import timed_generation
 
-    (token_ids,), seconds = timed_generation(target, inputs, assistant_model=heads, **generate_kwargs)
-    sample = Sample(inputs["input_ids"].shape[1], token_ids, seconds, heads.last_stats)
+    steps: list[tuple[int, int]] = []
+    before, heads.on_round = heads.on_round, lambda step: steps.append((len(step.token_ids()), step.num_drafted()))
+    torch.manual_seed(seed)
+    try:
+        (token_ids,), seconds = timed_generation(target, inputs, assistant_model=heads, **generate_kwargs)
+    finally:
+        heads.on_round = before
+    sample = Sample(inputs["input_ids"].shape[1], token_ids, seconds, heads.last_stats, steps)
     if compare:
+        torch.manual_seed(seed)
         (sample.plain_token_ids,), sample.plain_seconds = timed_generation(target, inputs, **generate_kwargs)
     return sample
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..cache.draft import DraftCache
+from ..cache.rooms import Rooms
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
@@ -72,11 +73,13 @@ class CompiledRounds:
     Attributes:
         compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
             compiled.
+        rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
     """
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self.compiles = False
+        self.rooms = Rooms() if self.replays else None
         self._steps = {step: torch.compile(_own_copy(step), **options) for step in (_grow, _verify)}
         self._shapes: dict[Callable, set[tuple]] = {_grow: set(), _verify: set()}
 
@@ -123,7 +126,10 @@ class CompiledRounds:
         """As [`drafting.grow_tree`]."""
         shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
         shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
-        return self._call(_grow, shapes, head, cache, tree, token_ids, features, depth, shape)
+        drafted = self._call(_grow, shapes, head, cache, tree, token_ids, features, depth, shape)
+        if self.replays:
+            cache.outlive_step()
+        return drafted
 
     def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""

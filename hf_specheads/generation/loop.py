@@ -26,6 +26,7 @@ from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds
+from .observer import tell
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace, pace_of
@@ -158,18 +159,16 @@ class RoundLoop:
         model_kwargs: dict[str, Any],
     ):
         self.target, self.options, self.config, self.sequences = target, options, generation_config, sequences
-        self.model_kwargs, self.batch = model_kwargs, len(sequences.lengths)
-        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=self.batch)
-        self.stop = StopRule(stopping_criteria, self.batch)
-        self.outputs = EmittedOutputs(generation_config, self.batch)
+        self.model_kwargs, self.batch = model_kwargs, (batch := len(sequences.lengths))
+        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=batch)
+        self.stop, self.outputs = StopRule(stopping_criteria, batch), EmittedOutputs(generation_config, batch)
         self.stepwise: StepwiseCriteria | None = None
         if self.stop.in_step:
             self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs)
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         processors = logits_processor if generation_config.do_sample else None
-        self.candidates = DraftHeadCandidateGenerator(
-            head, target, self.stop.max_length, self.padding_mask, processors, options
-        )
+        call = (self.stop.max_length, self.padding_mask, processors, options)
+        self.candidates = DraftHeadCandidateGenerator(head, target, *call)
         self.stats = self.candidates.stats
         self.rule = RULES[options.verification]
         self.stats.lossy = bool(generation_config.do_sample) and not self.rule.lossless
@@ -186,14 +185,8 @@ class RoundLoop:
             self.pace = pace_of(head, target, options, self.batch, generation_config)
             self.pace.begin_call()
         self.group = parallel_group(target)
-        self.compiled = None
-        if options.compiled:
-            self.compiled = self.candidates.compiled = compiled_rounds(head, target, generation_config)
-
-    def fix_capacities(self, rows: NewRows) -> None:
-        """Gives the draft cache, which has taken in nothing yet, slots for the whole call."""
-        drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
-        self.candidates.draft_cache.fix_capacity(bucket(rows.token_ids.shape[1] + self.budget + drafted))
+        self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
+        self.candidates.compiled = self.compiled
 
     @property
     def budget(self) -> int:
@@ -235,9 +228,11 @@ class RoundLoop:
                 rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
                 self.emit(outputs, accepted, new_rows.token_ids)
                 self.record(tree, accepted, drafts and not gave_up)
+            seconds = time.perf_counter() - began
             if self.pace is not None:
-                self.keep_pace(self.pace, tree, accepted, time.perf_counter() - began)
+                self.keep_pace(self.pace, tree, accepted, seconds)
             rows = self.drop_ended(rows, accepted)
+            tell(self.options.on_round, tree, accepted, seconds)
         wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.candidates.why_plain(self.pace) if self.stats.plain_steps else None
@@ -247,7 +242,7 @@ class RoundLoop:
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
         """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
-        prompt = self.sequences.padded()
+        began, prompt = time.perf_counter(), self.sequences.padded()
         outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
         self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
@@ -257,24 +252,29 @@ class RoundLoop:
         first = to_device([result.token_ids for result in accepted.values()], prompt.device)
         self.emit(outputs, accepted, first, prefill=True)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
-        if self.compiled is not None:
-            self.fix_capacities(rows)
-        return self.drop_ended(rows, accepted)
+        if self.compiled:
+            drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
+            capacity = bucket(rows.token_ids.shape[1] + self.budget + drafted)
+            self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
+        rows = self.drop_ended(rows, accepted)
+        tell(self.options.on_round, None, accepted, time.perf_counter() - began)
+        return rows
 
     def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache | RecurrentCache:
         """Takes over the target's cache, now that it holds the prompt."""
         stock = self.stock
         self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
-        positions = root_positions_of(self.model_kwargs, self.prefilled, self.target.device)
+        positions = root_positions_of(self.reader.counted(self.model_kwargs), self.prefilled, self.target.device)
         if goes_back(self.target, stock):
             return self.open_recurrent(stock, positions)
         if self.options.tree.is_chain and tree_problem_of(self.target, stock):
             takes_positions = self.model_kwargs.get("position_ids") is not None
             return ChainCache(stock, self.padding_mask, positions, takes_positions)
-        capacity = None
+        capacity = rooms = None
         if self.compiled is not None:
+            rooms = self.compiled.rooms
             capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.most_nodes)
-        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity)
+        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity, rooms)
 
     def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
         """The same where it holds states."""
@@ -323,8 +323,8 @@ class RoundLoop:
     def accept(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""
         logits = logits.to(tree.token_ids.device)
-        call = (self.sequences, self.sampler, self.stop, self.outputs, self.options)
-        accepted = self.rule.accept(Verification(tree, logits, *call))
+        call = Verification(tree, logits, self.sequences, self.sampler, self.stop, self.outputs, self.options)
+        accepted = self.rule.accept(call)
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
         return dict(zip(self.sequences.active, accepted, strict=True))
 
@@ -338,8 +338,7 @@ class RoundLoop:
     def emit(
         self, outputs: ModelOutput, accepted: dict[int, Accepted], token_ids: torch.Tensor, prefill: bool = False
     ) -> None:
-        """Appends the emitted tokens, with which the rows of `token_ids` [B, *] end, and keeps what the caller asked
-        for."""
+        """Appends emitted tokens, with which the rows of `token_ids` [B, *] end; keeps what the caller asked for."""
         self.outputs.collect(outputs, accepted, prefill)
         for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
             self.sequences.append(sequence, result.token_ids, row)
@@ -389,8 +388,9 @@ class RoundLoop:
         return rows.select_sequences(kept)
 
     def close(self) -> None:
-        """Gives transformers' cache its contents back, after errors too: of a single sequence, what plain decoding has
-        in it when it emits the last token that was emitted here; of a batch nothing."""
+        """Gives transformers' cache its contents back, after errors too: of one sequence what plain decoding has in it
+        at the last token that was emitted here, of a batch nothing."""
+        self.candidates.draft_cache.leave_room()
         if self._target_cache is None:
             return
         emitted = self.sequences.emitted_tokens(0) if self.batch == 1 else 0

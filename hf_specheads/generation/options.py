@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
+from .observer import Observer
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class DraftingOptions:
     Attributes:
         tree: The draft tree in force.
         verification: Name of a rule in `verification.rules.RULES`.
-        posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace: As in
-            `DraftHead`.
+        posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace, on_round:
+            As in `DraftHead`.
         free_tree: Nobody has assigned a tree, so rounds may draft others than `tree`.
     """
 
@@ -31,6 +32,7 @@ class DraftingOptions:
     compiled: bool
     profile: bool
     trace: bool
+    on_round: Observer | None
     free_tree: bool
 
     @classmethod

@@ -92,6 +92,11 @@ def refuse_options(heads: DraftingContract, options: DraftingOptions, config: Ge
             f"{' with looked-up tokens' if options.tree.lookup else ''}; use "
             "`heads.with_tree(kind='chain', lookup=0)` or `heads.loop = 'own'`."
         )
+    if options.loop == "transformers" and options.on_round is not None:
+        raise UnsupportedGenerationError(
+            "transformers' own loop tells nobody of its rounds, and these heads have an observer; use "
+            "`heads.on_round = None` or `heads.loop = 'own'`."
+        )
 
 
 def refuse_processors(

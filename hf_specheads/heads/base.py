@@ -50,15 +50,17 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
         adaptive: Draft what has paid most, by the wall time of rounds and plain steps of this pair so far, and try
             other trees now and then ([`generation.pace`]): where a tree was assigned that tree or nothing, else also
-            chains and trees of other sizes. The tokens do not depend on it, unless they are
-            drawn in an order of their own (`exact_seed = False`, sampled children): a seed then fixes the text only
-            with `adaptive = False`. Without effect while `trace` is set, and on typical acceptance.
+            chains and trees of other sizes. The tokens do not depend on it, unless they are drawn in an order of their
+            own (`exact_seed = False`, sampled children): a seed then fixes the text only with `adaptive = False`.
+            Without effect while `trace` is set, and on typical acceptance.
         probe: Before the first call with a target, try a small draft tree on it and compare its logits with plain
             decoding's ([`generation.probe`]); a target that would give another text is refused.
         compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
             for that. How, says the target's `generation_config.compile_config`.
         profile: Record wall seconds by stage in `last_stats.seconds`; every stage then waits for the devices.
         trace: Keep every draft tree in `last_stats.trees`.
+        on_round: Told of every round ([`generation.observer.Round`]) by the thread that generates; an error it raises
+            ends the call. Neither tokens nor drafts depend on it.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
         placement: [`Placement`]: whether the heads follow their target to its device and dtype when it is first used.
     """
@@ -152,9 +154,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
                 )
 
     def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
-        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already. The
-        target is not
-        kept alive.
+        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already. The target
+        is not kept alive.
 
         Args:
             target: The target.

@@ -65,6 +65,10 @@ class MtpCache(DraftCache):
         if self.earlier is not None:
             self.earlier = self.earlier[kept]
 
+    def outlive_step(self) -> None:
+        super().outlive_step()
+        self.earlier = None if self.earlier is None else self.earlier.clone()
+
     def one_later(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, M, h] of the rows to commit, each handed to the row after it; before `commit`."""
         earlier = torch.zeros_like(states[:, :1]) if self.earlier is None else self.earlier.to(states.dtype)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..configuration import DraftHeadConfig
@@ -68,7 +69,7 @@ class MtpHeadConfig(DraftHeadConfig):
         fields = dict(self.layer_config or {})
         try:
             config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
-        except (KeyError, ValueError, AttributeError, TypeError, ArithmeticError) as error:
+        except (KeyError, ValueError, AttributeError, TypeError, ArithmeticError, StrictDataclassError) as error:
             raise ValueError(f"`layer_config` is no config of a model transformers knows: {error}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"`layer_config` has model_type={config.model_type!r}, which is no language model's.")

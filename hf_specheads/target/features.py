@@ -55,6 +55,7 @@ class FeatureReader:
         self.forward_kwargs: dict[str, Any] = {
             "output_hidden_states": True if all_layers else asked_hidden_states(layers)
         }
+        self.positions_dropped = False
 
     def prefill(
         self, target: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -71,8 +72,14 @@ class FeatureReader:
         """
         recorded = _Recorded(target, self.features)
         outputs = type(target)._prefill(recorded, input_ids, config, model_kwargs | self.forward_kwargs)
+        self.positions_dropped = model_kwargs.get("position_ids") is not None and not recorded.positions_given
         chunks = [chunk for chunk in recorded.kept if chunk is not None]
         return outputs, torch.cat(chunks, dim=1) if chunks else None
+
+    def counted(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Of the kwargs of a call, after its prefill, those by which the target knows positions: none where it throws
+        them away (Exaone 4.5) and counts the slots of its cache, padding included."""
+        return {} if self.positions_dropped else model_kwargs
 
     def features(self, outputs: Any) -> torch.Tensor | None:
         """Features of one forward over N nodes, [B, N, F]; `None` for heads that read none."""
@@ -88,16 +95,19 @@ class _Recorded:
 
     Attributes:
         kept: Of every forward so far.
+        positions_given: Whether a forward was given the positions of its tokens.
     """
 
     def __init__(self, target: PreTrainedModel, read: Callable[[ModelOutput], torch.Tensor | None]):
         self._target, self._read = target, read
         self.kept: list[torch.Tensor | None] = []
+        self.positions_given = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        self.positions_given |= kwargs.get("position_ids") is not None
         outputs = self._target(*args, **kwargs)
         self.kept.append(self._read(outputs))
         return outputs

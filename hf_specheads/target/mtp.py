@@ -24,7 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from ..errors import CheckpointShapeError, CorruptCheckpointError, HeadLoadError, UnknownFormatError
+from ..errors import (
+    CheckpointShapeError,
+    CheckpointValueError,
+    CorruptCheckpointError,
+    HeadLoadError,
+    UnknownFormatError,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 QWEN = re.compile(r"(?:.*\.)?mtp\.(.+)")
@@ -100,6 +106,22 @@ def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return joined
 
 
+def separate_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of [`joined_experts`]: experts one by one, as checkpoints have them."""
+    separate = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition(".")
+        if not name.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+            separate[key] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = {"down_proj": expert}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            separate |= {f"{name}.{number}.{part}.weight": weight for part, weight in parts.items()}
+    return separate
+
+
 # ------------------------------------------------------------------ files
 def read_mtp(source: str | os.PathLike[str], num_layers: int, **hub: Any) -> dict[str, torch.Tensor]:
     """The MTP layers of a target by our names, on the CPU; of a checkpoint in shards only those that hold some.
@@ -168,4 +190,6 @@ def _read(path: str, num_layers: int) -> dict[str, torch.Tensor]:
                 f"the MTP layers in {path} are quantised ({key} is {tensor.dtype}); pass a checkpoint that has them "
                 "in fp16, bf16 or fp32."
             )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointValueError(f"{key} in {path} holds NaN or infinities; use an undamaged checkpoint.")
     return found

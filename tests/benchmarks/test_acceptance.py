@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.acceptance import n_alpha, training_curve
+from benchmarks.acceptance import acceptance, n_alpha, training_curve
 from hf_specheads import AutoDraftHead
 
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
@@ -24,16 +24,51 @@ def test_methods_measures_every_head_greedy_and_sampled(measure_pair):
     assert len(result["heads"]["eagle"]["wide"]["pos_acc"]) <= 8
 
 
-def test_acceptance_reports_every_family_and_depth(measure_pair, pair):
+def test_acceptance_reports_every_mode_tree_and_depth(measure_pair, pair):
     facts = {"steps": 10, "training_flops": 1e12, "hours": 0.5, "log_history": []}
     (pair / "poss" / "training_facts.json").write_text(json.dumps(facts))
-    heads = measure_pair("acceptance", ["eagle", "poss"], "--depths", "2", "3")["heads"]
-    for family in ("papers", "default"):
-        assert list(heads["poss"]["measured"][family]) == ["2", "3"]
+    words = ("--depths", "2", "3", "--trees", "chain", "16 nodes", "--modes", "greedy", "temperature 1")
+    heads = measure_pair("acceptance", ["eagle", "poss"], *words)["heads"]
+    for mode in ("greedy", "temperature 1"):
+        for tree in ("chain", "16 nodes"):
+            assert list(heads["poss"]["measured"][mode][tree]) == ["2", "3"]
     assert heads["poss"]["training_flops"] == 1e12
     assert "training_flops" not in heads["eagle"]
-    itself = heads["eagle"]["measured"]["papers"]["2"]["difference"]
-    assert itself == {"mean": 0, "low": 0, "high": 0}
+    cell = heads["eagle"]["measured"]["greedy"]["chain"]["3"]
+    assert cell["identical"] and cell["interval"][0] <= cell["acceptance_length"] <= cell["interval"][1]
+    tokens, rounds = acceptance.counts_from(cell["counts"])
+    assert sum(tokens) / sum(rounds) == pytest.approx(cell["acceptance_length"], rel=1e-4)
+
+
+def test_prompts_in_a_batch_count_as_each_alone(measure_pair, pair):
+    words = ("--depths", "3", "--trees", "16 nodes", "--batch_size")
+    together, alone = (measure_pair("acceptance", ["poss"], *words, size)["heads"]["poss"] for size in ("2", "1"))
+    assert (
+        together["measured"]["greedy"]["16 nodes"]["3"]["counts"]
+        == (alone["measured"]["greedy"]["16 nodes"]["3"]["counts"])
+    )
+
+
+def test_heads_are_told_apart_by_prompts_that_agree_on_the_difference():
+    def cell(tokens):
+        return {"6": {"counts": " ".join(f"{count}/10" for count in tokens)}}
+
+    worse, better, noisy = [30, 50, 20, 40] * 10, [31, 51, 21, 41] * 10, [31, 20, 51, 42] * 10
+    assert acceptance.told_apart(cell(better), cell(worse), "6")
+    assert not acceptance.told_apart(cell(noisy), cell(worse), "6")
+    assert not acceptance.told_apart(cell(worse), cell(worse), "6")
+    assert acceptance.difference(cell(better), cell(worse), "6").mean == pytest.approx(0.1)
+
+
+def test_groups_of_prompts_have_their_own_acceptance(measure_pair, pair):
+    entries = [{"name": str(n), "group": "ab"[n % 2], "thinking": n == 1, "prompt": f"w{n} w7 w8"} for n in range(4)]
+    (pair / "prompts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    result = measure_pair("acceptance", ["eagle"], "--depths", "2", "--trees", "chain")
+    cell = result["heads"]["eagle"]["measured"]["greedy"]["chain"]["2"]
+    assert list(cell["groups"]) == ["a", "not thinking", "b", "thinking"]
+    tokens, rounds = acceptance.counts_from(cell["counts"])
+    assert cell["groups"]["a"] == pytest.approx((tokens[0] + tokens[2]) / (rounds[0] + rounds[2]), rel=1e-4)
+    assert cell["groups"]["thinking"] == pytest.approx(tokens[1] / rounds[1], rel=1e-4)
 
 
 def test_training_curve_counts_the_warm_start(pair, measure):

@@ -31,6 +31,11 @@ def test_what_vllm_showed() -> None:
         assert [entry["vllm"][name] for name in same] == [entry["ours"][name] for name in same]
 
 
+def test_speculators_loads_all_tensors() -> None:
+    for entry in results("speculators_loads"):
+        assert entry["equal_tensors"] == entry["tensors"] > 10 and entry["missing"] == []
+
+
 def test_what_speculators_showed() -> None:
     for entry in [*results("speculators"), *results("speculators_eagle")]:
         if entry.get("dtype", "float32") == "float32":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.setup import SIZES, cut, make, prompt_entries
+from benchmarks.setup import CHATS, SIZES, cut, load_prompts, make, make_chats, prompt_entries
 from hf_specheads.trainer.shipped_pair.corpus import is_held_out
 
 
@@ -27,6 +28,36 @@ def test_prompts_come_from_held_out_files_only(name):
 def test_reported_and_tuning_prompts_share_no_file():
     files = [{entry["name"].split(":")[0] for entry in prompt_entries(name)} for name in SIZES]
     assert not files[0] & files[1]
+
+
+@pytest.mark.parametrize("name", list(CHATS))
+def test_chats_are_those_that_the_tasks_write(name):
+    """Whoever changes a task family makes the committed prompts anew, and measures again."""
+    entries = prompt_entries(name)
+    assert entries == make_chats(*CHATS[name])
+    assert len({json.dumps(entry["messages"]) for entry in entries}) == len(entries)
+    assert all(entry["messages"][-1]["role"] in ("user", "tool") for entry in entries)
+
+
+def test_chats_decide_comparisons():
+    assert len(prompt_entries("chats")) >= 200
+    asked = [{json.dumps(entry["messages"]) for entry in prompt_entries(name)} for name in CHATS]
+    assert not asked[0] & asked[1]
+
+
+def test_chats_are_put_in_the_words_of_the_targets_template(tokenizer):
+    with pytest.raises(ValueError, match="no chat template"):
+        load_prompts(["chats_tuning"], tokenizer, 1)
+    tokenizer.chat_template = (
+        "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
+        "{% if enable_thinking %}w2 {% endif %}{% if add_generation_prompt %}w3{% endif %}"
+    )
+    found = load_prompts(["chats_tuning"], tokenizer)
+    assert len(found) == len(prompt_entries("chats_tuning"))
+    first, last = (tokenizer(word)["input_ids"] for word in ("w1", "w3"))
+    for inputs in found:
+        assert inputs["input_ids"].shape == inputs["attention_mask"].shape
+        assert inputs["input_ids"][0, :1].tolist() == first and inputs["input_ids"][0, -1:].tolist() == last
 
 
 class Words:

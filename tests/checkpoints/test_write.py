@@ -12,6 +12,7 @@ from support.heads import SCALED_ROPES, scrambled_heads
 from support.targets import VOCAB, deep_target, plain, prompt
 
 from hf_specheads import DraftHead, ExportError, HydraHead, MedusaHead, export_heads, load_heads
+from hf_specheads.checkpoints.write import needs_target
 
 TOKENS = [token for token in range(VOCAB) if token % 3]
 FIELDS = (
@@ -22,7 +23,7 @@ FIELDS = (
     "head_arch", "lm_head", "hidden_state_offset", "block_size", "mask_token_id", "anchor_slot", "causal",
     "sliding_layers", "sliding_window", "sliding_causal", "window_from", "embedding_scale", "logit_multiplier",
     "logit_softcap", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size", "gru_hidden_size",
-    "correction_rank", "plain_positions",
+    "correction_rank", "plain_positions", "markov_rank", "markov_head", "confidence_head", "confidence_with_markov",
 )  # fmt: skip
 NO_ROPE_CONFIG = ("rope_parameters", "max_position_embeddings", "rms_norm_eps", "intermediate_size",
                   "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
@@ -50,6 +51,9 @@ EAGLE3_VARIANTS = {
 NORMED = {"norms of queries and keys": {"qk_norm": True}}
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 3, "conv_group_size": 8}
+PEAGLE = {"plain": {}, "reduced vocabulary": {"draft_token_ids": TOKENS}, "own embedding": {"own_embedding": True}}
+QWEN3_LAYER = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 37,
+               "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}  # fmt: skip
 GRU = {"gru_hidden_size": 12, "correction_rank": 6, "plain_positions": 2}
 SLIDING = {"sliding_layers": (0,), "sliding_window": 8}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -78,6 +82,9 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash2", "dflash", "all layers slide", {**BLOCK, "sliding_layers": (0, 1), "sliding_window": 9, **SELECTOR}),
     ("domino", "dflash", "drafts from the root on", {**BLOCK, **GRU}),
     ("domino", "dflash", "idle root", {**BLOCK, **GRU, "anchor_slot": "idle", "plain_positions": 0}),
+    *(("peagle", "speculators", name, {"feature_layers": (1, 3, 6), "num_hidden_layers": 2, **options})
+      for name, options in PEAGLE.items()),
+    ("mtp", "speculators", "fine-tuned", {"native": False, "layer_config": QWEN3_LAYER}),
     ("hydra", "hydra", "grounded", {"num_heads": 3, "num_blocks": 3}),
     ("hydra", "hydra", "ungrounded", {"grounded": False, "num_blocks": 2, "tied_blocks": False}),
     ("hydra", "hydra", "Hydra++", {"head_arch": "prefix-mlp", "num_blocks": 4, "num_key_value_heads": 2}),
@@ -191,25 +198,63 @@ def test_pruned_eagle3_heads_are_written_as_if_trained_so(tmp_path: Path) -> Non
     assert load_heads(exported.folder).draft_vocabulary is None
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_block_drafters_carry_copies_of_their_target(tmp_path: Path, pruned: bool) -> None:
-    target, options = deep_target(), {**BLOCK, **SLIDING, "window_from": "anchor", "anchor_slot": "drafts"}
-    heads = scrambled_heads(target, "dflash", **options)
+MARKOV = {**BLOCK, "markov_rank": 6}
+WITH_COPIES = {
+    "dflash": ("dflash", "speculators", {**BLOCK, **SLIDING, "window_from": "anchor", "anchor_slot": "drafts"}),
+    "dflash, pruned": ("dflash", "speculators", BLOCK),
+    "dspark": ("dspark", "speculators", {**MARKOV, "confidence_with_markov": False, "anchor_slot": "idle"}),
+    "dspark, pruned": ("dspark", "speculators", {**MARKOV, "markov_head": "rnn"}),
+    "dspark for its authors": ("dspark", "dflash", {**MARKOV, "markov_head": "gated"}),
+    "dspark without confidence": ("dspark", "dflash", {**MARKOV, "confidence_head": False}),
+    "dflash2": ("dflash2", "speculators", {**BLOCK, **SELECTOR, "sliding_layers": (1,), "sliding_window": 9,
+                                           "window_from": "anchor"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_block_drafters_carry_copies_of_their_target(tmp_path: Path, name: str) -> None:
+    target, (method, to, options), pruned = deep_target(), WITH_COPIES[name], name.endswith("pruned")
+    heads = scrambled_heads(target, method, **options)
     if pruned:
         heads.prune_draft_vocabulary(TOKENS)
     with pytest.raises(ExportError, match="pass the loaded"):
-        export_heads(heads, tmp_path / "heads", to="speculators", target="name")
+        export_heads(heads, tmp_path / "heads", to=to, target="name")
+    assert needs_target(heads, to)
     target.config._name_or_path = target.config._name_or_path or "tiny-target"
-    exported = export_heads(heads, tmp_path / "heads", to="speculators", target=target)
+    exported = export_heads(heads, tmp_path / "heads", to=to, target=target)
     saved = load_file(exported.folder / "model.safetensors")
     assert torch.equal(saved["embed_tokens.weight"], target.get_input_embeddings().weight)
     assert len(saved["lm_head.weight"]) == (len(TOKENS) if pruned else VOCAB)
     again = load_heads(exported.folder)
-    assert differences(heads, again) == [] and again.config.target["name"] == target.config.name_or_path
+    assert type(again) is type(heads)
+    if to == "speculators":
+        assert again.config.target["name"] == target.config.name_or_path
+    if method == "dspark" and pruned:  # rows of what is not drafted are not written
+        kept = torch.zeros(VOCAB, 1).index_fill(0, torch.tensor(TOKENS), 1)
+        heads.markov_head.markov_w2.weight.data.mul_(kept)
+    assert differences(heads, again) == []
     assert torch.equal(plain(target, prompt(), 8, assistant_model=again), plain(target, prompt(), 8))
 
 
-def test_dspark_goes_nowhere_yet(tmp_path: Path) -> None:
-    heads = scrambled_heads(deep_target(), "dspark", **BLOCK, markov_rank=6)
-    with pytest.raises(ExportError, match="dspark heads can be exported nowhere yet"):
-        export_heads(heads, tmp_path / "heads", to="dflash")
+def test_fine_tuned_mtp_layers_lie_as_in_a_target(tmp_path: Path) -> None:
+    """In Qwen's layout, experts one by one; a target's own layers are not written again."""
+    for fields in ({}, {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                        "moe_intermediate_size": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}):  # fmt: skip
+        heads = scrambled_heads(deep_target(), "mtp", native=False)
+        layer = {**heads.config.layer_config, **fields}
+        heads = scrambled_heads(deep_target(), "mtp", native=False, layer_config=layer)
+        folder = tmp_path / str(len(fields))
+        exported = export_heads(heads, folder, to="mtp")
+        names = set(load_file(folder / "model.safetensors"))
+        assert all(name.startswith("mtp.") for name in names)
+        assert ("mtp.layers.0.mlp.experts.2.up_proj.weight" in names) == bool(fields)
+        assert any("model.safetensors.index.json" in note for note in exported.notes)
+        again = load_heads(folder, method="mtp")
+        assert again.config.native and differences(heads, again) == []
+        with pytest.raises(ExportError, match="target's own"):
+            export_heads(again, tmp_path / "again", to="mtp")
+    with pytest.raises(ExportError, match=r"layers of 'qwen3_moe'.*--to mtp"):
+        export_heads(heads, tmp_path / "moe", to="speculators", target="tiny-target")
+    two = scrambled_heads(deep_target(), "mtp", native=False, num_mtp_layers=2)
+    with pytest.raises(ExportError, match="2 MTP layers"):
+        export_heads(two, tmp_path / "two", to="speculators", target="tiny-target")

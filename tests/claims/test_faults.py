@@ -16,10 +16,9 @@ from support.faults import (
     assert_same_contents,
     count_of,
     forward_fault,
-    hooks_of,
-    warm_cache,
 )
 from support.heads import random_heads
+from support.scenes import CHAINS, NEW, Scene
 from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
@@ -28,64 +27,8 @@ from hf_specheads.cache import target as target_cache
 from hf_specheads.cache.target import ChainCache, TreeCache, _Group
 from hf_specheads.generation.compiled import CompiledRounds
 
-NEW = 14
-RANKS = (0, 0, None, 1, 0, 0)
 TREES = ("llama", "mistral", "gemma3")  # slots; windows that are in force; both
-CHAINS = ("bloom", "llama4", "lfm2")  # transformers' own cache: rows only, windows, convolutions
 FAMILIES = (*TREES, *CHAINS)
-
-
-class Scene:
-    """A conversation with a target, to be interrupted; every attempt starts from the same cache.
-
-    Args:
-        family: Of the target.
-        tokens: What the cache holds that is handed in; `None` for an internal one.
-    """
-
-    def __init__(self, family: str, tokens: int | None):
-        self.target = own_target(family)
-        self.cache, self.ids = warm_cache(self.target, tokens or 0)
-        self.handed_in = tokens is not None
-        self.text = plain(self.target, self.ids, NEW, past_key_values=copy.deepcopy(self.cache))
-        # transformers hangs hooks of its own on a model that is asked for hidden states, once and for good.
-        self.target(prompt(3), output_hidden_states=True)
-        tree = {"kind": "chain", "depth": 3} if family in CHAINS else {}
-        # Heads know nothing of tokens that came in a cache: for them the text begins after those.
-        self.heads = StubHead(self.target, self.text[:, self.cache.get_seq_length() :], RANKS, **tree)
-        self.hooks = hooks_of(self.target)
-
-    def call(self, **options) -> torch.Tensor:
-        cache = {"past_key_values": self.attempt} if self.handed_in else {}
-        return plain(self.target, self.ids, NEW, **cache, **options)
-
-    def interrupted(self, at: At, error: type[BaseException] = Fault, **options) -> None:
-        """A call that is interrupted; afterwards everything is as it must be."""
-        self.attempt = copy.deepcopy(self.cache)
-        with pytest.raises(error):
-            self.call(assistant_model=self.heads, **options)
-        if self.handed_in:
-            self.check_cache(options.get("streamer"))
-
-    def check_cache(self, streamer: FaultyStreamer | None) -> None:
-        held, prompt_length = self.attempt.get_seq_length(), self.ids.shape[1]
-        if held < prompt_length:  # the prompt's own forward was interrupted
-            assert_same_contents(self.attempt, self.cache)
-            return
-        if streamer is not None:
-            assert held == len(streamer.tokens) - 1
-        assert_same_contents(self.attempt, self.plain_cache(held))
-
-    def plain_cache(self, tokens: int) -> DynamicCache:
-        """What plain decoding has in the cache when it holds so many tokens."""
-        cache = copy.deepcopy(self.cache)
-        plain(self.target, self.ids, tokens - self.ids.shape[1] + 1, past_key_values=cache)
-        return cache
-
-    def check_next_call(self) -> None:
-        assert hooks_of(self.target) == self.hooks
-        self.attempt = copy.deepcopy(self.cache)
-        assert torch.equal(self.call(assistant_model=self.heads), self.text)
 
 
 def every(run, *scene_options) -> int:
@@ -274,7 +217,7 @@ def test_planted_bug_the_switch_of_sliding_layers_is_left_on(monkeypatch):
 
 
 def test_planted_bug_rows_are_freed_before_all_are_copied(monkeypatch):
-    def eager(self, members, length, capacity):
+    def eager(self, members, *args):
         for _, stock, name in members:
             setattr(stock, name, getattr(stock, name)[:, :, :0])
         raise torch.OutOfMemoryError("injected")

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specheads import PossHead, load_heads
 from hf_specheads.cli import COMMANDS, build_parser, main
-from hf_specheads.cli.demo import read_demo_prompts
+from hf_specheads.cli.demo import answer_problem, read_demo_prompts
 from hf_specheads.cli.evaluate import read_prompts
+from hf_specheads.trainer.shipped_pair.chat import answer_text
 
 PROMPTS = [{"name": "one", "prompt": "w5 w6 w7 w8 w9"}, {"name": "two", "prompt": "w50 w40 w30"}]
 
@@ -45,10 +46,30 @@ def test_demo(pair: Path, capsys: pytest.CaptureFixture) -> None:
     assert demo(pair) == 0
     printed = capsys.readouterr().out
     for words in ("--- one\nw5 w6 w7 w8 w9", "speed-up", "tau", "pos_acc", "tokens/forward", "plain steps",
-                  "assistant_model=heads", "All 2 texts are identical to plain generate."):  # fmt: skip
+                  "assistant_model=heads", "All 2 texts are identical to plain generate"):  # fmt: skip
         assert words in printed
-    (total,) = [line.split() for line in printed.splitlines() if line.startswith("all ")]
-    assert total[1] == "24" and total[-1] == "yes"
+    totals = [line.split() for line in printed.splitlines() if line.startswith("all ")]
+    assert len(totals) == 2, "greedy and sampled"
+    assert all(total[1] == "24" and total[-1] == "yes" for total in totals)
+
+
+def test_the_demo_asks_and_checks_where_the_target_chats(pair: Path, tokenizer, capsys: pytest.CaptureFixture) -> None:
+    """A right answer by the family's own checker; the tiny target gives none."""
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w3"
+    tokenizer.save_pretrained(pair / "target")
+    assert main(["demo", "--pair", str(pair), "--max-new-tokens", "4", "--limit", "1"]) == 0
+    (first, *_), printed = read_demo_prompts(None, chats=True), capsys.readouterr().out
+    assert first["messages"][-2]["content"] in printed and first["messages"][-1]["content"] not in printed
+    assert "✗" in printed and "✓" not in printed
+
+
+def test_demo_chats_have_right_answers() -> None:
+    chats = read_demo_prompts(None, chats=True)
+    assert len({chat["family"] for chat in chats}) == len(chats) == 5
+    for chat in chats:
+        thinking = chat["chat_template_kwargs"]["enable_thinking"]
+        assert answer_problem(chat, answer_text(chat["messages"][-1], thinking)) is None
+        assert answer_problem(chat, "I do not know.") is not None
 
 
 def test_demo_fails_if_a_text_differs(pair: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
@@ -64,7 +85,7 @@ def test_demo_fails_if_a_text_differs(pair: Path, capsys: pytest.CaptureFixture,
     monkeypatch.setattr(turns, "timed_generation", wrong_once)
     assert demo(pair) == 1
     printed = capsys.readouterr().out
-    assert "FAILED: the text differs from plain generate for ['one']" in printed
+    assert "FAILED: the text differs from plain generate for ['one (greedy)']" in printed
     assert "assistant_model=heads" not in printed
 
 

@@ -13,17 +13,16 @@ def decode(ids: list[int]) -> str:
 
 def test_spans_cover_every_token() -> None:
     """First the prefill's token; then per round the accepted ones and one of the target's own."""
-    assert spans(8, [2, 0, 2]) == [
+    assert spans([(1, 0), (3, 2), (1, 0), (3, 2)]) == [
         (0, 1, False), (1, 3, True), (3, 4, False), (4, 5, False), (5, 7, True), (7, 8, False),
     ]  # fmt: skip
-    assert spans(3, [5]) == [(0, 1, False), (1, 3, True)]  # stopped inside the accepted run
-    assert spans(0, []) == [(0, 0, False)]
-    assert spans(4, []) == [(0, 1, False), (1, 4, False)]
+    assert spans([(1, 0), (2, 2)]) == [(0, 1, False), (1, 3, True)]  # stopped inside the accepted run
+    assert spans([]) == []
 
 
 def test_marked_text() -> None:
-    assert marked_text([0, 1, 2, 3, 4], [2, 0], decode, colour=False) == "a⟦bc⟧de"
-    assert marked_text([0, 1, 2], [1], decode, colour=True) == "a\x1b[32mb\x1b[0mc"
+    assert marked_text([0, 1, 2, 3, 4], [(1, 0), (3, 2), (1, 0)], decode, colour=False) == "a⟦bc⟧de"
+    assert marked_text([0, 1, 2], [(1, 0), (2, 1)], decode, colour=True) == "a\x1b[32mb\x1b[0mc"
     assert marked_text([], [], decode, colour=False) == ""
 
 
@@ -33,8 +32,8 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     def decode_bytes(ids: list[int]) -> str:
         return b"".join(pieces[i] for i in ids).decode(errors="replace")
 
-    assert marked_text([0, 1, 2, 3], [1, 0], decode_bytes, colour=False) == "xéy"
-    assert marked_text([0, 1, 2, 3], [2], decode_bytes, colour=False) == "x⟦é⟧y"
+    assert marked_text([0, 1, 2, 3], [(1, 0), (2, 1), (1, 0)], decode_bytes, colour=False) == "xéy"
+    assert marked_text([0, 1, 2, 3], [(1, 0), (3, 2)], decode_bytes, colour=False) == "x⟦é⟧y"
 
 
 def test_tables_and_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,15 @@ def test_a_wrong_target_is_refused(saved: Path, capsys: pytest.CaptureFixture) -
     command = ["export", str(saved / "eagle"), str(saved / "out"), "--to", "vllm", "--target", str(saved / "other")]
     assert main(command) == 2
     assert "fingerprint" in capsys.readouterr().err
+
+
+def test_somebody_who_waits_is_told(saved: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """At a terminal, what is read and what is written; nothing with `--quiet`, or where nobody looks."""
+    command = ["export", str(saved / "poss"), "--to", "sglang", "--target", "org/target"]
+    assert main([*command[:2], str(saved / "unseen"), *command[2:]]) == 0
+    assert "Writing" not in capsys.readouterr().err
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    assert main([*command[:2], str(saved / "seen"), *command[2:]]) == 0
+    assert f"Writing {saved / 'seen'} for sglang ..." in capsys.readouterr().err
+    assert main([*command[:2], str(saved / "quiet"), *command[2:], "--quiet"]) == 0
+    assert "Writing" not in capsys.readouterr().err

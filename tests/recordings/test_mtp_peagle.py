@@ -46,6 +46,16 @@ def test_chains(name: str) -> None:
         assert tree.token_ids[0, 1:].tolist() == theirs["drafted"]
 
 
+def test_mtp_of_speculators() -> None:
+    """The same layer as that library's converter saves it, with its copy of `lm_head` full of NaN."""
+    folder = GOLDENS / "mtp_qwen_k4" / "draft_speculators"
+    _, _, native = recorded("mtp_qwen_k4")
+    heads = load_heads(folder)
+    assert not heads.config.native and heads.state_dict().keys() == native.state_dict().keys()
+    assert all(torch.equal(value, native.state_dict()[key]) for key, value in heads.state_dict().items())
+    assert heads.config.layer_config["rope_parameters"] == native.config.layer_config["rope_parameters"]
+
+
 @torch.no_grad()
 def test_slots_of_peagle() -> None:
     """Logits of all slots in the first rounds, from the recorded features."""

@@ -18,7 +18,8 @@ from hf_specheads.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES]
 # Ambiguous words the vocabulary rules out, and traces of the machine a file was written on.
 BANNED = (r"\baccept length\b", r"\bacceptance rate\b", r"(?<![\w.])/(tmp|work|root)/")
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A room (or a file at the root of the package) imports what stands on a lower step, or in the room itself.
 STEPS = (
-    ("errors", "version", "provenance", "texts", "unroll", "bootstrap"),
+    ("errors", "version", "provenance", "texts", "unroll", "bootstrap", "palette"),
     ("target", "tree", "draft_vocabulary"),
     ("cache", "configuration", "metrics"),
     ("contract", "publishing"),
@@ -22,7 +22,7 @@ STEPS = (
     ("tuning", "dispatch"),
     ("heads",),
     ("checkpoints", "registration", "diagnosis"),
-    ("evaluation",),
+    ("evaluation", "app", "figures"),
     ("__init__", "cli", "custom_generate", "trainer"),
     ("__main__",),
 )

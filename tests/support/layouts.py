@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads.checkpoints.native import read_native
+from hf_specheads.checkpoints.read import StoredHeads, read_heads
 from support.checkpoints import (
     EAGLE3_CONFIG,
     HEAD_DIM,
@@ -73,6 +75,18 @@ class Layout:
         for name, content in (self.files() if files is None else files).items():
             write_file(folder / name, content)
         return folder
+
+
+def stored(
+    folder: Path,
+    method: str | None = None,
+    positions_per_specialist: int | None = None,
+    anchor_slot: str | None = None,
+) -> StoredHeads:
+    """What a folder holds, told by the arguments of `load_heads`."""
+    if method is not None:
+        return read_native(folder, method, {})
+    return read_heads(folder, folder.name, positions_per_specialist, anchor_slot=anchor_slot)
 
 
 def write_file(path: Path, content: dict) -> None:
@@ -224,6 +238,48 @@ def domino_tensors() -> Tensors:
     return dflash_tensors() | {name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
+def dspark_speculators() -> Tensors:
+    """DSpark as `speculators` saves it, over [`TOKENS`]."""
+    tensors = dspark_tensors() | dflash_speculators()
+    tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][TOKENS]
+    return tensors
+
+
+def llama_layer(index: int) -> Tensors:
+    """One layer of the block drafter, without norms of queries and keys."""
+    layer = f"layers.{index}."
+    return {key.removeprefix(layer): tensor for key, tensor in dflash_tensors().items()
+            if key.startswith(layer) and "q_norm" not in key and "k_norm" not in key}  # fmt: skip
+
+
+def peagle_tensors() -> Tensors:
+    """P-EAGLE: EAGLE-3's tensors, a further layer, and the feature of mask rows."""
+    deeper = {f"layers.1.{name}": tensor for name, tensor in llama_layer(1).items()}
+    mask = torch.randn(1, 1, 3 * HIDDEN, generator=torch.Generator().manual_seed(4)) * 0.3
+    return eagle3_tensors("layers.0.", embedding=True) | deeper | {"mask_hidden": mask}
+
+
+def mtp_tensors(prefix: str, modules: tuple[str, ...], layer: str) -> Tensors:
+    """An MTP layer: its own modules under four names after a prefix, the decoder layer after another."""
+    generator = torch.Generator().manual_seed(6)
+    fusion, *norms = (f"{prefix}{module}.weight" for module in modules)
+    own = {norm: torch.rand(HIDDEN, generator=generator) + 0.5 for norm in norms}
+    fc = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.3
+    return {fusion: fc} | own | {layer + name: tensor for name, tensor in llama_layer(0).items()}
+
+
+def mtp_target() -> Tensors:
+    return mtp_tensors("mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "mtp.layers.0.")
+
+
+def mtp_speculators() -> Tensors:
+    """The same as `speculators`' converter saves it, with a copy of the target's `lm_head` that is all NaN."""
+    names = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    tensors = mtp_tensors("mtp_layers.0.", names, "mtp_layers.0.")
+    return tensors | {"verifier_lm_head.weight": torch.full((VOCAB, HIDDEN), torch.nan)}
+
+
+QWEN3_LAYERS = {"model_type": "qwen3", "num_hidden_layers": 2, "architectures": ["Qwen3Model"]}
 DFLASH = {"mask_token_id": 98, "target_layer_ids": [1, 4]}
 DEEPSPEC = QWEN3_CONFIG | DFLASH | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 0}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
@@ -430,10 +486,66 @@ LAYOUTS: dict[str, Layout] = {
                 "dflash", architectures=["DFlashSpeculator"], draft_vocab_size=len(TOKENS), block_size=4,
                 mask_token_id=98, aux_hidden_state_layer_ids=[2, 5], sample_from_anchor=False,
                 sliding_window_non_causal=False,
-                layer={"model_type": "qwen3", "num_hidden_layers": 2, "architectures": ["Qwen3Model"]},
+                layer=QWEN3_LAYERS,
             ),
         ),
         "speculators", "dflash",
+    ),
+    "speculators-dspark": Layout(
+        single(
+            dspark_speculators,
+            speculators_config(
+                "dspark", architectures=["DSparkSpeculator"], draft_vocab_size=len(TOKENS), block_size=4,
+                mask_token_id=98, aux_hidden_state_layer_ids=[2, 5], sample_from_anchor=True, markov_rank=6,
+                markov_head_type="gated", enable_confidence_head=True, confidence_head_with_markov=True,
+                sliding_window_non_causal=False, layer=QWEN3_LAYERS,
+            ),
+        ),
+        "speculators", "dspark",
+    ),
+    "speculators-dflash2": Layout(
+        single(
+            dflash2_tensors,
+            speculators_config(
+                "dflash2", architectures=["DFlash2DraftModel"], draft_vocab_size=VOCAB, block_size=4,
+                mask_token_id=98, aux_hidden_state_layer_ids=[2, 5], sample_from_anchor=False, conv_kernel_size=2,
+                conv_group_size=16, selector_rank=6, selector_top_k=8, sliding_window_non_causal=True,
+                layer=QWEN3_LAYERS | SLIDING,
+            ),
+        ),
+        "speculators", "dflash2",
+    ),
+    "peagle": Layout(
+        single(
+            peagle_tensors,
+            EAGLE3_CONFIG | {"num_hidden_layers": 2, "ptd_token_id": 98, "norm_before_residual": False},
+        ),
+        "peagle", "peagle",
+    ),
+    "speculators-peagle": Layout(
+        single(
+            peagle_tensors,
+            SPECULATORS_EAGLE3 | {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"],
+                                  "mask_token_id": 98, "embed_requires_grad": True},
+        ),
+        "speculators", "peagle",
+    ),
+    "mtp": Layout(
+        single(
+            mtp_target,
+            LLAMA_CONFIG | {"num_hidden_layers": 8, "mtp_num_hidden_layers": 1, "head_dim": HEAD_DIM},
+        ),
+        "native", "mtp", arguments={"method": "mtp"},
+    ),
+    "speculators-mtp": Layout(
+        single(
+            mtp_speculators,
+            speculators_config(
+                "mtp", architectures=["MTPDraftModel"], num_nextn_predict_layers=1,
+                layer={"num_hidden_layers": 8, "mtp_num_hidden_layers": 1},
+            ),
+        ),
+        "speculators", "mtp",
     ),
     "hydra": Layout(single(lambda: hydra_with_embedding(False), HYDRA, "hydra_lm_head.pt"), "hydra", "hydra"),
     "hydra-plus": Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+D2T, T2D = "d2t", "t2d"  # of which tokens the rows of a draft vocabulary are, and which tokens have one
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, FC_BIAS = "fc.weight", "fc.bias"
 FIRST_LAYER = "layers.0."

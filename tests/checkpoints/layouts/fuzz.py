@@ -33,10 +33,11 @@ from typing import Any
 
 import torch
 from mutations import MUTATIONS, all_tensors
-from support.layouts import LAYOUTS, target
+from support.layouts import LAYOUTS, stored, target
 
 from hf_specheads import DraftHead, load_heads
-from hf_specheads.checkpoints.read import StoredHeads, read_heads
+from hf_specheads.checkpoints.layouts.dflash.keys import MARKOV_OUT
+from hf_specheads.checkpoints.read import StoredHeads
 from hf_specheads.errors import HeadLoadError, WrongTargetError
 
 SECONDS = 20
@@ -45,9 +46,17 @@ FIELDS = ("rms_norm_eps", "hidden_act", "num_attention_heads", "norm_before_resi
           "tied_blocks", "hidden_state_offset", "positions_per_specialist", "inputs", "feature_layers")  # fmt: skip
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_type", "factor")
 TOLD_BY_CONFIG = {name: name for name in FIELDS} | dict.fromkeys(ROPE_FIELDS, "rope_parameters")
+TOLD_BY_CONFIG |= {name: name for name in (
+    "block_size", "mask_token_id", "sliding_window", "markov_head", "plain_positions", "selector_top_k",
+    "conv_group_size", "causal", "sliding_causal", "num_mtp_layers",
+)}  # fmt: skip
 TOLD_BY_CONFIG |= {"eagle_aux_hidden_state_layer_ids": "feature_layers", "target_hidden_size": "feature_size"}
+TOLD_BY_CONFIG |= dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids"), "feature_layers")
+TOLD_BY_CONFIG |= dict.fromkeys(("shift_label", "sample_from_anchor", "architectures"), "anchor_slot")
+# What notes call a field whose name they do not say.
+NOTED = {"rope_parameters": ("rope_theta",), "feature_layers": ("target_layer_ids",)}
 # Tensors whose absence makes the files those of other published heads.
-OTHER_LAYOUT = {"drop": ("fc.bias",)}
+OTHER_LAYOUT = {"drop": ("fc.bias",), "forget_field": ("causal_head",)}
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ def original(name: str) -> tuple[Path, Draft, StoredHeads]:
     layout = LAYOUTS[name]
     folder = layout.write(Path(tempfile.mkdtemp(prefix="layouts-")))
     heads = load_heads(folder, **layout.arguments)
-    return folder, draft(heads), read_heads(folder, folder.name, layout.arguments.get("positions_per_specialist"))
+    return folder, draft(heads), stored(folder, **layout.arguments)
 
 
 # ------------------------------------------------------------------ judging heads that loaded
@@ -126,14 +135,17 @@ def only_weights_differ(name: str, folder: Path, heads: DraftHead) -> bool:
         return False
     read = [after[key].to(heads.dtype) for key in after if not same(before[key], after[key])]
     state = heads.state_dict()
-    loaded = [state[key] for key, tensor in found.tensors.items() if not same(tensor, state[key])]
+    kept = heads.pruned_token_ids
+    if kept is not None and MARKOV_OUT in state:  # the file has rows of drafted tokens only
+        state = state | {MARKOV_OUT: state[MARKOV_OUT][kept]}
+    loaded = [state[key] for key, tensor in found.tensors.items() if not same(tensor, heads.state_dict()[key])]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in read)
     return bool(read) and finite and all(any(same(tensor, other) for other in read) for tensor in loaded)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same numbers, whatever their types."""
-    return a.shape == b.shape and torch.equal(a.double(), b.double())
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def fields(config: Any) -> dict[str, Any]:
@@ -153,15 +165,24 @@ def judge_config(name: str, folder: Path, heads: DraftHead, notes: str) -> str:
     told = [key for key in changed if key in TOLD_BY_CONFIG]
     in_force, said = [], []
     for key in told:
-        ours = getattr(heads.config, TOLD_BY_CONFIG[key], None)
+        ours = field_of(heads, key)
         value = after.get(key)
         if value is None:
-            said.append(key in notes or ours == getattr(found.config, TOLD_BY_CONFIG[key], None))
+            words = {key, TOLD_BY_CONFIG[key], *NOTED.get(TOLD_BY_CONFIG[key], ())}
+            same_field = ours == getattr(found.config, TOLD_BY_CONFIG[key], None)
+            said.append(same_field or any(word in notes for word in words) or heads.config.method == "mtp")
         else:
             in_force.append(holds(ours, value))
     if not told or not all(in_force + said):
         return "silently wrong"
     return "other config" if in_force else "said"
+
+
+def field_of(heads: DraftHead, key: str) -> Any:
+    """What heads say of a field. MTP heads have a target's own config of their layer, which is filled in by
+    transformers where it is silent, as the target's is."""
+    layer, name = getattr(heads.config, "layer_config", None) or {}, TOLD_BY_CONFIG[key]
+    return layer.get(key, layer.get(name)) if key in layer or name in layer else getattr(heads.config, name, None)
 
 
 def holds(ours: Any, value: Any) -> bool:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.layouts import LAYOUTS, target
+from support.layouts import LAYOUTS, stored, target
 from support.targets import plain, prompt
 
 from hf_specheads import load_heads
-from hf_specheads.checkpoints.read import read_heads
+
+WITH_EMBEDDING = ("eagle3-narrow", "peagle", "speculators-peagle")  # one of their own
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -18,11 +19,10 @@ def test_load(name: str, tmp_path: Path) -> None:
     """Found for what it is, no weights of the target kept, and the target's own text in the end."""
     layout = LAYOUTS[name]
     folder = layout.write(tmp_path)
-    found = read_heads(folder, folder.name, layout.arguments.get("positions_per_specialist"),
-                       anchor_slot=layout.arguments.get("anchor_slot"))  # fmt: skip
+    found = stored(folder, **layout.arguments)
     heads = load_heads(folder, **layout.arguments)
     assert (found.layout, heads.config.method) == (layout.kind, layout.method)
-    assert "embed_tokens.weight" not in heads.state_dict() or name == "eagle3-narrow"
+    assert "embed_tokens.weight" not in heads.state_dict() or name in WITH_EMBEDDING
     read = {key: tensor.float() for key, tensor in found.tensors.items()}
     tied = heads.all_tied_weights_keys
     state = {key: tensor.float() for key, tensor in heads.state_dict().items() if key not in tied}

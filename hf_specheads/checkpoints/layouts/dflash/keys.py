@@ -6,7 +6,6 @@ from ..keys import INPUT_NORM, LAYER_WEIGHTS, POST_NORM
 
 CONTEXT_NORM, NORM = "hidden_norm.weight", "norm.weight"
 Q_NORM, K_NORM = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-D2T, T2D = "d2t", "t2d"
 # Weights of a layer, without its prefix.
 LAYER_PARTS = (*LAYER_WEIGHTS, INPUT_NORM, POST_NORM, Q_NORM, K_NORM)
 # The object that holds the fields of the method, which some writers put beside the layer's.

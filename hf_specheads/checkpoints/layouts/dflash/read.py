@@ -17,7 +17,6 @@ import torch
 from ....errors import (
     CheckpointKeysError,
     CheckpointShapeError,
-    CheckpointValueError,
     HeadConfigError,
     UnknownFormatError,
     refuse_wrong_keys,
@@ -45,7 +44,20 @@ from ..fields import (
     special_tokens,
     target_of,
 )
-from ..keys import EMBEDDING, FC, FIRST_LAYER, GATE_PROJ, K_PROJ, LM_HEAD, Q_PROJ, TARGET_NAME, attention_bias
+from ..keys import (
+    D2T,
+    EMBEDDING,
+    FC,
+    FIRST_LAYER,
+    GATE_PROJ,
+    K_PROJ,
+    LM_HEAD,
+    Q_PROJ,
+    T2D,
+    TARGET_NAME,
+    attention_bias,
+)
+from ..vocabulary import draft_vocabulary_of
 from . import keys
 
 # Fields of ropes that the authors' trainers leave out of account, although configs copied from a target have them.
@@ -73,6 +85,7 @@ def convert(source: Source) -> Conversion:
     config_class, extra, parts = _method(raw_config, tensors, sizes, notes)
     _check_keys(tensors, sizes["num_hidden_layers"], parts)
     vocabulary = _draft_vocabulary(borrowed, raw_config, notes)
+    tensors = _with_all_rows(tensors, vocabulary, sizes["vocab_size"])
     causal = any(boolean(raw_config, name) for name in ("causal_head", "causal", "is_causal"))
     fields: dict[str, Any] = {
         **sizes,
@@ -228,7 +241,7 @@ def _without_ignored_rope(raw_config: RawConfig, notes: list[str]) -> RawConfig:
 # ------------------------------------------------------------------ tensors
 def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """The heads' own tensors, and copies of the target's with what goes with them."""
-    names = (EMBEDDING, LM_HEAD, keys.D2T, keys.T2D)
+    names = (EMBEDDING, LM_HEAD, D2T, T2D)
     return (
         {key: tensor for key, tensor in tensors.items() if key not in names},
         {key: tensor for key, tensor in tensors.items() if key in names},
@@ -291,11 +304,6 @@ def _markov(raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int]) -> t
         raise HeadConfigError(f"config.json has markov_head_type={kind!r}, expected one of {list(keys.MARKOV_PARTS)}.")
     rank, width = matrix_shape(tensors, keys.MARKOV_IN)[1], sizes["hidden_size"]
     refuse_contradiction(raw_config, {"markov_rank": rank})
-    if (rows := matrix_shape(tensors, keys.MARKOV_OUT)[0]) != sizes["vocab_size"]:
-        raise CheckpointShapeError(
-            f"{keys.MARKOV_OUT} has {rows} rows for {sizes['vocab_size']} tokens; DSpark heads over a part of the "
-            "vocabulary are not read."
-        )
     parts = {keys.MARKOV_IN, keys.MARKOV_OUT, *(keys.MARKOV + part for part in keys.MARKOV_PARTS[kind])}
     confident = keys.CONFIDENCE_PARTS[0] in tensors
     inputs = matrix_shape(tensors, keys.CONFIDENCE_PARTS[0])[1] if confident else width + rank
@@ -342,6 +350,20 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
     return {**sizes, "feature_size": hidden, "embedding_size": hidden}
 
 
+def _with_all_rows(tensors: Tensors, vocabulary: torch.Tensor | None, size: int) -> Tensors:
+    """DSpark's W2 of a part of the vocabulary, with rows of 0 for the tokens that are not drafted."""
+    rows = tensors.get(keys.MARKOV_OUT)
+    if rows is None or len(rows) == size:
+        return tensors
+    if vocabulary is None or len(vocabulary) != len(rows):
+        drafted = size if vocabulary is None else len(vocabulary)
+        raise CheckpointShapeError(
+            f"{keys.MARKOV_OUT} has {len(rows)} rows, and the heads draft {drafted} tokens; one of the two is damaged."
+        )
+    whole = rows.new_zeros(size, *rows.shape[1:])
+    return tensors | {keys.MARKOV_OUT: whole if rows.is_meta else whole.index_copy_(0, vocabulary, rows)}
+
+
 def _draft_vocabulary(borrowed: Tensors, raw_config: RawConfig, notes: list[str]) -> torch.Tensor | None:
     """Tokens of the rows of a copied `lm_head`, `None` where they are all of V."""
     size = integer(raw_config, "vocab_size", notes)
@@ -349,20 +371,8 @@ def _draft_vocabulary(borrowed: Tensors, raw_config: RawConfig, notes: list[str]
         raise CheckpointShapeError(f"{EMBEDDING} has {len(borrowed[EMBEDDING])} rows, config.json says {size} tokens.")
     if LM_HEAD in borrowed or EMBEDDING in borrowed:
         notes.append("embedding and `lm_head` in the file are copies of the target's, which is asked itself")
-    drafted, d2t = (matrix_shape(borrowed, LM_HEAD)[0] if LM_HEAD in borrowed else size), borrowed.get(keys.D2T)
-    if d2t is None:
-        if drafted != size:
-            raise CheckpointKeysError(
-                f"{LM_HEAD} drafts {drafted} of {size} tokens, but `d2t`, which says which, is missing."
-            )
+    drafted = matrix_shape(borrowed, LM_HEAD)[0] if LM_HEAD in borrowed else size
+    found = draft_vocabulary_of(borrowed.get(D2T), borrowed.get(T2D), drafted, size)
+    if not found:
         return None
-    if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or len(d2t) != drafted:
-        raise CheckpointShapeError(
-            f"`d2t` is {d2t.dtype} {list(d2t.shape)}, expected {drafted} integers, one per row of {LM_HEAD}."
-        )
-    if d2t.is_meta:
-        return d2t.long() if drafted < size else None
-    token_ids = torch.arange(drafted) + d2t.long()
-    if bool((token_ids[1:] <= token_ids[:-1]).any()) or int(token_ids[0]) < 0 or int(token_ids[-1]) >= size:
-        raise CheckpointValueError("the token ids `d2t` leads to do not ascend, or are none of the target's.")
-    return token_ids if drafted < size else None
+    return found[D2T] if found[D2T].is_meta else torch.arange(drafted) + found[D2T]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..keys import FIRST_LAYER
 
 NORM, HIDDEN_NORM = "norm.weight", "hidden_norm.weight"
-D2T, T2D = "d2t", "t2d"
 # The one decoder layer's prefix, as the authors write it; ModelOpt and `speculators` write ours.
 MIDLAYER = "midlayer."
 Q_NORM, K_NORM = (f"{FIRST_LAYER}self_attn.{x}_norm.weight" for x in "qk")

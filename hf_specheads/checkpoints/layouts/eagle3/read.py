@@ -13,13 +13,9 @@ import re
 from functools import partial
 from typing import Any
 
-import torch
-
-from ....draft_vocabulary import mapping_of, mapping_problem
 from ....errors import (
     CheckpointKeysError,
     CheckpointShapeError,
-    CheckpointValueError,
     HeadConfigError,
     UnknownFormatError,
     refuse_wrong_keys,
@@ -43,6 +39,7 @@ from ..fields import (
     with_our_prefix,
 )
 from ..keys import (
+    D2T,
     EMBEDDING,
     FC,
     FIRST_LAYER,
@@ -53,10 +50,11 @@ from ..keys import (
     LM_HEAD,
     POST_NORM,
     Q_PROJ,
+    T2D,
     attention_bias,
 )
+from ..vocabulary import draft_vocabulary_of
 from .keys import (
-    D2T,
     FLAGS,
     HIDDEN_NORM,
     K_NORM,
@@ -68,7 +66,6 @@ from .keys import (
     OUTPUT_LEVELS,
     PREFIXES,
     Q_NORM,
-    T2D,
 )
 
 
@@ -96,7 +93,8 @@ def convert(source: Source) -> Conversion:
     flags = {flag: bool(boolean(raw_config, flag)) for flag in FLAGS}
     _check_keys(tensors, flags)
     sizes = _sizes(raw_config, tensors, notes)
-    tensors |= _draft_vocabulary(tensors, sizes)
+    d2t, t2d = tensors.pop(D2T, None), tensors.pop(T2D, None)
+    tensors |= draft_vocabulary_of(d2t, t2d, sizes["draft_vocab_size"], sizes["vocab_size"])
     fields: dict[str, Any] = {
         **sizes,
         **flags,
@@ -235,46 +233,3 @@ def _vocab_size(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> in
     if len(set(found.values())) > 1:
         raise CheckpointShapeError(f"the file has {found} tokens; one of the two is damaged.")
     return next(iter(found.values())) if found else integer(raw_config, "vocab_size", notes)
-
-
-def _draft_vocabulary(tensors: Tensors, sizes: dict[str, int]) -> Tensors:
-    """`d2t` and `t2d` in our types, taken out of `tensors`; nothing where all of V is drafted."""
-    drafted, vocab_size = sizes["draft_vocab_size"], sizes["vocab_size"]
-    d2t, t2d = tensors.pop(D2T, None), tensors.pop(T2D, None)
-    if d2t is None:
-        if drafted < vocab_size:
-            raise CheckpointKeysError(
-                f"lm_head.weight drafts {drafted} of {vocab_size} tokens, but `d2t`, which says which, is missing; "
-                "take a file that was saved with it."
-            )
-        d2t = torch.zeros(drafted, dtype=torch.long, device=tensors[LM_HEAD].device)
-    if d2t.is_meta:
-        return _vocabulary_of_header(d2t, t2d, sizes)
-    if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or len(d2t) != drafted:
-        raise CheckpointShapeError(
-            f"`d2t` is {d2t.dtype} {list(d2t.shape)}, expected {drafted} integers, one per row of lm_head.weight."
-        )
-    d2t = d2t.long()
-    if t2d is None:
-        token_ids = torch.arange(drafted) + d2t
-        try:
-            d2t, t2d = mapping_of(token_ids, vocab_size)
-        except ValueError as error:
-            raise CheckpointValueError(f"`d2t` is no draft vocabulary: {error}") from error
-        if bool((token_ids[1:] <= token_ids[:-1]).any()):
-            raise CheckpointValueError("the token ids `d2t` leads to do not ascend; the file is damaged.")
-    if t2d.dim() != 1 or t2d.dtype.is_floating_point or bool(((t2d != 0) & (t2d != 1)).any()):
-        raise CheckpointShapeError(f"`t2d` is {t2d.dtype} {list(t2d.shape)}, expected one truth value per token.")
-    if problem := mapping_problem(d2t, t2d.bool()):
-        raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
-    return {D2T: d2t, T2D: t2d.bool()} if drafted < vocab_size else {}
-
-
-def _vocabulary_of_header(d2t: torch.Tensor, t2d: torch.Tensor | None, sizes: dict[str, int]) -> Tensors:
-    """The two tensors as they will be, where only their shapes are known."""
-    drafted, vocab_size = sizes["draft_vocab_size"], sizes["vocab_size"]
-    if tuple(d2t.shape) != (drafted,) or (t2d is not None and tuple(t2d.shape) != (vocab_size,)):
-        raise CheckpointShapeError(f"`d2t` must be [{drafted}] and `t2d` [{vocab_size}], got other shapes.")
-    if drafted == vocab_size:
-        return {}
-    return {D2T: d2t.long(), T2D: torch.empty(vocab_size, dtype=torch.bool, device="meta")}

@@ -19,9 +19,9 @@ from ..commands import sglang_command, vllm_command
 from ..eagle.absorb import embedding_of, needed_target
 from ..eagle.write import lost_specialists
 from ..fields import Tensors
-from ..keys import EMBEDDING, LM_HEAD
+from ..keys import D2T, EMBEDDING, LM_HEAD, T2D
 from ..written import Layout, adapter_note, llama_fields, scales_embeddings, zero_biases
-from .keys import D2T, FLAGS, LEVELS, MIDLAYER, T2D
+from .keys import FLAGS, LEVELS, MIDLAYER
 
 MLP_BIASES = "biases in their MLP"
 NOT_IN_QWEN3 = "which Qwen 3's layers do not have together; use them with this package"

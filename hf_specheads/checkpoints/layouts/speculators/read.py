@@ -2,14 +2,15 @@
 
     eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
-    dflash, dspark
+    dflash, dspark, dflash2
              keys as in `dflash`, with copies of the target's embedding and of drafted rows of its `lm_head`; taps are
              indices of transformers' `hidden_states`, windows count from the root
+    mtp      `mtp_layers.0.*`; the layer's fields are those of the whole target
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
 
-All are rewritten in the spelling of their authors' layout and read by its module. In the last, the embedding's norm
-stands before `fc`, the input norm before attention, and the last one before the target's `lm_head`.
+All but `mtp` are rewritten in the spelling of their authors' layout and read by its module. In the last, the
+embedding's norm stands before `fc`, the input norm before attention, and the last one before the target's `lm_head`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..eagle3 import read as eagle3
 from ..fields import Conversion, RawConfig, Source, Tensors, boolean, renamed, with_our_prefix
 from ..peagle import read as peagle
 from . import keys
+from . import read_mtp as mtp
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
@@ -50,18 +52,20 @@ def convert(source: Source) -> Conversion:
     layer = raw_config.get(keys.LAYER_CONFIG)
     if not isinstance(layer, dict):
         raise HeadConfigError(f"config.json has {keys.LAYER_CONFIG}={layer!r}, expected an object.")
-    if layer.get("model_type", keys.LLAMA) not in keys.LAYER_TYPES:
+    if kind != keys.MTP_KIND and layer.get("model_type", keys.LLAMA) not in keys.LAYER_TYPES:
         raise HeadConfigError(
             f"config.json describes a layer of {layer['model_type']!r}, expected {keys.LAYER_TYPES}."
         )
     flat = {**layer, **_rope_of(raw_config, layer)}
-    if kind == keys.EAGLE_KIND:
+    if kind == keys.MTP_KIND:
+        conversion = mtp.convert(replace(source, raw_config=flat))
+    elif kind == keys.EAGLE_KIND:
         tensors = _eagle_tensors(raw_config, source.tensors)
         conversion = eagle.convert(Source(flat, tensors, source.name))
     elif kind == keys.PEAGLE_KIND:
         flat |= {field: raw_config[field] for field in keys.PEAGLE_FIELDS if field in raw_config}
         conversion = peagle.convert(Source(_with_residual(flat), source.tensors, source.name))
-    elif kind in (keys.DFLASH_KIND, keys.DSPARK_KIND):
+    elif kind in keys.BLOCK_KINDS:
         conversion = dflash.convert(replace(source, raw_config=flat | _block_config(raw_config, kind)))
     else:
         flat |= {field: raw_config[field] for field in keys.EAGLE3_FIELDS if field in raw_config}
@@ -77,7 +81,7 @@ def _block_config(raw_config: RawConfig, kind: str) -> RawConfig:
     levels = raw_config.get(keys.AUX_LAYERS)
     if not isinstance(levels, list) or not all(type(level) is int and level >= 0 for level in levels):
         raise HeadConfigError(f"config.json has {keys.AUX_LAYERS}={levels!r}, expected a list of hidden states.")
-    fields.setdefault("sliding_window_non_causal", False)
+    fields.setdefault("sliding_window_non_causal", kind == keys.DFLASH2_KIND)
     fields.setdefault("sample_from_anchor", bool(fields.get("shift_label", kind == keys.DSPARK_KIND)))
     return fields | {dflash_keys.TAPS: [level - 1 for level in levels], "window_from": "anchor"}
 

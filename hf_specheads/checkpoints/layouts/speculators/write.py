@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the layout of the `speculators` library, which vLLM serves without further options.
+"""EAGLE-3 and P-EAGLE heads in the layout of the `speculators` library, which vLLM serves without further options.
 
 The fields are those that version 0.9.0 writes; its own `from_pretrained` and converter are the oracles
 (`benchmarks/oracles/compare_speculators.py`).
@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ....errors import ExportError
-from ....heads import Eagle3Head
+from ....heads import Eagle3Head, PEagleHead
 from ....heads.base import DraftHead
 from ..commands import drafted_positions
 from ..eagle.write import lost_specialists
 from ..eagle3.keys import FLAGS, LEVELS
 from ..eagle3.write import MLP_BIASES, NOT_IN_QWEN3, levels_of, paired_biases, size_fields, tensors_of
 from ..keys import FIRST_LAYER
+from ..peagle.read import DEEPER
 from ..written import Layout, adapter_note, dtype_name, llama_fields, scales_embeddings, target_name
 from . import keys
 
@@ -43,7 +44,7 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
     """Files in the layout of `speculators`.
 
     Args:
-        heads: EAGLE-3 heads.
+        heads: EAGLE-3 or P-EAGLE heads.
         target: The target or its name, default the one the heads remember; the layout names it.
 
     Raises:
@@ -66,24 +67,30 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
         layer_fields["model_type"] = keys.QWEN3
         if config.mlp_bias:
             raise ExportError(f"these heads have {MLP_BIASES} and norms of queries and keys, {NOT_IN_QWEN3}.")
+    parallel = isinstance(heads, PEagleHead)
+    kind, name = (keys.PEAGLE_KIND, "PEagle") if parallel else (keys.EAGLE3_KIND, "Eagle3")
     fields: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
-        keys.KIND: keys.EAGLE3_KIND,
+        "architectures": [f"{name}Speculator"],
+        "auto_map": {"": f"config.{name}SpeculatorConfig"},
+        keys.KIND: kind,
         "speculators_version": VERSION,
-        keys.OWN_CONFIG: heads_config(heads, keys.EAGLE3_KIND, target),
+        keys.OWN_CONFIG: heads_config(heads, kind, target),
         keys.LAYER_CONFIG: layer_fields,
         keys.DRAFT_VOCAB_SIZE: size_fields(heads)[keys.DRAFT_VOCAB_SIZE],
         keys.TARGET_HIDDEN_SIZE: None,
         LEVELS: levels_of(heads, "`speculators`"),
         **{flag: getattr(config, flag) for flag in FLAGS},
-        "embed_requires_grad": False,
+        "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(heads),
         "dtype": dtype_name(heads),
         "transformers_version": layer_fields["transformers_version"],
     }  # fmt: skip
     tensors = tensors_of(heads, FIRST_LAYER, whole_vocabulary=False) | paired_biases(heads, FIRST_LAYER)
+    if isinstance(heads, PEagleHead):
+        fields[keys.MASK_TOKEN] = heads.config.mask_token_id
+        layer_fields["num_hidden_layers"] = heads.config.num_hidden_layers
+        tensors |= {name: value for name, value in heads.state_dict().items() if DEEPER.match(name)}
     return Layout(fields, tensors, lost_specialists(heads) + adapter_note(heads), "vllm serve {folder}")
 
 

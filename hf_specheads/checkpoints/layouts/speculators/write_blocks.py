@@ -12,47 +12,49 @@ import transformers
 from transformers import PreTrainedModel
 
 from ....errors import ExportError
-from ....heads.dflash import DFlashHead
-from ....target.projection import output_weight
-from ..dflash.keys import D2T, T2D
+from ....heads.block import BlockHead
+from ....heads.dflash2 import DFlash2Head
+from ....heads.dspark import DSparkHead
+from ..dflash.copies import copied_target, copies_of
+from ..dflash.keys import MARKOV_OUT, SELECTOR_FIELDS
 from ..dflash.write import own_tensors, qwen3_fields, taps, target_depth
-from ..keys import EMBEDDING, LM_HEAD
+from ..dflash.write_deepspec import markov_fields
 from ..written import Layout, adapter_note, dtype_name
 from . import keys
 from .write import VERSION, heads_config
 
+CONFIG_CLASSES = {
+    keys.DFLASH_KIND: "DFlashSpeculatorConfig",
+    keys.DSPARK_KIND: "DSparkSpeculatorConfig",
+    keys.DFLASH2_KIND: "DFlash2SpeculatorConfig",
+}
 
-def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
+
+def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     """Files in the layout of `speculators`.
 
     Args:
-        heads: DFlash heads.
+        heads: DFlash, DFlash 2 or DSpark heads.
         target: The loaded target.
 
     Raises:
         ExportError: for heads the layout cannot represent, or without a target.
     """
     config, notes = heads.config, adapter_note(heads)
-    if target is None:
-        raise ExportError("the layout has copies of the target's embedding and `lm_head`; pass the loaded `target=`.")
-    heads.check_target(target)
+    target = copied_target(heads, target, "export them `--to dflash`")
     if config.causal:
         raise ExportError("`speculators` has no causal blocks (JetSpec); export these heads `--to dflash`.")
-    if (config.embedding_scale, config.logit_multiplier, config.logit_softcap) != (1, 1, None):
-        raise ExportError(
-            "these heads scale embeddings or logits, or cap them, which `speculators` has no field for; export them "
-            "`--to dflash`."
-        )
     if config.sliding_layers and config.window_from != "anchor":
         notes.append("windows count from the root there, from each row here: later rows of a block see a little more")
+    kind, of_method = _of_method(heads)
     depth = target_depth(heads, target)
     layers = qwen3_fields(heads, "speculators")
     fields: dict[str, Any] = {
-        "architectures": ["DFlashSpeculator"],
-        "auto_map": {"": "config.DFlashSpeculatorConfig"},
-        keys.KIND: keys.DFLASH_KIND,
+        "architectures": [keys.BLOCK_ARCHITECTURES[kind]],
+        "auto_map": {"": f"config.{CONFIG_CLASSES[kind]}"},
+        keys.KIND: kind,
         "speculators_version": VERSION,
-        keys.OWN_CONFIG: heads_config(heads, keys.DFLASH_KIND, target),
+        keys.OWN_CONFIG: heads_config(heads, kind, target),
         keys.LAYER_CONFIG: layers,
         keys.DRAFT_VOCAB_SIZE: config.pruned_vocab_size or config.vocab_size,
         keys.TARGET_HIDDEN_SIZE: None,
@@ -61,21 +63,36 @@ def layout(heads: DFlashHead, target: PreTrainedModel | None) -> Layout:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.anchor_slot == "drafts",
         "sliding_window_non_causal": not config.sliding_causal,
+        **of_method,
         "tie_word_embeddings": False,
         "dtype": dtype_name(heads),
         "transformers_version": transformers.__version__,
     }
-    return Layout(fields, own_tensors(heads) | _of_target(heads, target), notes, "vllm serve {folder}")
+    tensors = _own_tensors(heads) | copies_of(heads, target, heads.pruned_token_ids)
+    return Layout(fields, tensors, notes, "vllm serve {folder}")
 
 
-@torch.no_grad()
-def _of_target(heads: DFlashHead, target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Copies of the target's weights, and which tokens are drafted."""
-    weight, ids = output_weight(target), torch.arange(heads.config.vocab_size, device=target.device)
-    copies = {EMBEDDING: target.get_input_embeddings()(ids).to(heads.dtype)}
-    if (kept := heads.pruned_token_ids) is None:
-        return {**copies, LM_HEAD: weight.to(heads.dtype)}
-    t2d = torch.zeros(heads.config.vocab_size, dtype=torch.bool)
-    t2d[kept.cpu()] = True
-    rows = weight[kept.to(weight.device)].to(heads.dtype)
-    return {**copies, LM_HEAD: rows, D2T: kept.cpu() - torch.arange(len(kept)), T2D: t2d}
+def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
+    """Kind of the speculator, and the fields that only its method has.
+
+    Raises:
+        ExportError: for DFlash 2 heads over a part of the vocabulary.
+    """
+    if isinstance(heads, DSparkHead):
+        return keys.DSPARK_KIND, markov_fields(heads)
+    if not isinstance(heads, DFlash2Head):
+        return keys.DFLASH_KIND, {}
+    if heads.pruned_token_ids is not None:
+        raise ExportError(
+            "`speculators` has DFlash 2 heads over the whole vocabulary only, and these are pruned; call "
+            "heads.prune_draft_vocabulary(None) first."
+        )
+    return keys.DFLASH2_KIND, {name: getattr(heads.config, name) for name in SELECTOR_FIELDS}
+
+
+def _own_tensors(heads: BlockHead) -> dict[str, torch.Tensor]:
+    """The heads' weights, those of DSpark's logits for drafted tokens alone."""
+    tensors, kept = own_tensors(heads), heads.pruned_token_ids
+    if isinstance(heads, DSparkHead) and kept is not None:
+        tensors[MARKOV_OUT] = tensors[MARKOV_OUT][kept]
+    return tensors

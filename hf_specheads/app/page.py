@@ -1,0 +1,216 @@
+"""The page itself: controls, two columns, the tree of a round, and the doctor as a tab (gradio)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..diagnosis.doctor import diagnose
+from ..generation.verification.rules import RULES
+from .conversation import Conversation, round_picture, round_words
+from .doctor import diagnosis_html, join_prompts, split_prompts
+from .models import TREES, Models, Settings
+from .replies import one_line
+from .views import CSS, PICK_ROUND, PLAIN, WITH_HEADS, comparison, legend, message, numbers_html, reply_html
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+
+import gradio as gr
+
+MOST_TOKENS = 512
+NOTHING = {
+    True: "Ask something.",
+    False: "Give the beginning of a text: the target has no chat template and goes on with it.",
+}
+WHY = """Draft heads guess several tokens ahead, and the target checks all of them in one forward. What appears on the
+left is the target's own text, as on the right, only in fewer forwards. One column after the other is written, so that
+neither slows the other down."""
+
+
+def build_page(models: Models, examples: Sequence[tuple[str, str]] = (), chosen: str | None = None) -> gr.Blocks:
+    """The page for a target and its heads; launch it with [`launch_options`].
+
+    Args:
+        models: What it generates with.
+        examples: Names and texts of prompts to start from.
+        chosen: Name of the heads that are selected at first.
+    """
+    with gr.Blocks(title="hf-specheads", fill_width=True, analytics_enabled=False) as page:
+        gr.Markdown(f"## Draft heads at work\n{WHY}")
+        with gr.Tab("Chat"):
+            _chat_tab(models, examples, chosen or next(iter(models.loaders)))
+        with gr.Tab("Doctor"):
+            _doctor_tab(models, examples, chosen or next(iter(models.loaders)))
+    return page
+
+
+def launch_options() -> dict[str, Any]:
+    """For `launch`: looks without fonts or scripts from elsewhere."""
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    return {"theme": theme, "css": CSS, "quiet": True, "ssr_mode": False, "footer_links": [], "share": False,
+            "enable_monitoring": False}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- chat
+def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> None:
+    talk = gr.State(None)  # a Conversation, once there is one
+    with gr.Row():
+        with gr.Column(scale=1, min_width=250):
+            controls = _controls(models, chosen)
+        with gr.Column(scale=4, elem_classes="sh-tight"):
+            prompt, send, stop, clear = _input(examples)
+            with gr.Row():
+                with gr.Column(elem_classes="sh-tight"):
+                    ours_head = gr.HTML(numbers_html(WITH_HEADS, None, True), js_on_load=None, elem_id="ours-head")
+                    ours = gr.HTML(reply_html([], None, NOTHING[models.chats]), js_on_load=PICK_ROUND, elem_id="ours")
+                with gr.Column(elem_classes="sh-tight"):
+                    plain_head = gr.HTML(numbers_html(PLAIN, None, False), js_on_load=None, elem_id="plain-head")
+                    plain = gr.HTML(reply_html([]), js_on_load=None, elem_id="plain")
+            gr.HTML(legend(), js_on_load=None)
+            verdict = gr.HTML("", js_on_load=None, elem_id="verdict")
+            step = gr.Slider(0, 1, 0, step=1, label="Step: the draft tree of a round (0 is the prompt's forward)",
+                             elem_id="step", interactive=True)  # fmt: skip
+            words = gr.HTML("", js_on_load=None, elem_id="round-words")
+            tree = gr.HTML(round_picture([], 0, models), js_on_load=None, elem_id="tree")
+    shown = [ours_head, ours, plain_head, plain, verdict, step, words, tree]
+
+    def answer(state: Conversation | None, text: str, *values: Any) -> Iterator[list[Any]]:
+        yield from _answer(models, state or Conversation(), text, Settings(*values))
+
+    def look(state: Conversation | None, number: float) -> list[Any]:
+        return _round_views(models, state or Conversation(), int(number))
+
+    def pick(state: Conversation | None, event: gr.EventData) -> list[Any]:
+        number = int(event.round)
+        return [number, *_round_views(models, state or Conversation(), number)]
+
+    def forget() -> list[Any]:
+        return [Conversation(), *_all_views(models, Conversation())]
+
+    asked = {"fn": answer, "inputs": [talk, prompt, *controls], "outputs": [talk, *shown], "concurrency_limit": 1,
+             "show_progress": "hidden"}  # fmt: skip
+    running = [send.click(**asked), prompt.submit(**asked)]
+    stop.click(None, cancels=running)
+    clear.click(forget, outputs=[talk, *shown], cancels=running, show_progress="hidden")
+    step.input(look, [talk, step], [ours, words, tree], show_progress="hidden")
+    ours.click(pick, [talk], [step, ours, words, tree], show_progress="hidden")
+
+
+def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
+    """The prompt, its buttons, and prompts to start from."""
+    with gr.Row(equal_height=True):
+        prompt = gr.Textbox(
+            examples[0][1] if examples else "", lines=4, max_lines=8, show_label=False, container=False, scale=6,
+            placeholder="A message to the target", elem_id="prompt",
+        )  # fmt: skip
+        with gr.Column(scale=1, min_width=120, elem_classes="sh-tight"):
+            send = gr.Button("Generate", variant="primary", size="sm", elem_id="generate")
+            stop = gr.Button("Stop", size="sm", elem_id="stop")
+            clear = gr.Button("New chat", size="sm", elem_id="clear")
+    if examples:
+        names = [name for name, _ in examples]
+        gr.Examples([[text] for _, text in examples], prompt, label="Prompts to start from", example_labels=names)
+    return prompt, send, stop, clear
+
+
+def _controls(models: Models, chosen: str) -> list[Any]:
+    """In the order of the fields of [`Settings`]."""
+    given = Settings(chosen)
+    names = list(models.loaders)
+    heads = gr.Dropdown(names, value=chosen, label="Draft heads", elem_id="heads")
+    tree = gr.Dropdown(list(TREES), value=given.tree, label="Draft tree", elem_id="tree-kind",
+                       info="automatic: what has paid most so far")  # fmt: skip
+    depth = gr.Slider(1, 12, given.depth, step=1, label="Depth: draft positions", visible=False, elem_id="depth")
+    top_k = gr.Slider(1, 12, given.top_k, step=1, label="Children per node", visible=False, elem_id="top-k")
+    nodes = gr.Slider(2, 64, given.total_tokens, step=1, label="Nodes, the root included", visible=False,
+                      elem_id="nodes")  # fmt: skip
+    adaptive = gr.Checkbox(given.adaptive, label="Plain steps where drafts do not pay", elem_id="adaptive")
+    temperature = gr.Slider(
+        0, 1.5, given.temperature, step=0.05, label="Temperature (0: greedy)", elem_id="temperature"
+    )
+    rule = gr.Radio(list(RULES), value=given.verification, label="Verification", elem_id="rule",
+                    info="typical: faster when sampling, and lossy")  # fmt: skip
+    tokens = gr.Slider(8, MOST_TOKENS, given.max_new_tokens, step=8, label="New tokens at most", elem_id="tokens")
+    seed = gr.Number(given.seed, precision=0, label="Seed", elem_id="seed")
+    compare = gr.Checkbox(given.compare, label="Compare with plain decoding", elem_id="compare")
+
+    def sizes(kind: str) -> list[Any]:
+        return [gr.update(visible=kind in ("chain", "dynamic")), *[gr.update(visible=kind == "dynamic")] * 2]
+
+    tree.change(sizes, tree, [depth, top_k, nodes], show_progress="hidden")
+    return [heads, tree, depth, top_k, nodes, adaptive, temperature, rule, tokens, seed, compare]
+
+
+def _answer(models: Models, state: Conversation, text: str, settings: Settings) -> Iterator[list[Any]]:
+    """Views of the page while a reply is written; what goes wrong is said where the verdict stands."""
+    try:
+        for _ in state.ask(models, text or "", settings):
+            yield [state, *_all_views(models, state)]
+    except Exception as error:  # the page lives on
+        views = _all_views(models, state)
+        views[4] = message(one_line(error))
+        yield [state, *views]
+        return
+    yield [state, *_all_views(models, state)]
+
+
+def _all_views(models: Models, state: Conversation) -> list[Any]:
+    ours, plain = state.last, state.last_plain
+    number, most = state.step_to_show, len(ours.rounds) - 1 if ours else 0
+    return [
+        numbers_html(WITH_HEADS, ours, True),
+        reply_html(state.ours, number if ours and ours.done else None, NOTHING[models.chats]),
+        numbers_html(PLAIN, plain, False),
+        reply_html(state.plain),
+        comparison(ours, plain, state.lossy) if ours else "",
+        gr.update(maximum=max(most, 1), value=number),
+        *_round_views(models, state, number)[1:],
+    ]
+
+
+def _round_views(models: Models, state: Conversation, number: int) -> list[Any]:
+    rounds = state.last.rounds if state.last else []
+    return [reply_html(state.ours, number, NOTHING[models.chats]), message(round_words(rounds, number), ""),
+            round_picture(rounds, number, models)]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- doctor
+def _doctor_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> None:
+    gr.Markdown(
+        "Why do heads accept what they accept? The target continues the prompts; every setting that the files of the "
+        "heads do not prove is tried on its own texts. The same as `specheads doctor`."
+    )
+    with gr.Row():
+        with gr.Column(scale=1, min_width=280):
+            heads = gr.Dropdown(list(models.loaders), value=chosen, label="Draft heads", elem_id="doctor-heads")
+            prompts = gr.Textbox(join_prompts([text for _, text in examples]), lines=12, max_lines=18,
+                                 label="Prompts, with lines of --- between", elem_id="doctor-prompts")  # fmt: skip
+            tokens = gr.Slider(16, 256, 64, step=16, label="New tokens per prompt", elem_id="doctor-tokens")
+            speed = gr.Checkbox(False, label="Also run rounds: tau in use and speed-up", elem_id="doctor-speed")
+            start = gr.Button("Examine", variant="primary", elem_id="examine")
+        with gr.Column(scale=3):
+            found = gr.HTML(
+                message("Nothing was examined yet.", ""), js_on_load=None, elem_id="diagnosis", min_height=200
+            )
+
+    def examine(name: str, text: str, count: float, rounds: bool) -> str:
+        return _examine(models, name, text or "", int(count), bool(rounds))
+
+    start.click(examine, [heads, prompts, tokens, speed], found, concurrency_limit=1)
+
+
+def _examine(models: Models, name: str, text: str, max_new_tokens: int, speed: bool) -> str:
+    """The doctor's page; what goes wrong is said in its place."""
+    try:
+        prompts = models.prompts(split_prompts(text))
+        heads = models.unbound_heads(name)
+        if not models.lock.acquire(blocking=False):
+            raise RuntimeError("a reply is being written; try again when it has ended.")
+        try:
+            options = {"tokenizer": models.tokenizer, "max_new_tokens": max_new_tokens, "speed": speed}
+            return diagnosis_html(diagnose(models.target, heads, prompts, **options))
+        finally:
+            models.lock.release()
+    except Exception as error:  # the page lives on
+        return message(one_line(error))

@@ -1,0 +1,103 @@
+"""Fine-tuned MTP layers under the names that they have in checkpoints of Qwen's targets (`mtp.*`), and in
+`speculators`' layout. Engines and `load_heads(..., method="mtp")` take them out of a target's own checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ....errors import ExportError
+from ....heads import MtpHead
+from ....target.mtp import QWEN_NAMES, separate_experts
+from ..fields import Tensors
+from ..speculators import keys as speculators
+from ..speculators.write import VERSION, heads_config
+from ..written import Layout, common_notes, dtype_name
+
+QWEN_LAYERS = "mtp_num_hidden_layers"
+OURS = "layers.0."
+
+
+def layout(heads: MtpHead) -> Layout:
+    """Files of a checkpoint that has nothing but its MTP layer, `config.json` that of the target.
+
+    Raises:
+        ExportError: for layers that the target's checkpoint has already, and for more than one.
+    """
+    _check(heads)
+    names = {ours: f"mtp.{theirs}" for theirs, ours in QWEN_NAMES.items()}
+    layer_config = dict(heads.config.layer_config or {})
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(layer_config.get("model_type")))
+    fields = {
+        **({"architectures": [architecture]} if isinstance(architecture, str) else {}),
+        **layer_config,
+        QWEN_LAYERS: 1,
+        "dtype": dtype_name(heads),
+        "transformers_version": transformers.__version__,
+    }
+    notes = [
+        "engines read MTP layers out of the target's checkpoint: put the weight file beside the target's own, and "
+        "name it in `model.safetensors.index.json` for all `mtp.*` tensors"
+    ]
+    return Layout(fields, _named(heads, names, "mtp.layers.0."), notes + common_notes(heads))
+
+
+def speculators_layout(heads: MtpHead, target: PreTrainedModel | str | None) -> Layout:
+    """Files in the layout of `speculators`.
+
+    Args:
+        heads: MTP heads.
+        target: The target or its name, default the one the heads remember; the layout names it.
+
+    Raises:
+        ExportError: for layers that the target's checkpoint has already, for more than one, for those that the library
+            does not know, or an unknown target.
+    """
+    _check(heads)
+    model_type = (heads.config.layer_config or {}).get("model_type")
+    if model_type not in speculators.MTP_LAYER_TYPES:
+        raise ExportError(
+            f"these are layers of {model_type!r}, and `speculators` has MTP layers of "
+            f"{list(speculators.MTP_LAYER_TYPES)}; export them `--to mtp`."
+        )
+    names = {ours: speculators.MTP_LAYER + theirs for theirs, ours in speculators.MTP_NAMES.items()}
+    fields: dict[str, Any] = {
+        "architectures": ["MTPDraftModel"],
+        "auto_map": {"": "config.MTPSpeculatorConfig"},
+        speculators.KIND: speculators.MTP_KIND,
+        "speculators_version": VERSION,
+        speculators.OWN_CONFIG: heads_config(heads, speculators.MTP_KIND, target),
+        speculators.LAYER_CONFIG: {**(heads.config.layer_config or {}), QWEN_LAYERS: 1},
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(heads),
+        "transformers_version": transformers.__version__,
+    }
+    tensors = _named(heads, names, speculators.MTP_LAYER)
+    return Layout(fields, tensors, common_notes(heads), "vllm serve {folder}")
+
+
+def _check(heads: MtpHead) -> None:
+    config = heads.config
+    if config.native:
+        raise ExportError(
+            "these MTP layers are the target's own, and its checkpoint has them already; only fine-tuned ones are "
+            "written."
+        )
+    if config.num_mtp_layers != 1:
+        raise ExportError(
+            f"these heads have {config.num_mtp_layers} MTP layers, and the layouts have one; keep them in this "
+            "package's own layout."
+        )
+
+
+def _named(heads: MtpHead, modules: dict[str, str], layer: str) -> Tensors:
+    """The weights under other names: modules by [`modules`], the rest of the decoder layer after `layer`."""
+    tensors: Tensors = {}
+    for key, value in heads.state_dict().items():
+        module, _, kind = key.removeprefix(OURS).partition(".")
+        tensors[layer + kind if module == "block" else f"{modules[module]}.{kind}"] = value.detach()
+    return separate_experts(tensors)

@@ -1,0 +1,54 @@
+"""MTP layers as `speculators` saves them: one layer under names of its own, with the config of the whole target.
+
+Copies of the target's embedding and `lm_head` beside it are left out; one of them may be all NaN.
+"""
+
+from __future__ import annotations
+
+from ....errors import UnknownFormatError
+from ....heads.mtp_config import FILE_FIELDS, MtpHeadConfig
+from ....target.mtp import joined_experts
+from ..fields import Conversion, Source, config_of, integer, renamed, special_tokens
+from . import keys
+
+
+def convert(source: Source) -> Conversion:
+    """Builds config and weights of MTP heads.
+
+    Args:
+        source: With the fields of the layer, which are those of a target.
+
+    Raises:
+        HeadConfigError: if a field is missing or impossible.
+        UnknownFormatError: for other tensors.
+    """
+    notes: list[str] = []
+    tensors = {key: tensor for key, tensor in source.tensors.items() if key not in keys.OF_THE_TARGET}
+    width = integer(source.raw_config, "hidden_size", notes)
+    fields = {
+        "hidden_size": width,
+        "feature_size": width,
+        "embedding_size": width,
+        "vocab_size": integer(source.raw_config, "vocab_size", notes),
+        "layer_config": {name: value for name, value in source.raw_config.items() if name not in FILE_FIELDS},
+        "num_mtp_layers": 1,
+        "native": False,
+        **special_tokens(source.raw_config),
+    }
+    if len(tensors) < len(source.tensors):
+        notes.append("embedding and `lm_head` in the file are copies of the target's, which is asked itself")
+    return Conversion(
+        config_of(MtpHeadConfig, fields, source.name), joined_experts(renamed(tensors, _our_name)), notes
+    )
+
+
+def _our_name(key: str) -> str:
+    rest = key.removeprefix(keys.MTP_LAYER)
+    if rest == key:
+        raise UnknownFormatError(
+            f"the file has a tensor {key}, and MTP layers are read with one, `{keys.MTP_LAYER}*`."
+        )
+    module, _, kind = rest.rpartition(".")
+    if module in keys.MTP_NAMES:
+        return f"layers.0.{keys.MTP_NAMES[module]}.{kind}"
+    return f"layers.0.block.{rest}"

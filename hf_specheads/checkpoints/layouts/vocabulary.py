@@ -1,0 +1,69 @@
+"""`d2t` and `t2d`, by which layouts say what heads draft that draft over a part of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from ...draft_vocabulary import mapping_of, mapping_problem
+from ...errors import CheckpointKeysError, CheckpointShapeError, CheckpointValueError
+from .fields import Tensors
+from .keys import D2T, T2D
+
+
+def draft_vocabulary_of(d2t: torch.Tensor | None, t2d: torch.Tensor | None, drafted: int, vocab_size: int) -> Tensors:
+    """`d2t` and `t2d` in our types; nothing where all of V is drafted.
+
+    Args:
+        d2t: Integers [Vd], what to add to a row's number for its token; `None` if the file has none.
+        t2d: Truth values [V], which tokens are drafted; `None` likewise.
+        drafted: Vd, the rows of the file's `lm_head`.
+        vocab_size: V.
+
+    Raises:
+        CheckpointKeysError: without `d2t` where Vd < V.
+        CheckpointShapeError: for other shapes or types.
+        CheckpointValueError: if they are no draft vocabulary, or contradict one another.
+    """
+    if d2t is None:
+        if drafted < vocab_size:
+            raise CheckpointKeysError(
+                f"lm_head.weight drafts {drafted} of {vocab_size} tokens, but `d2t`, which says which, is missing; "
+                "take a file that was saved with it."
+            )
+        if t2d is None:
+            return {}
+        d2t = torch.zeros(drafted, dtype=torch.long, device=t2d.device)
+    if d2t.is_meta:
+        return _of_header(d2t, t2d, drafted, vocab_size)
+    if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or len(d2t) != drafted:
+        raise CheckpointShapeError(
+            f"`d2t` is {d2t.dtype} {list(d2t.shape)}, expected {drafted} integers, one per row of lm_head.weight."
+        )
+    d2t = d2t.long()
+    t2d = _drafted_tokens(d2t, vocab_size) if t2d is None else t2d
+    if t2d.dim() != 1 or t2d.dtype.is_floating_point or bool(((t2d != 0) & (t2d != 1)).any()):
+        raise CheckpointShapeError(f"`t2d` is {t2d.dtype} {list(t2d.shape)}, expected one truth value per token.")
+    if problem := mapping_problem(d2t, t2d.bool()):
+        raise CheckpointValueError(f"{problem}; the file is damaged, download it again.")
+    return {D2T: d2t, T2D: t2d.bool()} if drafted < vocab_size else {}
+
+
+def _drafted_tokens(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`t2d` of a file that leaves it out."""
+    token_ids = torch.arange(len(d2t)) + d2t
+    try:
+        _, t2d = mapping_of(token_ids, vocab_size)
+    except ValueError as error:
+        raise CheckpointValueError(f"`d2t` is no draft vocabulary: {error}") from error
+    if bool((token_ids[1:] <= token_ids[:-1]).any()):
+        raise CheckpointValueError("the token ids `d2t` leads to do not ascend; the file is damaged.")
+    return t2d
+
+
+def _of_header(d2t: torch.Tensor, t2d: torch.Tensor | None, drafted: int, vocab_size: int) -> Tensors:
+    """The two tensors as they will be, where only their shapes are known."""
+    if tuple(d2t.shape) != (drafted,) or (t2d is not None and tuple(t2d.shape) != (vocab_size,)):
+        raise CheckpointShapeError(f"`d2t` must be [{drafted}] and `t2d` [{vocab_size}], got other shapes.")
+    if drafted == vocab_size:
+        return {}
+    return {D2T: d2t.long(), T2D: torch.empty(vocab_size, dtype=torch.bool, device="meta")}

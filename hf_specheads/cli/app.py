@@ -1,0 +1,124 @@
+"""A page in the browser: chat with draft heads beside plain decoding, draft trees as pictures, the doctor.
+
+Uses the shipped pair, or a target and heads of your own. Needs the extra `app`: pip install "hf-specheads[app]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import DTYPES, torch_dtype
+from .demo import find_pair, member, prompt_of, read_demo_prompts
+from .display import emit, note
+
+if TYPE_CHECKING:
+    from ..app.models import Models
+    from ..heads.base import DraftHead
+
+PREFERRED = "poss3"  # of the shipped pair
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which models, and where the page is served."""
+    parser.add_argument(
+        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
+    )
+    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
+    parser.add_argument("--heads", nargs="+", help="the same, of heads (default: all of the pair)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries to start from")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
+    parser.add_argument("--port", type=int, metavar="N", help="default: the first free one from 7860")
+    parser.add_argument("--open", action="store_true", help="open it in a browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves the page until it is interrupted."""
+    refuse_without_gradio()
+    models, chosen = load_models(args)
+    from ..app.page import build_page, launch_options
+
+    prompts = [(entry["name"], question_of(entry)) for entry in read_demo_prompts(args.prompts, models.chats)]
+    page = build_page(models, prompts, chosen)
+    where = {"server_name": args.host, "server_port": args.port, "inbrowser": args.open}
+    _, url, _ = page.launch(prevent_thread_lock=True, **launch_options(), **where)
+    facts = {"url": url, "target": models.target_name, "heads": list(models.loaders)}
+    emit(args, facts, f"{url}  (Ctrl-C ends it)")
+    try:
+        page.block_thread()
+    finally:
+        page.close(verbose=False)
+    return 0
+
+
+def question_of(entry: dict[str, Any]) -> str:
+    """The text of a prompt, or the newest question of a chat."""
+    prompt = prompt_of(entry)
+    if isinstance(prompt, str):
+        return prompt
+    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
+
+
+def refuse_without_gradio() -> None:
+    """Before any model is loaded.
+
+    Raises:
+        ImportError: with the command that installs it.
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise ImportError('the page needs gradio, which is not installed; pip install "hf-specheads[app]".')
+
+
+def heads_of_pair(folder: Path) -> list[str]:
+    """Names of the draft heads in a pair's folder that serve the target as it is: those trained together with an
+    adapter of the target (Medusa-2) change its text, and are left out."""
+    found = []
+    for path in sorted(folder.glob("*/config.json")):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if str(config.get("model_type", "")).startswith("specheads_") and not config.get("target_adapter"):
+            found.append(path.parent.name)
+    return found
+
+
+def load_models(args: argparse.Namespace) -> tuple[Models, str]:
+    """The target, its heads by name, and the name of those that are selected at first.
+
+    Raises:
+        FileNotFoundError: if a folder or a pair does not exist, or the pair has no heads.
+    """
+    names = args.heads or heads_of_pair(find_pair(args.pair))
+    if not names:
+        raise FileNotFoundError(f"there are no draft heads in {find_pair(args.pair)}; name some with --heads.")
+    target_name = member(args.pair, args.target)
+    sources = {name: member(args.pair, name) for name in names}
+    note(args, f"Loading the target {target_name} ...")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..app.models import Models
+    from ..target.borrowed import BorrowedModules
+
+    dtype = torch_dtype(args.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(target_name)
+    target = AutoModelForCausalLM.from_pretrained(target_name, dtype=dtype, device_map=args.device).eval()
+    options = {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}
+    loaders: dict[str, Callable[[], DraftHead]] = {
+        Path(name).name if Path(name).is_dir() else name: partial(_load, source, options)
+        for name, source in sources.items()
+    }
+    models = Models(target, tokenizer, loaders, target_name)
+    chosen = PREFERRED if PREFERRED in loaders else next(iter(loaders))
+    models.heads(chosen)  # heads of another target are told before the page is there
+    return models, chosen
+
+
+def _load(source: str, options: dict[str, Any]) -> DraftHead:
+    from .. import load_heads
+
+    return load_heads(source, **options)

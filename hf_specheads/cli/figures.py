@@ -1,0 +1,143 @@
+"""Draw the papers' figures for a target and its heads: measured, as PNG and SVG, with a Markdown page around them.
+
+pos-acc, tau against depth, n-alpha, time of a round, throughput, tree size, training curves. `--quick` for a look in
+passing, `--no-timing` on a busy machine, `--from results.json` to draw again what was measured. Needs the extra
+`figures`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from .app import heads_of_pair
+from .arguments import DTYPES, torch_dtype
+from .demo import find_pair, member, prompt_of, read_demo_prompts
+from .display import emit, note
+from .evaluate import read_prompts
+
+DEFAULT_HEADS = ("eagle", "hass", "poss2", "poss3", "eagle3", "medusa", "hydra")  # of a pair, those that are there
+SWEEPS = ("depths", "nodes", "batch_sizes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which models, how much, and where it goes."""
+    parser.add_argument(
+        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
+    )
+    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
+    parser.add_argument("--heads", nargs="+", help="the same, of heads (default: the best known methods of the pair)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    parser.add_argument("--prompts", type=Path, nargs="+", help=".jsonl or .txt files (default: the demo's)")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt (default: 96, 32 with --quick)")
+    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="of chains (default: 1 to 8)")
+    parser.add_argument("--nodes", type=int, nargs="+", metavar="N", help="of trees (default: 2 4 8 16 32 64)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of what is timed, the median counts (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="two prompts, few tokens, few points, once")
+    parser.add_argument("--no-timing", action="store_true", help="only what does not depend on a clock")
+    parser.add_argument("--only", nargs="+", metavar="FIGURE", help="pos_acc, tau, n_alpha, tree_size, tree_tau, "
+                        "round, throughput, training (default: all)")  # fmt: skip
+    parser.add_argument("--formats", nargs="+", default=["png", "svg"], metavar="F", help="png, svg")
+    parser.add_argument(
+        "--from", dest="results", type=Path, metavar="FILE", help="draw a results.json, measure nothing"
+    )
+    parser.add_argument("--output", type=Path, default=Path("figures"), metavar="DIR", help="pictures, results, page")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="the Markdown page (default: DIR/figures.md)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, draws, writes the page; prints where it is."""
+    from ..figures.draw import can_draw, check_names, draw_figures
+    from ..figures.page import render_page
+
+    if not can_draw():
+        raise ImportError('figures need matplotlib, which is not installed; pip install "hf-specheads[figures]".')
+    check_names(args.only, args.formats)
+    results = _read(args.results) if args.results else _measured(args)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if not args.results:
+        (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    note(args, "Drawing ...")
+    drawn = draw_figures(results, args.output, args.formats, args.only)
+    page = args.page or args.output / "figures.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render_page(results, drawn, page.parent, results["command"]), encoding="utf-8")
+    files = [str(file) for some in drawn.values() for file in some]
+    emit(args, {"page": str(page), "figures": {name: [str(f) for f in some] for name, some in drawn.items()},
+                "results": results}, f"{page}, with {len(files)} pictures of {len(drawn)} figures")  # fmt: skip
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Results that were measured before.
+
+    Raises:
+        ValueError: if the file holds none.
+    """
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(results, dict) or not {"heads", "settings", "machine"} <= results.keys():
+        raise ValueError(f"{path} holds no results of `specheads figures`; expected its results.json.")
+    return results
+
+
+def sweeps_of(args: argparse.Namespace) -> Any:
+    """How much is measured.
+
+    Raises:
+        ValueError: for a number below its minimum.
+    """
+    from ..figures.measure import Sweeps
+
+    given: dict[str, Any] = {name: tuple(sorted(set(getattr(args, name)))) for name in SWEEPS if getattr(args, name)}
+    given |= {n: getattr(args, n) for n in ("max_new_tokens", "repeats") if getattr(args, n) is not None}
+    for name, value in given.items():
+        least = 2 if name == "nodes" else 1
+        if min(value if isinstance(value, tuple) else (value,)) < least:
+            raise ValueError(f"--{name.replace('_', '-')} takes numbers of at least {least}, got {value}.")
+    return (Sweeps.quick if args.quick else Sweeps)(timing=not args.no_timing, **given)
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    sweeps = sweeps_of(args)
+    names = args.heads or _heads_of(find_pair(args.pair))
+    target_name, folders = member(args.pair, args.target), {Path(n).name: member(args.pair, n) for n in names}
+    note(args, f"Loading {target_name} and {', '.join(folders)} ...")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .. import load_heads
+    from ..figures.measure import measure
+    from ..target.borrowed import BorrowedModules
+
+    tokenizer = AutoTokenizer.from_pretrained(target_name)
+    prompts: list[Any] = (
+        read_prompts(args.prompts)
+        if args.prompts
+        else [prompt_of(entry) for entry in read_demo_prompts(None, bool(tokenizer.chat_template))]
+    )
+    prompts = prompts[: args.limit or (2 if args.quick else None)]
+    options = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
+    target = AutoModelForCausalLM.from_pretrained(target_name, **options).eval()
+    place = {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}
+    heads = {name: load_heads(folder, **place).bind(target) for name, folder in folders.items()}
+    results = measure(target, heads, prompts, tokenizer, sweeps, folders)
+    words = sys.argv[1:] if sys.argv[1:2] == ["figures"] else ["figures"]  # called from a program: no command line
+    return {**results, "command": shlex.join(["specheads", *words])}
+
+
+def _heads_of(pair: Path) -> list[str]:
+    """The methods of a pair that are compared by default: one of each colour."""
+    found = heads_of_pair(pair)
+    chosen = [name for name in DEFAULT_HEADS if name in found] or found
+    if not chosen:
+        raise FileNotFoundError(f"there are no draft heads in {pair}; name some with --heads.")
+    return chosen
