@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from .arguments import DraftHeadTrainingArguments
 from .chats import ExampleError
 from .columns import Tokenizing, rows_of
+from .packing import pack_dataset
 from .sources import KINDS_OF_DATA, kind_of
 
 Noted = tuple[list[int], list[int], int, str | None]  # ids, loss mask, what became of it, why it cannot be read
@@ -121,6 +123,32 @@ def prepare_dataset(
     if report.unsupervised or report.bad:
         prepared = prepared.select([index for index, note in enumerate(notes) if note <= CUT])
     return known_as_prepared(prepared.remove_columns(["note", "problem"]), max_length)
+
+
+def prepare_for(
+    args: DraftHeadTrainingArguments,
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    report: DataReport | None = None,
+    pack: bool = False,
+) -> Any:
+    """A data set, or each of a dict of them, as training arguments ask for it; see [`prepare_dataset`].
+
+    Args:
+        args: Of the training.
+        dataset: Any; what is no data set stays as it is.
+        tokenizer: The target's.
+        report: Is told what was left out.
+        pack: Whether several examples may share a row, by the strategy of `args`.
+    """
+    if isinstance(dataset, dict):
+        return {name: prepare_for(args, one, tokenizer, report, pack) for name, one in dataset.items()}
+    kwargs, processes = args.chat_template_kwargs, args.dataset_num_proc
+    prepared = prepare_dataset(
+        dataset, tokenizer, args.max_length, template_kwargs=kwargs, num_proc=processes, report=report
+    )
+    packs = pack and args.packing_strategy == "best_fit" and hasattr(prepared, "column_names")
+    return pack_dataset(prepared, args.max_length) if packs else prepared
 
 
 def known_as_prepared(dataset: Any, max_length: int) -> Any:

@@ -26,8 +26,7 @@ from .guards import StepGuard
 from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
-from .packing import pack_dataset
-from .preparing import DataReport, prepare_dataset
+from .preparing import DataReport, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
 from .sharding import shard_target
@@ -84,7 +83,9 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target, follow=False)
         self.data_report = DataReport()
-        train_dataset, eval_dataset = self._both_prepared(train_dataset, eval_dataset, args, processing_class)
+        with first_process_first(args):
+            train_dataset = prepare_for(args, train_dataset, processing_class, self.data_report, pack=args.packing)
+            eval_dataset = prepare_for(args, eval_dataset, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
             # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
             args.accelerator_config = copy.copy(args.accelerator_config)
@@ -118,18 +119,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self._eval_prompts = eval_prompts
         self._begin_measuring()
 
-    def _both_prepared(
-        self, train_dataset: Any, eval_dataset: Any, args: DraftHeadTrainingArguments, processing_class: Any
-    ) -> tuple[Any, Any]:
-        """Data sets of tokens, the one for training packed if that was asked for."""
-        with first_process_first(args):
-            train_dataset = self._prepared(train_dataset, args, processing_class, self.data_report)
-            if args.packing and args.packing_strategy == "best_fit" and hasattr(train_dataset, "column_names"):
-                train_dataset = pack_dataset(train_dataset, args.max_length)
-            if isinstance(eval_dataset, dict):
-                return train_dataset, {k: self._prepared(v, args, processing_class) for k, v in eval_dataset.items()}
-            return train_dataset, self._prepared(eval_dataset, args, processing_class)
-
     def _place_target(self, target: PreTrainedModel) -> None:
         """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
         args, self.frozen_target = self.args, FrozenTarget(target)
@@ -154,17 +143,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """Which run this is; see [`identity.run_identity`]."""
         given = self.optimizer_given
         return run_identity(self.model, self.args, self.num_passes, self.train_dataset, given)
-
-    @staticmethod
-    def _prepared(dataset: Any, args: DraftHeadTrainingArguments, tokenizer: Any, report: Any = None) -> Any:
-        return prepare_dataset(
-            dataset,
-            tokenizer,
-            args.max_length,
-            template_kwargs=args.chat_template_kwargs,
-            num_proc=args.dataset_num_proc,
-            report=report,
-        )
 
     # ------------------------------------------------------------------ loss
     def start_unroll(
