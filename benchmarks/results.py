@@ -6,6 +6,7 @@ import datetime as dt
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def provenance_of(words: Sequence[str], sources: Iterable[str]) -> Result:
         ROOT, "status", "--porcelain", "--untracked-files=no", "--", ":(exclude)benchmarks/results"
     )
     return {
-        "command": " ".join(["python", "-m", "benchmarks", *map(_without_folders, words)]),
+        "command": shlex.join(["python", "-m", "benchmarks", *map(_without_folders, words)]),
         "commit": provenance.git(ROOT, "rev-parse", "HEAD"),
         "uncommitted_changes": bool(changed),
         "sources": hash_of(sources),

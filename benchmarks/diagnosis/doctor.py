@@ -1,103 +1,141 @@
 """Causes of low acceptance planted in sound heads: what `specheads doctor` says, and of the sound ones.
 
-    python -m benchmarks doctor
+    python -m benchmarks doctor --of shipped
+    python -m benchmarks doctor --of tiny
 
-Every planting changes shipped heads, their target or the prompts as one of the causes would; the doctor is given the
-result and nothing else. `before` and `after` are acceptance of draft position 1 as planted, and under the setting the
-doctor proposes. Of sound heads it must say nothing.
+Every planting changes heads, their target, their training or the prompts as one of the causes would; the doctor is
+given the result and nothing else. Most are planted in the shipped pair; what needs a training of its own, and drafters
+of whole blocks, in a tiny one. `before` and `after` are teacher-forced acceptance as planted, and under the setting
+the doctor proposes. Of sound heads it must say nothing. What they gain at most under any alternative, and what mended
+ones gain at least, shows whether the doctor's thresholds are where they should be.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
+from hf_specheads import diagnose
+from hf_specheads.diagnosis.diagnosis import Diagnosis
+from hf_specheads.diagnosis.trials import CLEAR_FIRST, CLEAR_LENGTH, CLEAR_LIKELIHOOD
 
-from hf_specheads import diagnose, load_heads
-
-from ..results import Result, footnote, markdown_table, percent
+from ..results import Result, footnote, markdown_table, number, percent
 from ..setup import display_name, load_prompts, load_target
-from .plantings import PLANTINGS, Case, Planting
+from .lab import Case, Lab, recorded_names
+from .plantings import PLANTINGS, Planting
+from .tiny import METHOD_OPTIONS
 
 SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
+MEASURES = ("position_1", "tau", "likelihood")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the pair lies, and how much text is looked at."""
+    """Which heads, where the pair lies, and how much text is looked at."""
+    parser.add_argument("--of", choices=("shipped", "tiny"), default="shipped", help="shipped heads, or tiny ones and "
+                        "those recorded from the authors' code")  # fmt: skip
     parser.add_argument("--target", default="model_cards/target", help="target: folder")
     parser.add_argument("--pair", type=Path, default=Path("model_cards"), help="folder of the heads' folders")
     parser.add_argument("--prompts", nargs="+", default=["tuning"], help="sets in benchmarks/prompts, or .jsonl files")
-    parser.add_argument("--limit", type=int, default=8, help="use only the first N prompts of every set")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=6, help="use only the first N prompts of every set")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", help="type of all weights")
-
-
-def head_folders(pair: Path) -> dict[str, str]:
-    """Method by folder of all heads of a pair that need no adapter of their target."""
-    found = {}
-    for path in sorted(pair.glob("*/config.json")):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if config.get("model_type", "").startswith("specheads") and not config.get("target_adapter"):
-            found[str(path.parent)] = config["method"]
-    return found
-
-
-def examine(case: Case) -> Result:
-    """What the doctor says."""
-    found = diagnose(case.target, case.heads, case.prompts, max_new_tokens=case.new_tokens, speed=False)
-    first = found.findings[0] if found.findings else None
-    return {
-        "verdict": found.verdict,
-        "causes": [one.cause for one in found.findings],
-        "mend": None if first is None else first.mend,
-        "before": found.facts.score.position_1,
-        "tau_before": found.facts.score.tau,
-        "after": None if first is None else first.after,
-        "seconds": found.seconds,
-    }
-
-
-def case_of(args: argparse.Namespace, target: PreTrainedModel, folder: str, prompts: list[torch.Tensor]) -> Case:
-    """Sound heads."""
-    return Case(target, load_heads(folder, dtype=target.dtype), prompts, args.max_new_tokens)
 
 
 def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
     """All plantings, and all sound heads."""
-    target, tokenizer = load_target(args)
-    prompts = [inputs["input_ids"] for inputs in load_prompts(args.prompts, tokenizer, args.limit)]
-    folders = head_folders(args.pair)
-    sound = {display_name(folder): examine(case_of(args, target, folder, prompts)) for folder in folders}
-    tell(f"sound heads: { ({name: one['causes'] for name, one in sound.items()}) }")
+    started = time.perf_counter()
+    shipped = args.of == "shipped"
+    target, tokenizer = load_target(args) if shipped else (None, None)
+    prompts = load_prompts(args.prompts, tokenizer, args.limit) if shipped else []
+    lab = Lab(target, [inputs["input_ids"] for inputs in prompts], args.max_new_tokens, args.pair)
+    sound = {}
+    for name, case in _sound_shipped(lab) if shipped else _sound_tiny(lab):
+        sound[name] = said(examined(case))
+        tell(f"sound {name}: {sound[name]['causes']}")
     planted = []
-    for planting in PLANTINGS:
-        folder = next((folder for folder, method in folders.items() if method == planting.method), None)
-        if folder is None:
-            continue
-        case = case_of(args, target, folder, prompts)
-        planting.plant(case)
-        planted.append(_row(planting, folder, examine(case)))
-        tell(f"{planting.planted}: {planted[-1]['causes']}")
+    for planting in (one for one in PLANTINGS if shipped != one.heads.startswith("tiny")):
+        planted.append(_row(planting, examined(planting.make(lab))))
+        tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
-        "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
+        "of": args.of, "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "planted": planted, "sound": sound,
-        "named": sum(row["named"] for row in planted),
-        "false_alarms": sum(bool(one["causes"]) for one in sound.values()),
+        "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
+        "false_alarms": sum(_is_alarm(name, one["causes"]) for name, one in sound.items()),
+        "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
 
-def _row(planting: Planting, folder: str, said: Result) -> Result:
-    named = bool(said["causes"]) and said["causes"][0] in planting.named
+def _is_alarm(name: str, causes: list[str]) -> bool:
+    """Recorded heads were trained for a few hundred steps, which may be said of them."""
+    return bool(set(causes) - ({"under-trained"} if name.startswith("recorded") else set()))
+
+
+def variant(args: argparse.Namespace) -> str:
+    """Both have results of their own."""
+    return args.of
+
+
+def _sound_shipped(lab: Lab) -> Iterator[tuple[str, Case]]:
+    for folder in lab.folders():
+        yield display_name(folder), lab.shipped(Path(folder).name)
+
+
+def _sound_tiny(lab: Lab) -> Iterator[tuple[str, Case]]:
+    for name in recorded_names():
+        if (case := lab.recorded(name)) is not None:
+            yield f"recorded {name}", case
+    for method in ("eagle", *METHOD_OPTIONS):
+        yield f"tiny {method}", lab.tiny(method)
+
+
+def examined(case: Case) -> Diagnosis:
+    """What the doctor says of a case."""
+    options = {"max_new_tokens": case.new_tokens, "positions": case.positions, "speed": False}
+    return diagnose(case.target, case.heads, case.prompts, tokenizer=case.tokenizer, evidence=case.evidence, **options)
+
+
+def said(found: Diagnosis) -> Result:
+    """Causes, and the most that any alternative would gain, by what is measured."""
+    gains = [trial.gain.to_dict() for trial in found.facts.trials]
+    return {
+        "causes": [one.cause for one in found.findings],
+        "before": found.facts.score.position_1,
+        "tau": found.facts.score.tau,
+        "most": {name: max((one[name][0] for one in gains if one[name]), default=None) for name in MEASURES},
+    }
+
+
+def _row(planting: Planting, found: Diagnosis) -> Result:
+    first = found.findings[0] if found.findings else None
+    taus = first and first.tau
+    winner = next((trial for trial in found.facts.trials if taus and trial.wins and trial.score.tau == taus[1]), None)
     return {
         "number": planting.number,
         "planted": planting.planted,
-        "heads": display_name(folder),
-        "named": named,
-        **said,
+        "heads": planting.heads,
+        "named": first is not None and first.cause in planting.named,
+        "verdict": found.verdict,
+        "mend": first and first.mend,
+        "after": first and first.after,
+        "tau_after": first and first.tau and first.tau[1],
+        "gain": winner and winner.gain.to_dict(),
+        **said(found),
+    }
+
+
+def _margins(planted: Iterable[Result], sound: Iterable[Result]) -> Result:
+    """The most that sound heads gain under any alternative, and the least that planted ones gain by their mend."""
+    sound, mended = list(sound), [row["gain"] for row in planted if row["gain"] and row["named"]]
+    thresholds = dict(zip(MEASURES, (CLEAR_FIRST, CLEAR_LENGTH, CLEAR_LIKELIHOOD), strict=True))
+    return {
+        name: {
+            "sound_most": max((one["most"][name] for one in sound if one["most"][name] is not None), default=None),
+            "mended_least": min((gain[name][0] for gain in mended if gain[name]), default=None),
+            "threshold": thresholds[name],
+        }
+        for name in MEASURES
     }
 
 
@@ -107,17 +145,30 @@ def texts_agree(result: Result) -> bool:
 
 
 def table(result: Result) -> str:
-    """Plantings, then sound heads."""
+    """Plantings, then sound heads, then by how much both are told apart."""
     rows = [
         (f"{row['number']}", row["planted"], row["heads"], ", ".join(row["causes"]) or "nothing",
-         "yes" if row["named"] else "no", percent(row["before"]), percent(row["after"]))
-        for row in result["planted"]
+         "yes" if row["named"] else "no", row["mend"] or "", _change(percent, row["before"], row["after"]),
+         _change(number, row["tau"], row["tau_after"])) for row in result["planted"]
     ]  # fmt: skip
-    header = ("cause", "planted", "in", "the doctor says", "named first", "position 1", "after the mend")
+    header = ("cause", "planted", "in", "the doctor says", "named first", "mend", "position 1", "tau")
     lines = [markdown_table(header, rows)]
     names = ", ".join(f"{name} ({percent(one['before'])})" for name, one in result["sound"].items())
     lines.append(
         f"False alarms on {len(result['sound'])} sound heads: {result['false_alarms']}. Position 1 of {names}.\n"
     )
-    said = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
+    words = {"position_1": "position 1", "tau": "tau", "likelihood": "nats a token"}
+    margins = [(words[name], *(_signed(one[key]) for key in ("sound_most", "threshold", "mended_least")))
+               for name, one in result["margins"].items()]  # fmt: skip
+    lines.append(markdown_table(("gain", "sound heads, at most", "clear from", "mended ones, at least"), margins))
+    texts = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
+    said = texts if result["of"] == "shipped" else "tiny targets, float32"
     return "\n".join([*lines, footnote(result, said)])
+
+
+def _change(shown: Callable[[float], str], before: float, after: float | None) -> str:
+    return shown(before) if after is None else f"{shown(before)} → {shown(after)}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"

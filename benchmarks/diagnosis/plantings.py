@@ -1,36 +1,24 @@
-"""Causes of low acceptance, planted in sound heads, their target or the prompts."""
+"""Causes of low acceptance, planted in sound heads, their target, their training or the prompts."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads import AutoDraftHead
+from hf_specheads.diagnosis.alternative import partial_frequencies, partial_rotation
 from hf_specheads.diagnosis.doctor import measured_statistics
-from hf_specheads.diagnosis.evidence import capture, continue_texts
+from hf_specheads.diagnosis.teacher_forced import FIRST_TOKENS, own_text
 from hf_specheads.heads.layers import rotary_embedding
 
+from .lab import Case, Lab, tiny_tokenizer
+from .tiny import LEVELS, PROMPT_TOKENS, fresh_heads, learn, texts_of, tiny_prompts
 
-@dataclass
-class Case:
-    """What the doctor is given.
-
-    Attributes:
-        target: The target.
-        heads: Its heads, something planted in them.
-        prompts: Token ids [1, T] each.
-        new_tokens: Text per prompt.
-    """
-
-    target: PreTrainedModel
-    heads: DraftHead
-    prompts: list[torch.Tensor]
-    new_tokens: int
+Plant = Callable[[Case], None]
 
 
 @dataclass(frozen=True)
@@ -40,19 +28,42 @@ class Planting:
     Attributes:
         number: Of the cause in the list of ten.
         planted: What was done.
-        method: Of the heads it is planted in.
-        plant: Does it to a case.
+        heads: Name of the heads it is planted in.
+        make: The case, from the lab.
         named: Names of causes, one of which the doctor must say first.
     """
 
     number: int
     planted: str
-    method: str
-    plant: Callable[[Case], None]
-    named: tuple[str, ...] = field(default=())
+    heads: str
+    make: Callable[[Lab], Case]
+    named: tuple[str, ...]
 
 
-def other_levels(step: int) -> Callable[[Case], None]:
+def shipped(number: int, planted: str, name: str, plant: Plant, *named: str) -> Planting:
+    """In shipped heads."""
+
+    def make(lab: Lab) -> Case:
+        case = lab.shipped(name)
+        plant(case)
+        return case
+
+    return Planting(number, planted, name, make, named)
+
+
+def tiny(number: int, planted: str, method: str, plant: Plant, *named: str, **training: Any) -> Planting:
+    """In tiny heads trained for it."""
+
+    def make(lab: Lab) -> Case:
+        case = lab.tiny(method, **training)
+        plant(case)
+        return case
+
+    return Planting(number, planted, f"tiny {method}", make, named)
+
+
+# ---------------------------------------------------------------------- settings of heads
+def other_levels(step: int) -> Plant:
     def plant(case: Case) -> None:
         levels = [level % (case.target.config.num_hidden_layers + 1) for level in case.heads.feature_layers]
         case.heads.config.feature_layers = tuple(level + step for level in levels)
@@ -60,7 +71,11 @@ def other_levels(step: int) -> Callable[[Case], None]:
     return plant
 
 
-def flag(name: str) -> Callable[[Case], None]:
+def other_order(case: Case) -> None:
+    case.heads.config.feature_layers = tuple(case.heads.feature_layers)[::-1]
+
+
+def flag(name: str) -> Plant:
     def plant(case: Case) -> None:
         value = not getattr(case.heads.config, name)
         setattr(case.heads.config, name, value)
@@ -71,7 +86,7 @@ def flag(name: str) -> Callable[[Case], None]:
     return plant
 
 
-def rope(**parameters: Any) -> Callable[[Case], None]:
+def rope(**parameters: Any) -> Plant:
     def plant(case: Case) -> None:
         now = dict(case.heads.config.rope_parameters or {})
         case.heads.config.rope_parameters = {**now, **parameters}
@@ -90,6 +105,29 @@ def another_map(case: Case) -> None:
     case.heads.d2t.copy_(torch.full_like(case.heads.d2t, vocabulary - size))
 
 
+def field(name: str, value: Any) -> Plant:
+    """Another value of a field of the config that is read where it is needed."""
+
+    def plant(case: Case) -> None:
+        setattr(case.heads.config, name, value)
+
+    return plant
+
+
+def other_slot(case: Case) -> None:
+    case.heads.config.anchor_slot = "drafts" if case.heads.config.anchor_slot == "idle" else "idle"
+
+
+def swapped_halves(case: Case) -> None:
+    weight = case.heads.layers[0].fc.weight
+    weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
+
+
+def nothing(case: Case) -> None:
+    """The training was it."""
+
+
+# ---------------------------------------------------------------------- target, prompts, training
 def untrained(case: Case) -> None:
     torch.manual_seed(0)
     case.heads = AutoDraftHead.from_target(case.target, case.heads.config.method).to(case.target.dtype).eval()
@@ -99,6 +137,59 @@ def random_prompts(case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     vocabulary = case.target.config.vocab_size
     case.prompts = [torch.randint(5, vocabulary, ids.shape, generator=generator) for ids in case.prompts]
+    case.evidence = None
+
+
+def long_prompts(case: Case) -> None:
+    """Half of the prompts come after much that is not in the training."""
+    before = tiny_prompts(len(case.prompts), 150, seed=50)
+    case.prompts += [torch.cat(pair, dim=1) for pair in zip(before, case.prompts, strict=True)][:4]
+    case.evidence = None
+
+
+def raw_texts(lab: Lab) -> Case:
+    """Heads that were trained on chats are asked for raw text."""
+    tokenizer = tiny_tokenizer()
+    texts = [tokenizer.decode(ids[0]) for ids in tiny_prompts()]
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True) for text in texts]
+    evidence = texts_of(lab.tiny_target, [torch.tensor([chat["input_ids"]]) for chat in chats])
+    heads = learn(fresh_heads(lab.tiny_target), evidence)
+    return Case(lab.tiny_target, heads, texts, 24, 2, tokenizer=tokenizer)
+
+
+def unsupervised_beginnings(lab: Lab) -> Case:
+    """The loss mask leaves out the first tokens of every answer."""
+    evidence = lab.texts()
+    places = torch.arange(evidence.token_ids.shape[1])[None]
+    later = own_text(evidence, 0) & (places > PROMPT_TOKENS + FIRST_TOKENS)
+    return lab.tiny("eagle3", where=later)
+
+
+def other_texts(lab: Lab) -> Case:
+    """Heads that were taught what the target says to texts that others wrote, and none of its own answers."""
+    evidence = texts_of(lab.tiny_target, tiny_prompts(6, 60))
+    places = torch.arange(evidence.token_ids.shape[1])[None]
+    labels = evidence.favourites.roll(1, dims=1)
+    heads = learn(fresh_heads(lab.tiny_target), evidence, labels=labels, where=(places >= 2) & (places < 60))
+    return Case(lab.tiny_target, heads, tiny_prompts(6, 60), 24, 2, evidence)
+
+
+def later_labels(lab: Lab) -> Case:
+    return lab.tiny("eagle3", labels=lab.texts().token_ids.roll(-1, dims=1))
+
+
+def partial_rope(lab: Lab) -> Case:
+    """Heads whose rope rotates a half of every attention head were loaded as if it were all."""
+    heads, share = fresh_heads(lab.tiny_target), 0.5
+    attention = heads.layers[0].self_attn
+    heads.rotary_emb.inv_freq = partial_frequencies(attention.head_dim, share, 10000.0)
+    heads.rotary_emb.inv_freq *= 4  # a rotation that matters at this length
+    learn(heads, lab.texts())
+    back = torch.tensor(partial_rotation(attention.head_dim, share)).argsort()
+    for part in (attention.q_proj, attention.k_proj):
+        part.weight.data = part.weight.data.unflatten(0, (-1, attention.head_dim))[:, back].flatten(0, 1)
+    heads.rotary_emb = rotary_embedding(heads.config)
+    return Case(lab.tiny_target, heads, tiny_prompts(), 24, 2, lab.texts())
 
 
 def own_token(case: Case) -> None:
@@ -119,12 +210,10 @@ def shuffled_output(case: Case) -> None:
 def rotated_target(case: Case) -> None:
     """A target whose weights were rotated before they were quantised: the same text, other features. The heads know
     the statistics of their training, and no fingerprint."""
-    texts = continue_texts(case.target, case.prompts, case.new_tokens)
-    evidence = capture(case.target, texts, [ids.shape[1] for ids in case.prompts])
     case.heads.bind(case.target)
-    case.heads.config.feature_statistics = measured_statistics(case.heads, evidence)
+    case.heads.config.feature_statistics = measured_statistics(case.heads, case.evidence)
     case.heads.config.target = None
-    case.target = rotate(copy.deepcopy(case.target))
+    case.target, case.evidence = rotate(copy.deepcopy(case.target)), None
 
 
 @torch.no_grad()
@@ -153,19 +242,39 @@ def rotate(target: Any) -> Any:
     return target
 
 
+WINDOW = {"sliding_layers": (0, 1), "sliding_window": 6}
+
 PLANTINGS = (
-    Planting(1, "hidden states one layer up", "eagle3", other_levels(1), ("taps",)),
-    Planting(1, "hidden states one layer down", "eagle3", other_levels(-1), ("taps",)),
-    Planting(2, "norm_before_residual", "eagle3", flag("norm_before_residual"), ("norm flags",)),
-    Planting(2, "norm_output", "eagle3", flag("norm_output"), ("norm flags",)),
-    Planting(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), ("rope",)),
-    Planting(3, "rope of base 500000", "eagle3", rope(rope_theta=500000.0), ("rope",)),
-    Planting(4, "no training", "eagle", untrained, ("under-trained",)),
-    Planting(5, "prompts of random tokens", "eagle", random_prompts, ("not text",)),
-    Planting(7, "no map of the vocabulary", "eagle3", no_map, ("draft vocabulary",)),
-    Planting(7, "a map of other tokens", "eagle3", another_map, ("draft vocabulary",)),
-    Planting(9, "weights of the target rotated", "eagle", rotated_target, ("another target",)),
-    Planting(10, "labels off by one", "medusa", next_label, ("training labels",)),
-    Planting(10, "rows made of their own token", "eagle", own_token, ("token shift",)),
-    Planting(10, "rows of lm_head shuffled", "eagle3", shuffled_output, ("damaged weights", "draft vocabulary")),
+    shipped(1, "hidden states one layer up", "eagle3", other_levels(1), "taps"),
+    shipped(1, "hidden states in another order", "eagle3", other_order, "taps"),
+    tiny(1, "hidden states one layer up", "dflash", field("feature_layers", (3, 5, 7)), "taps"),
+    tiny(1, "hidden states in another order", "dspark", field("feature_layers", LEVELS[::-1]), "taps"),
+    shipped(2, "norm_before_residual", "eagle3", flag("norm_before_residual"), "norm flags"),
+    shipped(2, "norm_output", "eagle3", flag("norm_output"), "norm flags"),
+    shipped(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), "rope"),
+    shipped(3, "rope of base 100", "eagle3", rope(rope_theta=100.0), "rope"),
+    tiny(3, "rope of base 100", "dflash", rope(rope_theta=100.0), "rope"),
+    Planting(3, "rope of a part read as rope of all", "tiny eagle3", partial_rope, ("rope",)),
+    shipped(4, "no training", "eagle", untrained, "under-trained"),
+    Planting(4, "trained on texts of others", "tiny eagle3", other_texts, ("not its own answers",)),
+    shipped(5, "prompts of random tokens", "eagle", random_prompts, "not text"),
+    Planting(5, "trained on chats, asked for raw text", "tiny eagle3", raw_texts, ("mode",)),
+    Planting(6, "beginnings of answers not supervised", "tiny eagle3", unsupervised_beginnings, ("turns",)),
+    shipped(7, "no map of the vocabulary", "eagle3", no_map, "draft vocabulary"),
+    shipped(7, "a map of other tokens", "eagle3", another_map, "draft vocabulary"),
+    tiny(8, "contexts longer than in training", "eagle3", long_prompts, "context"),
+    tiny(8, "a window ignored", "dflash", field("sliding_layers", ()), "window", options=WINDOW),
+    shipped(9, "weights of the target rotated", "eagle", rotated_target, "another target"),
+    Planting(10, "labels off by one", "tiny eagle3", later_labels, ("training labels",)),
+    shipped(10, "labels off by one", "medusa", next_label, "training labels"),
+    shipped(10, "rows made of their own token", "eagle", own_token, "token shift"),
+    tiny(10, "tokens with the feature before", "jetspec", nothing, "token shift", shift=1),
+    tiny(10, "tokens with the feature before", "eagle3", nothing, "token shift", shift=1),
+    shipped(10, "rows of lm_head shuffled", "eagle3", shuffled_output, "damaged weights", "draft vocabulary"),
+    tiny(10, "the slot of the anchor", "dflash", other_slot, "anchor slot"),
+    tiny(10, "the slot of the anchor", "dspark", other_slot, "anchor slot"),
+    tiny(10, "blocks that see ahead", "jetspec", field("causal", False), "block mask"),
+    tiny(10, "another mask token", "dflash2", field("mask_token_id", 17), "mask token"),
+    tiny(10, "another mask token", "peagle", field("mask_token_id", 17), "mask token"),
+    tiny(10, "embedding and feature swapped in fc", "mtp", swapped_halves, "row order"),
 )

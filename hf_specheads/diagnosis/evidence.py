@@ -52,8 +52,11 @@ class Evidence:
         chosen = [self.states[self.depth if level == -1 else level] for level in levels]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
-    def rows(self, features: torch.Tensor | None, embed: Any, lm_head: Any) -> TrainingRows:
-        """Teacher-forced rows [B, T - 1] of all texts: feature of a token, the token after it."""
+    def rows(
+        self, features: torch.Tensor | None, embed: Any, lm_head: Any, anchors: torch.Tensor | None = None
+    ) -> TrainingRows:
+        """Teacher-forced rows [B, T - 1] of all texts: feature of a token, the token after it; rounds start at the
+        rows `anchors` int64 [B, A], or at all of them."""
         places = torch.arange(self.token_ids.shape[1] - 1, device=self.token_ids.device)
         lengths = torch.tensor(self.lengths, device=self.token_ids.device)[:, None]
         documents = torch.where(places[None] < lengths - 1, 0, -1)
@@ -67,6 +70,7 @@ class Evidence:
             position_ids=row_positions(documents),
             embed=embed,
             lm_head=lm_head,
+            anchors=anchors,
         )
 
     def part(self, sequences: Sequence[int]) -> Evidence:

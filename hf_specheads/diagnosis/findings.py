@@ -13,14 +13,18 @@ from .trials import Score, Trial
 LOADED, TRAINED_FOR, TRAINED = "loaded wrongly", "trained for something else", "trained too little or wrongly"
 KIND = {
     "taps": LOADED, "norm flags": LOADED, "rope": LOADED, "draft vocabulary": LOADED, "token shift": LOADED,
-    "damaged weights": LOADED, "serving": LOADED, "another target": TRAINED_FOR, "mode": TRAINED_FOR,
-    "turns": TRAINED_FOR, "context": TRAINED_FOR, "not text": TRAINED_FOR, "coverage": TRAINED_FOR,
+    "damaged weights": LOADED, "serving": LOADED, "row order": LOADED, "anchor slot": LOADED, "block mask": LOADED,
+    "mask token": LOADED, "embedding scale": LOADED, "window": LOADED, "another target": TRAINED_FOR,
+    "mode": TRAINED_FOR, "turns": TRAINED_FOR, "context": TRAINED_FOR, "not text": TRAINED_FOR,
+    "coverage": TRAINED_FOR,
     "under-trained": TRAINED, "training labels": TRAINED, "not its own answers": TRAINED, "training gap": TRAINED,
 }  # fmt: skip
 # Acceptance at position 1 below which heads are of little use: of what the target is sure of, and whatever it is.
-LOW, LOW_ANYWAY = 0.5, 0.35
+LOW, LOW_ANYWAY = 0.5, 0.1
 GROUP_GAP, FEWEST = 0.15, 16
-LABEL_GAP, FITTED_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.15, 0.2, 0.25
+TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there than the target
+LABEL_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.2, 0.25
+GOOD, MUCH = 0.7, 0.15  # acceptance against how sure the target is; a gain that explains by itself
 LEAST_COVERAGE = 0.85
 NO_TEXT = 0.8  # of the surprise of tokens drawn at random
 KNOWS_SOMETHING = 0.1  # how sure a target is that was trained at all
@@ -35,6 +39,7 @@ class Finding:
         said: What is wrong, in one sentence with the evidence.
         mend: What to do.
         before, after: Acceptance of draft position 1 as it is, and mended, where that was tried.
+        tau: The same of teacher-forced tau.
         changes: Fields of the config that mend it.
         certain: Whether it is an error, or only a warning.
     """
@@ -46,6 +51,7 @@ class Finding:
     after: float | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     certain: bool = True
+    tau: tuple[float, float] | None = None
 
     @property
     def kind(self) -> str:
@@ -102,19 +108,26 @@ class Facts:
 
 def findings(facts: Facts) -> list[Finding]:
     """Causes, the most certain first. Silent where nothing is wrong."""
-    found = [*_identity(facts), *_labels(facts), *_settings(facts), *_serving(facts)]
+    elsewhere = [*_modes(facts), *_policy(facts)]
+    settings = [one for one in _settings(facts) if not _good_elsewhere(one, elsewhere)]
+    found = [*_identity(facts), *_labels(facts, settings), *settings, *_serving(facts)]
     explained = bool(found)
-    found += [*_texts(facts), *_modes(facts), *_turns(facts), *_contexts(facts), *_coverage(facts)]
-    if facts.low and not explained:
+    found += [*_texts(facts), *(one for one in elsewhere if one.cause == "mode" or not explained)]
+    found += [*_turns(facts), *_contexts(facts), *_coverage(facts)]
+    if facts.low and not explained and not elsewhere:
         found.append(_unexplained(facts))
-    elif not explained:
-        found += _policy(facts)
     return found
+
+
+def _good_elsewhere(setting: Finding, elsewhere: list[Finding]) -> bool:
+    """Whether heads accept more of other texts, as they are, than of these with another setting: then they are loaded
+    as they should be, and the setting makes up for the texts a little."""
+    return any((one.after or 0.0) >= (setting.after or 0.0) for one in elsewhere)
 
 
 def _settings(facts: Facts) -> Iterator[Finding]:
     """The best of the clear winners; others may win because they make up for the same mistake."""
-    winners = [trial for trial in facts.trials if trial.wins and not _only_fitted(trial, facts)]
+    winners = [trial for trial in facts.trials if trial.wins and _explains(trial, facts)]
     if not winners:
         return
     best = max(winners, key=lambda trial: (round(trial.score.tau, 1), trial.score.log_likelihood or -math.inf))
@@ -129,20 +142,25 @@ def _settings(facts: Facts) -> Iterator[Finding]:
         now.position_1,
         best.score.position_1,
         dict(one.changes),
+        tau=(now.tau, best.score.tau),
     )
 
 
-def _only_fitted(trial: Trial, facts: Facts) -> bool:
-    """A fitted map wins a little wherever heads err systematically; a wrong map is wrong nearly everywhere."""
-    if "fitted" not in trial.alternative.value:
-        return False
-    return trial.score.position_1 < max(facts.score.position_1 + FITTED_GAP, 1.5 * facts.score.position_1)
+def _explains(trial: Trial, facts: Facts) -> bool:
+    """Whether heads are good with the setting, or much better; of bad heads, some settings make up for a little. A
+    fitted map does so wherever heads err systematically, and a wrong map is wrong nearly everywhere."""
+    now, then = facts.score.position_1, trial.score.position_1
+    much = then >= max(now + MUCH, 1.5 * now)
+    if "fitted" in trial.alternative.value:
+        return much
+    return much or then >= GOOD * facts.own.predictability
 
 
-def _labels(facts: Facts) -> Iterator[Finding]:
+def _labels(facts: Facts, settings: list[Finding]) -> Iterator[Finding]:
     right = facts.labels.get(0, 0.0)
     offset, share = max(facts.labels.items(), key=lambda item: item[1])
-    if offset and share >= right + LABEL_GAP:
+    explained = any((one.after or 0.0) >= share for one in settings)  # e.g. drafts read from the slot after theirs
+    if offset and share >= right + LABEL_GAP and not explained:
         yield Finding(
             "training labels",
             f"the first draft is the token {offset:+d} from the one it should guess ({share:.0%}, the right one "
@@ -209,7 +227,7 @@ def _modes(facts: Facts) -> Iterator[Finding]:
 def _turns(facts: Facts) -> Iterator[Finding]:
     early, later = facts.turn
     gap = early.worse_than(later)
-    if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3 and early.count >= FEWEST:
+    if gap.mean >= TURN_GAP and gap.low >= TURN_GAP / 3 and early.count >= FEWEST:
         yield Finding(
             "turns",
             f"of the {early.name} {early.acceptance.mean:.0%} are accepted at position 1, of {later.name} "

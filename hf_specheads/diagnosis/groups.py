@@ -13,9 +13,8 @@ from ..bootstrap import Interval, difference_interval, ratio_interval
 from ..heads.base import DraftHead
 from ..texts import Text
 from .evidence import Evidence
-from .teacher_forced import Drafts, hits, own_text
+from .teacher_forced import FIRST_TOKENS, Drafts, guessed_text, hits, own_text
 
-FIRST_TOKENS = 4  # of a turn
 CONTEXT_BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 30)
 
 
@@ -71,7 +70,8 @@ class Group:
 
 
 def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor) -> Group:
-    """The tokens `where` bool [B, T] says."""
+    """The tokens `where` bool [B, T] says, as far as they were guessed."""
+    where = where & (drafts.slots[0] >= 0)
     right = hits(drafts, evidence)[0] & where
     expected = evidence.confidence.roll(1, dims=1) * where  # of the token before, which says this one
     return Group(
@@ -84,7 +84,7 @@ def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor)
 
 def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
     """The first guesses of every answer, and the others."""
-    text = own_text(evidence, 0)
+    text = guessed_text(drafts, evidence)
     places = torch.arange(text.shape[1], device=text.device)[None]
     starts = torch.tensor(evidence.starts, device=text.device)[:, None]
     early = text & (places <= starts + FIRST_TOKENS)
@@ -94,9 +94,9 @@ def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
     )
 
 
-def by_context(drafts: Drafts, evidence: Evidence, where: torch.Tensor | None = None) -> list[Group]:
+def by_context(drafts: Drafts, evidence: Evidence) -> list[Group]:
     """By how many tokens stand before the guessed one."""
-    text = own_text(evidence, 0) if where is None else where
+    text = guessed_text(drafts, evidence)
     places = torch.arange(text.shape[1], device=text.device)[None]
     found = []
     for low, high in pairwise(CONTEXT_BINS):

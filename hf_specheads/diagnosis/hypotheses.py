@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,89 +11,18 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..heads.base import DraftHead
-from ..heads.layers import LayerHeadConfig, rotary_embedding
+from ..heads.block_config import spread_layers
+from ..heads.layers import DraftAttention, LayerHeadConfig
+from ..heads.mtp_config import MtpHeadConfig
 from ..target.projection import output_weight
+from .alternative import Alternative
+from .block_settings import block_settings
 from .evidence import BEFORE_NORM, Level
 
 # Rows of EAGLE heads that are equally wide.
 PAIRINGS = ("feature+shifted_token", "feature+token")
 ROPE_BASES = (10000.0, 500000.0, 1000000.0)
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One setting with another value than the one in force.
-
-    Attributes:
-        setting: Its name, in the words of the table.
-        value: The other value.
-        in_force: What is in force.
-        cause: What it would mean if the other value were right.
-        changes: Fields of the config that put it into force; empty if no config can.
-        mend: What to do, if no config can.
-        levels: Hidden states to read, `None` for those in force.
-        shift: As in [`teacher_forced.draft_everywhere`].
-        modules: Weights that stand in for those of the heads, by their names.
-        deep: Whether only later draft positions depend on it.
-    """
-
-    setting: str
-    value: str
-    in_force: str
-    cause: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    mend: str = ""
-    levels: tuple[Level, ...] | None = None
-    shift: int = 0
-    modules: dict[str, torch.Tensor] = field(default_factory=dict)
-    deep: bool = False
-
-    @property
-    def what_to_do(self) -> str:
-        """The argument that mends it."""
-        if not self.changes:
-            return self.mend
-        fields = "; ".join(f"heads.config.{name} = {value!r}" for name, value in self.changes.items())
-        return f"set `{fields}` (`specheads doctor --write FOLDER` saves them so)"
-
-
-@contextmanager
-def tried(heads: DraftHead, alternative: Alternative) -> Iterator[None]:
-    """While this lasts the heads are as the alternative says; afterwards as they were."""
-    with ExitStack() as undo:
-        for name, value in alternative.changes.items():
-            if name != "feature_layers":  # read by the caller
-                undo.callback(setattr, heads.config, name, getattr(heads.config, name))
-                setattr(heads.config, name, value)
-        if "rope_parameters" in alternative.changes:
-            _swap_rotary(heads, undo)
-        if "norm_before_residual" in alternative.changes:
-            for module in heads.modules():
-                if hasattr(module, "norm_before_residual"):
-                    undo.callback(setattr, module, "norm_before_residual", module.norm_before_residual)
-                    module.norm_before_residual = alternative.changes["norm_before_residual"]
-        for name, weight in alternative.modules.items():
-            parameter = heads.get_parameter(name)
-            undo.callback(setattr, parameter, "data", parameter.data)
-            parameter.data = weight.to(parameter)
-        yield
-
-
-def _swap_rotary(heads: DraftHead, undo: ExitStack) -> None:
-    for parent in list(heads.modules()):
-        for name, module in list(parent.named_children()):
-            if isinstance(module, LlamaRotaryEmbedding):
-                undo.callback(setattr, parent, name, module)
-                setattr(parent, name, rotary_embedding(heads.config).to(heads.device))
-
-
-def put_into_force(heads: DraftHead, changes: dict[str, Any]) -> None:
-    """Settles what a config can settle, in the heads as they are and in what they save."""
-    stack = ExitStack()
-    stack.enter_context(tried(heads, Alternative("", "", "", "", changes)))
-    stack.pop_all()  # what was changed stays
-    for name, value in changes.items():
-        setattr(heads.config, name, value)
+PARTIAL = (0.25, 0.5)
 
 
 # ---------------------------------------------------------------------- what could be otherwise
@@ -108,8 +35,8 @@ def alternatives(heads: DraftHead, target: PreTrainedModel, depth: int, levels: 
         depth: Its layers N.
         levels: Hidden states that were captured.
     """
-    found = [*tap_sets(heads, depth, levels), *flags(heads), *ropes(heads, target), *shifts(heads)]
-    return [*found, *borrowed_parts(heads, target)]
+    found = [*tap_sets(heads, depth, levels), *flags(heads), *ropes(heads, target), *partial_ropes(heads, target)]
+    return [*found, *shifts(heads), *halves(heads), *borrowed_parts(heads, target), *block_settings(heads, target)]
 
 
 def tap(heads: DraftHead, levels: tuple[Level, ...], what: str) -> Alternative:
@@ -142,6 +69,10 @@ def tap_sets(heads: DraftHead, depth: int, levels: Sequence[Level]) -> list[Alte
         known.setdefault((2, depth // 2, depth - 3), "the usual ones")
         known.setdefault((3, depth // 2 + 1, depth - 2), "the usual ones, counted after a layer")
         known.setdefault((1, depth // 2 - 1, depth - 4), "the usual ones less one")
+    if heads.trains_at_anchors:
+        outputs = spread_layers(depth, len(ours))
+        known.setdefault(outputs, "spread evenly")
+        known.setdefault(tuple(level - 1 for level in outputs), "spread evenly, counted before a layer")
     if ours == (depth,):
         known.setdefault((BEFORE_NORM,), "without the final norm")
     available = set(levels)
@@ -159,10 +90,10 @@ def single_taps(heads: DraftHead, depth: int, levels: tuple[Level, ...]) -> Iter
 def flags(heads: DraftHead) -> list[Alternative]:
     """Norms that no tensor tells of, and which token a row is made of."""
     found = []
-    for name, deep in (("norm_before_residual", False), ("norm_output", True)):
+    for name in ("norm_before_residual", "norm_output"):
         if hasattr(heads.config, name):
             now = bool(getattr(heads.config, name))
-            found.append(Alternative(name, str(not now), str(now), "norm flags", {name: not now}, deep=deep))
+            found.append(Alternative(name, str(not now), str(now), "norm flags", {name: not now}))
     inputs = getattr(heads.config, "inputs", None)
     if inputs in PAIRINGS:
         other = next(one for one in PAIRINGS if one != inputs)
@@ -172,13 +103,12 @@ def flags(heads: DraftHead) -> list[Alternative]:
 
 def ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
     """The usual bases, the target's rope, and scaling left out."""
-    rotates = any(isinstance(module, LlamaRotaryEmbedding) for module in heads.modules())
-    if not (rotates and isinstance(heads.config, LayerHeadConfig)):
+    held = _rope_of(heads)
+    if held is None:
         return []
-    now = dict(getattr(heads.config, "rope_parameters", None) or {})
+    now, wrap = held
     base = float(now.get("rope_theta") or 10000.0)
-    theirs = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    theirs = {**(theirs.get("full_attention") or theirs)}
+    theirs = target_rope(target)
     theirs.pop("partial_rotary_factor", None)
     others: list[dict[str, Any]] = [{"rope_type": "default", "rope_theta": other} for other in ROPE_BASES]
     if "rope_theta" in theirs:
@@ -192,8 +122,43 @@ def ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
         if other == now or (same and float(other["rope_theta"]) == base):
             continue
         words = _rope_words(other)
-        found.setdefault(words, Alternative("rope", words, _rope_words(now), "rope", {"rope_parameters": other}))
+        found.setdefault(words, Alternative("rope", words, _rope_words(now), "rope", wrap(other)))
     return list(found.values())
+
+
+def target_rope(target: PreTrainedModel) -> dict[str, Any]:
+    """Rope of the target, of its full layers where it has several."""
+    theirs = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return {**(theirs.get("full_attention") or theirs)}
+
+
+def _rope_of(heads: DraftHead) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]] | None:
+    """Rope of the heads, and fields of their config that hold another one; `None` of heads that do not rotate."""
+    config: Any = heads.config
+    if isinstance(config, MtpHeadConfig):
+        layer = dict(config.layer_config or {})
+        kept = layer.get("rope_parameters") or {}
+        whole = "rope_theta" in kept  # not one for every kind of layer
+        return (
+            (dict(kept), lambda other: {"layer_config": {**layer, "rope_parameters": {**kept, **other}}})
+            if whole
+            else None
+        )
+    rotates = any(isinstance(module, LlamaRotaryEmbedding) for module in heads.modules())
+    if not (rotates and isinstance(config, LayerHeadConfig)):
+        return None
+    return dict(getattr(config, "rope_parameters", None) or {}), lambda other: {"rope_parameters": other}
+
+
+def partial_ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
+    """Rotation of the first half or quarter of every attention head, or of as much as the target rotates."""
+    plain = (getattr(heads.config, "rope_parameters", None) or {}).get("rope_type", "default") == "default"
+    if not plain or not any(isinstance(module, DraftAttention) for module in heads.modules()):
+        return []
+    shares = {*PARTIAL, float(target_rope(target).get("partial_rotary_factor") or 1.0)} - {1.0}
+    mend = "the heads were trained with rope over a part of every attention head, which {} heads do not do; train anew"
+    return [Alternative("rope", f"of {share:.0%} of the dimensions", "of all", "rope", rotated=share,
+                        mend=mend.format(heads.config.method)) for share in sorted(shares)]  # fmt: skip
 
 
 def _rope_words(rope: dict[str, Any]) -> str:
@@ -203,7 +168,8 @@ def _rope_words(rope: dict[str, Any]) -> str:
 
 
 def shifts(heads: DraftHead) -> list[Alternative]:
-    """Tokens paired with the feature before, or after, the one they belong to."""
+    """Tokens paired with the feature before, or after, the one they belong to; the latter has seen the token, and says
+    more of the next one."""
     if not heads.feature_layers:
         return []
     words = {1: "the feature two tokens before it", -1: "its own feature"}
@@ -212,7 +178,23 @@ def shifts(heads: DraftHead) -> list[Alternative]:
         "train anew"
     )
     return [Alternative("a token is read with", said, "the feature of the token before", "token shift", mend=mend,
-                        shift=shift) for shift, said in words.items()]  # fmt: skip
+                        shift=shift, least=0.1 if shift < 0 else 0.0) for shift, said in words.items()]  # fmt: skip
+
+
+@torch.no_grad()
+def halves(heads: DraftHead) -> list[Alternative]:
+    """Embedding and feature fused in the other order, where nothing but the file says which half is which."""
+    found, sizes = [], (heads.config.embedding_size, heads.config.feature_size)
+    for name, module in heads.named_modules():
+        fuses = isinstance(module, nn.Linear) and name.rpartition(".")[2] == "fc" and len(heads.feature_layers) == 1
+        if fuses and sizes[0] == sizes[1] and module.in_features == sum(sizes):
+            found.append((f"{name}.weight", module.weight.roll(sizes[0], dims=1)))
+    if not found:
+        return []
+    mend = (
+        "embedding and feature enter `fc` in the other order in these files; swap the halves of its weight's columns"
+    )
+    return [Alternative("halves of fc", "swapped", "as in the files", "row order", mend=mend, modules=dict(found))]
 
 
 @torch.no_grad()

@@ -22,12 +22,15 @@ def stored_numbers(heads: DraftHead, folder: str | Path | None = None) -> dict[s
     found: dict[str, Any] = {}
     results, facts = _read(place / EVAL_RESULTS), _read(place / FACTS)
     for entry in results if isinstance(results, list) else []:
-        if isinstance(entry, dict) and entry.get("task") == "greedy" and entry.get("pos_acc"):
+        # In a tree any child may be accepted, which says nothing of the favourite alone.
+        chain = isinstance(entry, dict) and (entry.get("tree_config") or {}).get("top_k", 1) == 1
+        if chain and entry.get("task") == "greedy" and entry.get("pos_acc"):
             found |= {"position_1": entry["pos_acc"][0], "acceptance_length": entry.get("acceptance_length"),
                       "from": EVAL_RESULTS}  # fmt: skip
     if isinstance(facts, dict):
         metrics = {name.removeprefix("eval_"): value for name, value in (facts.get("metrics") or {}).items()}
-        if "pos_acc_1" in metrics and "position_1" not in found:
+        chain = (heads.config.tree_config or {}).get("top_k", 1) == 1
+        if chain and "pos_acc_1" in metrics and "position_1" not in found:
             found |= {"position_1": metrics["pos_acc_1"], "acceptance_length": metrics.get("acceptance_length"),
                       "from": FACTS}  # fmt: skip
         if (tokens := _tokens(facts, heads)) is not None:

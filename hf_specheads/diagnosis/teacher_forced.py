@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..heads.base import DraftHead
+from ..unroll.rows import DraftedPass
 from .evidence import Evidence, Level
 
 CHUNK = 512  # rows whose logits exist at a time
+ROUNDS = 48  # of every text, of heads that draft a block at each
+FIRST_TOKENS = 4  # of a turn
+LEAST_LIKELY = -20.0  # nats; what candidates leave out is not impossible
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,11 @@ def draft_everywhere(
     positions: int = 1,
     shift: int = 0,
 ) -> Drafts:
-    """Runs the heads on captured features, all rows at once: the forward that training uses, which is drafting's.
+    """Runs the heads on captured features, many rows at once: the forward that training uses, which is drafting's.
 
     Args:
-        heads: Bound to the target.
+        heads: Bound to the target. Drafters of whole blocks draft at some rows of every text ([`rounds_in`]), others
+            at all of them.
         evidence: What was captured.
         levels: Hidden states that make up the features.
         positions: Draft positions.
@@ -57,34 +61,56 @@ def draft_everywhere(
     if features is not None and shift:
         features = features.roll(shift, dims=1)
     borrowed = heads.borrowed
-    rows = evidence.rows(features, borrowed.embed_tokens, borrowed.lm_head)
+    anchors = rounds_in(evidence) if heads.trains_at_anchors else None
+    rows = evidence.rows(features, borrowed.embed_tokens, borrowed.lm_head, anchors)
+    index, wanted = rows.anchor_rows(), slots_of_token_ids(heads, evidence.token_ids)
+    known = (index >= 0) & (rows.documents.gather(1, index.clamp_min(0)) >= 0)
     slots, tokens, log_probs = [], [], []
-    wanted = slots_of_token_ids(heads, evidence.token_ids)
-    valid = rows.documents >= 0
     for position, drafted in enumerate(heads.unroll(rows, positions)):
         # Row t knows the token t + 1 and, at offset o, guesses the token t + 2 + o.
-        reach = 2 + drafted.offset
-        rows_of = evidence.token_ids.shape[1] - reach
-        labels = torch.full_like(valid, -1, dtype=torch.long)
-        labels[:, :rows_of] = wanted[:, reach:]
+        guessed = index + 2 + drafted.offset
+        valid = known & (guessed < wanted.shape[1])
+        guessed = guessed.masked_fill(~valid, wanted.shape[1])  # a column of no meaning
+        labels = torch.nn.functional.pad(wanted, (0, 1), value=-1).gather(1, guessed)
         guesses, likely = _favourites(drafted, valid, labels)
-        placed, said = torch.full_like(wanted, -1), torch.full(wanted.shape, torch.nan, device=wanted.device)
-        placed[:, reach:], said[:, reach:] = guesses[:, :rows_of], likely[:, :rows_of]
-        slots.append(placed)
-        tokens.append(token_ids_of_slots(heads, placed))
-        log_probs.append(said)
+        slots.append(_placed(guesses, guessed, wanted.shape[1], -1))
+        tokens.append(token_ids_of_slots(heads, slots[-1]))
+        log_probs.append(_placed(likely, guessed, wanted.shape[1], torch.nan))
         if position + 1 == positions:
             break
     return Drafts(tuple(slots), tuple(tokens), tuple(log_probs))
 
 
-def _favourites(drafted: Any, valid: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the favourite draft logit at valid rows, int64 [B, R], -1 elsewhere, and the log-probability of the
-    labels [B, R], NaN where there is none."""
+def _placed(values: torch.Tensor, columns: torch.Tensor, width: int, nothing: float) -> torch.Tensor:
+    """[B, T] with values [B, A] in columns [B, A], T = `width` standing for none."""
+    found = torch.full((len(values), width + 1), nothing, dtype=values.dtype, device=values.device)
+    return found.scatter(1, columns, values)[:, :width]
+
+
+def rounds_in(evidence: Evidence) -> torch.Tensor:
+    """int64 [B, A], some rows of every text at which a round may start, -1 where there are fewer: the first ones of
+    the target's own text, others spread over it, and a few of the prompt."""
+    chosen = []
+    for start, length in zip(evidence.starts, evidence.lengths, strict=True):
+        first, end = max(start - 1, 0), max(length - 2, 0)  # the last row guesses the last token
+        early = range(first, min(first + FIRST_TOKENS, end))
+        chosen.append(sorted({*_spread(0, first, ROUNDS // 4), *early, *_spread(first, end, ROUNDS)}))
+    most = max(map(len, chosen))
+    return torch.tensor([[*rows, *[-1] * (most - len(rows))] for rows in chosen], device=evidence.token_ids.device)
+
+
+def _spread(first: int, end: int, most: int) -> list[int]:
+    count = max(min(most, end - first), 0)
+    return [first + i * (end - first) // count for i in range(count)]
+
+
+def _favourites(drafted: DraftedPass, valid: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the favourite draft logit at valid rows, int64 [B, A], -1 elsewhere, and the log-probability of the
+    labels [B, A], NaN where there is none."""
     hidden, wanted = drafted.hidden[:, : valid.shape[1]][valid], labels[valid]
     chosen, likely = [], []
     for part, ids in zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True):
-        log_probs = drafted.logits(part).float().log_softmax(-1)
+        log_probs = _log_probs(drafted, part)
         chosen.append(log_probs.argmax(-1))
         picked = log_probs.gather(-1, ids.clamp(0, log_probs.shape[-1] - 1)[:, None].to(log_probs.device))[:, 0]
         likely.append(picked.masked_fill((ids < 0).to(picked.device), torch.nan))
@@ -92,6 +118,15 @@ def _favourites(drafted: Any, valid: torch.Tensor, labels: torch.Tensor) -> tupl
     said = torch.full(valid.shape, torch.nan, device=valid.device)
     found[valid], said[valid] = torch.cat(chosen).to(valid.device), torch.cat(likely).to(valid.device)
     return found, said
+
+
+def _log_probs(drafted: DraftedPass, rows: torch.Tensor) -> torch.Tensor:
+    """What is drafted by, fp32 [R, V], not below [`LEAST_LIKELY`]: of candidates, where heads choose among some."""
+    logits = drafted.logits(rows).float()
+    if drafted.selected is not None:
+        candidates, scores = drafted.selected(rows, logits)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores.float())
+    return logits.log_softmax(-1).clamp_min(LEAST_LIKELY)
 
 
 def slots_of_token_ids(heads: DraftHead, token_ids: torch.Tensor) -> torch.Tensor:
@@ -120,6 +155,11 @@ def own_text(evidence: Evidence, position: int) -> torch.Tensor:
     return (places > starts + position) & (places < lengths)
 
 
+def guessed_text(drafts: Drafts, evidence: Evidence, position: int = 0) -> torch.Tensor:
+    """bool [B, T], tokens of [`own_text`] that the drafts have a guess of."""
+    return own_text(evidence, position) & (drafts.slots[position] >= 0)
+
+
 def hits(drafts: Drafts, evidence: Evidence) -> list[torch.Tensor]:
     """bool [P][B, T]: whether draft position p + 1 guesses token t, which the target wrote."""
     return [tokens == evidence.token_ids for tokens in drafts.tokens]
@@ -138,4 +178,5 @@ def accepted(drafts: Drafts, evidence: Evidence) -> tuple[torch.Tensor, torch.Te
         count = count + running
     places = torch.arange(length, device=count.device)[None]
     starts, lengths = (torch.tensor(one, device=count.device)[:, None] for one in (evidence.starts, evidence.lengths))
-    return count, (places >= starts) & (places + len(found) < lengths)
+    begun = torch.nn.functional.pad(drafts.slots[0][:, 1:] >= 0, (0, 1))  # a round starts at a root only
+    return count, begun & (places >= starts) & (places + len(found) < lengths)

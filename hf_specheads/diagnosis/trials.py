@@ -12,28 +12,32 @@ from transformers import PreTrainedModel
 from ..bootstrap import Interval, difference_interval
 from ..heads.base import DraftHead
 from ..tuning.progress import bar
+from .alternative import Alternative, tried
 from .evidence import Evidence, Level
-from .hypotheses import Alternative, alternatives, single_taps, tap, tried
-from .teacher_forced import Drafts, accepted, draft_everywhere, hits, own_text, token_ids_of_slots
+from .hypotheses import alternatives, single_taps, tap
+from .teacher_forced import Drafts, accepted, draft_everywhere, guessed_text, hits, own_text, token_ids_of_slots
 
 # A clear winner: that much better at the first position, or that many more tokens a round, and surely so.
 CLEAR_FIRST, CLEAR_LENGTH, SURELY = 0.03, 0.1, 0.01
-CLEAR_SHARE = 0.08
-# Or a little better, and surely more likely, in nats a token: likelihoods tell what few texts cannot count.
-CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.01, 0.004, 0.1
+UNITS = 32  # of text that intervals are drawn over, at least; a piece of a text for each where there are few texts
+# Or a little better, and surely more likely, in nats a token: likelihoods tell what few texts cannot count. What sound
+# heads gain at most and mended ones at least is measured by `python -m benchmarks doctor`.
+CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.025, 0.03, 0.1
 SEARCHED_TEXTS, LARGEST_SEARCH = 2, 200
 
 
 @dataclass(frozen=True)
 class Score:
-    """What heads accept of the target's own texts, per text.
+    """What heads accept of the target's own texts, per unit: a text, or a piece of it where there are few texts.
 
     Attributes:
+        pieces: Of every text.
         first, guesses: Guesses of draft position 1 that were right, and all of them.
         tokens, roots: Accepted drafts of a chain from every token, and the number of these tokens.
         likelihood, drafted: Log-likelihood of the text's tokens under the drafts, all positions, and their number.
     """
 
+    pieces: int
     first: tuple[int, ...]
     guesses: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -43,17 +47,19 @@ class Score:
 
     @classmethod
     def of(cls, drafts: Drafts, evidence: Evidence) -> Score:
-        text = own_text(evidence, 0)
+        text = guessed_text(drafts, evidence)
         right = hits(drafts, evidence)[0] & text
         count, roots = accepted(drafts, evidence)
-        columns = (right, text, count * roots, roots)
-        sums, counts = torch.zeros(len(text), device=text.device), torch.zeros_like(text[:, 0], dtype=torch.long)
-        for position, likely in enumerate(drafts.log_probs):
-            there = own_text(evidence, position) & ~likely.isnan()
-            sums += likely.masked_fill(~there, 0.0).sum(-1)
-            counts += there.sum(-1)
-        known = (tuple(sums.tolist()), tuple(counts.tolist())) if drafts.log_probs else ((), ())
-        return cls(*(tuple(column.sum(-1).tolist()) for column in columns), *known)
+        columns = [right, text, count * roots, roots]
+        if drafts.log_probs:
+            sums, counts = torch.zeros(text.shape, device=text.device), torch.zeros_like(text, dtype=torch.long)
+            for position, likely in enumerate(drafts.log_probs):
+                there = own_text(evidence, position) & ~likely.isnan()
+                sums += likely.masked_fill(~there, 0.0)
+                counts += there
+            columns += [sums, counts]
+        pieces = -(-UNITS // len(text))
+        return cls(pieces, *(by_piece(column, evidence, pieces) for column in columns))
 
     @property
     def log_likelihood(self) -> float | None:
@@ -74,33 +80,79 @@ class Score:
         """Tokens a round of a chain, the bonus token included."""
         return 1 + sum(self.tokens) / max(sum(self.roots), 1)
 
-    def better_than(self, other: Score) -> tuple[Interval, Interval]:
-        """By how much, at position 1 and in tau."""
-        return (
+    def of_texts(self, start: int) -> Score:
+        """Of the texts from one on."""
+        columns = (self.first, self.guesses, self.tokens, self.roots, self.likelihood, self.drafted)
+        return Score(self.pieces, *(column[start * self.pieces :] for column in columns))
+
+    def gain_over(self, other: Score) -> Gain:
+        """By how much this is better, unit by unit."""
+        known = self.drafted and other.drafted
+        return Gain(
             difference_interval((self.first, self.guesses), (other.first, other.guesses)),
             difference_interval((self.tokens, self.roots), (other.tokens, other.roots)),
+            difference_interval((self.likelihood, self.drafted), (other.likelihood, other.drafted)) if known else None,
+            other,
         )
 
-    def clearly_better_than(self, other: Score) -> bool:
-        """Whether this is no accident."""
-        first, length = self.better_than(other)
-        longer = max(CLEAR_LENGTH, CLEAR_SHARE * other.tau)  # of long rounds a tenth of a token is little
-        if (first.mean >= CLEAR_FIRST and first.low >= SURELY) or (length.mean >= longer and length.low >= SURELY):
-            return True
-        works = other.position_1 >= LEAST_TO_IMPROVE and self.drafted and other.drafted
-        if not works or first.mean < A_LITTLE or length.mean < 0:
+
+def by_piece(values: torch.Tensor, evidence: Evidence, pieces: int) -> tuple[Any, ...]:
+    """Sums of values [B, T] over consecutive pieces of every text's own tokens, the pieces of a text together."""
+    places = torch.arange(values.shape[1], device=values.device)[None]
+    starts, lengths = (torch.tensor(one, device=places.device)[:, None] for one in (evidence.starts, evidence.lengths))
+    piece = (places - starts).clamp_min(0) * pieces // (lengths - starts).clamp_min(1)
+    sums = torch.zeros(len(values), pieces, dtype=values.dtype if values.is_floating_point() else torch.long)
+    sums = sums.to(values.device).scatter_add(1, piece.clamp_max(pieces - 1), values.to(sums.dtype))
+    return tuple(sums.flatten().tolist())
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much a setting is better than the one in force, paired by units of text.
+
+    Attributes:
+        first, length, likelihood: At position 1, in tau, and in nats a token (`None` where not computed).
+        over: What it is compared with.
+    """
+
+    first: Interval
+    length: Interval
+    likelihood: Interval | None
+    over: Score
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether this is no accident: much more is accepted, or a little more and the text is surely likelier. What
+        is accepted more often must be likelier too; training sees to that, and chance seldom does."""
+        if self.likelihood is not None and self.likelihood.mean <= 0:
             return False
-        likely = difference_interval((self.likelihood, self.drafted), (other.likelihood, other.drafted))
-        return likely.mean >= CLEAR_LIKELIHOOD and likely.low > 0
+        if self.first.mean >= CLEAR_FIRST and self.first.low >= SURELY:
+            return True
+        if self.length.mean >= CLEAR_LENGTH and self.length.low >= SURELY:
+            return True
+        if self.likelihood is None or self.over.position_1 < LEAST_TO_IMPROVE:
+            return False
+        a_little = self.first.mean >= 0 and self.length.mean >= A_LITTLE
+        return a_little and self.likelihood.mean >= CLEAR_LIKELIHOOD and self.likelihood.low > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: mean, and lower end of the interval."""
+        named = {"position_1": self.first, "tau": self.length, "likelihood": self.likelihood}
+        return {name: None if one is None else [one.mean, one.low] for name, one in named.items()}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An alternative and what it scores."""
+    """An alternative, what it scores, and by how much that is better on texts it was not chosen by."""
 
     alternative: Alternative
     score: Score
-    wins: bool
+    gain: Gain
+
+    @property
+    def wins(self) -> bool:
+        """Whether it should be in force."""
+        return self.gain.is_clear and self.gain.first.mean >= self.alternative.least
 
 
 def try_all(
@@ -112,15 +164,23 @@ def try_all(
     for alternative in bar(alternatives(heads, target, evidence.depth, levels), "hypotheses"):
         found.append(_trial(heads, evidence, alternative, positions, in_force))
     searched = search_taps(heads, evidence)
-    if searched is not None and all(searched.levels != trial.alternative.levels for trial in found):
-        found.append(_trial(heads, evidence, searched, positions, in_force))
-    return found
+    if searched is None or any(searched.levels == trial.alternative.levels for trial in found):
+        return found
+    trial = _trial(heads, evidence, searched, positions, in_force, SEARCHED_TEXTS)
+    # One of very many sets is better than a known one by chance; it has to be clearly.
+    rivals = [other.score for other in found if other.wins and other.alternative.levels is not None]
+    clear = all(
+        trial.score.of_texts(SEARCHED_TEXTS).gain_over(one.of_texts(SEARCHED_TEXTS)).is_clear for one in rivals
+    )
+    return [*found, trial] if clear else found
 
 
-def _trial(heads: DraftHead, evidence: Evidence, alternative: Alternative, positions: int, in_force: Score) -> Trial:
-    drafts = drafts_under(heads, evidence, alternative, positions)
-    score = Score.of(drafts, evidence)
-    return Trial(alternative, score, score.clearly_better_than(in_force))
+def _trial(
+    heads: DraftHead, evidence: Evidence, alternative: Alternative, positions: int, in_force: Score, first: int = 0
+) -> Trial:
+    """What an alternative scores; its gain on the texts from `first` on, those before have chosen it."""
+    score = Score.of(drafts_under(heads, evidence, alternative, positions), evidence)
+    return Trial(alternative, score, score.of_texts(first).gain_over(in_force.of_texts(first)))
 
 
 def drafts_under(heads: DraftHead, evidence: Evidence, alternative: Alternative, positions: int) -> Drafts:
@@ -132,11 +192,12 @@ def drafts_under(heads: DraftHead, evidence: Evidence, alternative: Alternative,
 
 def search_taps(heads: DraftHead, evidence: Evidence) -> Alternative | None:
     """The best hidden states found by trying all of them at one place after the other, on a few of the texts; `None`
-    if those in force are, or if there are too many to try."""
+    if those in force are, if there are too many to try, or too few texts to try the best one on others."""
     levels: tuple[Level, ...] = tuple(evidence.depth if level == -1 else level for level in heads.feature_layers)
-    if not levels or len(levels) * (evidence.depth + 1) > LARGEST_SEARCH:
+    too_many = len(levels) * (evidence.depth + 1) > LARGEST_SEARCH
+    if not levels or too_many or len(evidence.lengths) < 2 * SEARCHED_TEXTS:
         return None
-    part = evidence.part(range(min(SEARCHED_TEXTS, len(evidence.lengths))))
+    part = evidence.part(range(SEARCHED_TEXTS))
     best, start = levels, _likelihood(heads, part, levels)
     top = start
     for place in bar(range(len(levels)), "hidden states, one by one"):
@@ -174,7 +235,7 @@ def mapping_trials(heads: DraftHead, drafts: Drafts, evidence: Evidence, in_forc
         score, before = halves
         words = "fitted to one half of the texts, tried on the other"
         alternative = Alternative("draft vocabulary", words, now, "draft vocabulary", mend=mend)
-        found.append(Trial(alternative, score, score.clearly_better_than(before)))
+        found.append(Trial(alternative, score, score.gain_over(before)))
     return found
 
 
@@ -183,7 +244,7 @@ def _mapped(
 ) -> Trial:
     tokens = tuple(token_ids_of_slots(heads, slots, mapping) for slots in drafts.slots)
     score = Score.of(Drafts(drafts.slots, tokens), evidence)
-    return Trial(alternative, score, score.clearly_better_than(in_force))
+    return Trial(alternative, score, score.gain_over(in_force))
 
 
 def fitted_mapping(drafts: Drafts, evidence: Evidence, mapping: torch.Tensor) -> tuple[Score, Score] | None:
@@ -212,13 +273,13 @@ def fitted_mapping(drafts: Drafts, evidence: Evidence, mapping: torch.Tensor) ->
 
 def label_offsets(drafts: Drafts, evidence: Evidence, reach: Sequence[int] = (-1, 0, 1, 2)) -> dict[int, float]:
     """How often the first draft is the token that stands so many places after the one it should guess."""
-    text, guess = own_text(evidence, 0), drafts.tokens[0]
+    text, guess = guessed_text(drafts, evidence), drafts.tokens[0]
     found = {}
     for offset in reach:
         other = evidence.token_ids.roll(-offset, dims=1)
         usable = text.clone()
         if offset > 0:  # there must be such a token
             usable[:, -offset:] = False
-            usable &= text.roll(-offset, dims=1)
+            usable &= own_text(evidence, 0).roll(-offset, dims=1)
         found[offset] = float((guess == other)[usable].float().mean()) if bool(usable.any()) else 0.0
     return found

@@ -218,6 +218,8 @@ def _batches(axes: Axes, results: Results, styles: Styles) -> None:
 
 def _training(curve: str, y: str) -> Callable[[Axes, Results, Styles], None]:
     def draw(axes: Axes, results: Results, styles: Styles) -> None:
+        from matplotlib.ticker import LogLocator
+
         for name, facts in results["heads"].items():
             curves = facts.get("training", {})
             if points := curves.get(curve) or curves.get(f"evaluation_{curve}"):
@@ -226,6 +228,9 @@ def _training(curve: str, y: str) -> Callable[[Axes, Results, Styles], None]:
         axes.set(xlabel="optimizer step", ylabel=y)
         if curve == "loss":
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
         else:
             axes.set_ylim(bottom=1)
 

@@ -28,6 +28,8 @@ from .turns import Prompts, every_round_drafts, take_turns, timed_generation
 
 TOP_KS = (1, 2, 3, 4, 5, 6, 8)
 STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
+CONFIDENCES = (0.3, 0.5, 0.7)  # the same, where heads predict what is accepted
+DEPTH = 8  # of the deepest trees, where a level costs a forward of the heads
 AS_FAST = 0.98  # of the fastest tree's tokens per second: no clock tells such trees apart, nor would other texts
 SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # nodes, root included
 
@@ -205,7 +207,7 @@ def tune(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 64,
-    depth: int = 8,
+    depth: int | None = None,
     top_k: int = 8,
     confirm: int = 6,
     repeats: int = 3,
@@ -222,7 +224,8 @@ def tune(
             texts it was made for.
         tokenizer: The target's, for prompts that are strings or chats.
         max_new_tokens: Tokens per prompt in every run.
-        depth: Deepest trees to consider, lowered to what the heads draft at most.
+        depth: Deepest trees to consider, lowered to what the heads draft at most; default 8, or all positions of heads
+            that draft them in one forward.
         top_k: Widest dynamic trees to consider.
         confirm: Trees to run against each other in the end.
         repeats: Times everything is timed.
@@ -236,10 +239,14 @@ def tune(
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
+    if depth is None:
+        depth = (heads.drafts_in_one_forward and heads.max_draft_positions) or DEPTH
     candidates = _candidates(target, heads, made_for, depth, top_k, repeats, options)
+    cut: list[TunedTree] = []
     if heads.predicts_acceptance:  # `stop_below` is then another quantity than the recorded one
         candidates = [one for one in candidates if one.tree.stop_below == 0]
-    chosen = shortlist(candidates, confirm)
+        cut = _cut_by_confidence(candidates)
+    chosen = shortlist(candidates, confirm) + cut
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
     if before not in chosen:
         chosen.append(before)
@@ -255,6 +262,15 @@ def tune(
     heads.config.tuned = [*without_machine(heads.config.tuned, result.key), result.entry()]
     heads.forget_tree()
     return result
+
+
+def _cut_by_confidence(candidates: list[TunedTree]) -> list[TunedTree]:
+    """The deepest chain, given up where the heads expect little: nothing recorded says how often, so that is tried."""
+    chains = [one.tree for one in candidates if one.tree.kind == "chain"]
+    if not chains:
+        return []
+    deepest = max(chains, key=lambda tree: tree.depth)
+    return [TunedTree(deepest.replace(stop_below=stop)) for stop in CONFIDENCES]
 
 
 def _candidates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -208,7 +209,7 @@ def test_committed_tables_and_documents_are_what_the_committed_results_say():
 
 @pytest.mark.parametrize("name", list(results.read(RESULTS)))
 def test_a_committed_result_says_by_which_command_it_came_about(name):
-    words = results.read(RESULTS)[name]["provenance"]["command"].split()
+    words = shlex.split(results.read(RESULTS)[name]["provenance"]["command"])
     assert words[:3] == ["python", "-m", "benchmarks"]
     module = runner.measurement_of(name)
     assert runner.MEASUREMENTS[words[3]] is module

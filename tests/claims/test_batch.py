@@ -61,7 +61,12 @@ def test_every_method_with_every_tree(method, kind):
     assert_rows(got, 19, alone_texts(target, alone, max_new_tokens=14))
 
 
-@pytest.mark.parametrize("method", ["eagle", "poss", "eagle3", "hydra", "draft-lm"])
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "jetspec", "dspark", "dflash2", "peagle", "mtp")
+]
+
+
+@pytest.mark.parametrize("method", ["eagle", "poss", "eagle3", "hydra", "draft-lm", "domino", *SLOW])
 def test_drafts_of_a_row_do_not_depend_on_the_others(method):
     """What a row accepts in a batch is what it accepts alone: padding and ragged rounds do not reach the draft."""
     target = shared_target("llama")

@@ -8,6 +8,7 @@ random numbers speak.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -24,9 +25,11 @@ from support.distributions import (
     script_draws,
     target_distribution,
 )
-from support.heads import random_heads
+from support.heads import OPTIONS, random_heads
 
+from hf_specheads import AutoDraftHead, DraftTreeConfig
 from hf_specheads.generation.verification import rules
+from hf_specheads.heads.auto import METHODS
 
 LENGTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -116,6 +119,39 @@ def test_enumerated_distribution_of_a_chain(monkeypatch):
     heads = heads_for(target, False, kind="chain")
     found = algorithm_distribution(Script(monkeypatch), target, heads, SETTINGS["top-k"])
     assert largest_error(found, expected) < 1e-5
+
+
+FAMILIES = ("dflash", "jetspec", "dspark", "dflash2", "domino", "peagle", "mtp", "lookup")
+
+
+@pytest.mark.parametrize(
+    ("method", "exact_seed"),
+    [
+        ("domino", False),
+        *(
+            pytest.param(m, e, marks=pytest.mark.slow)
+            for m in FAMILIES
+            for e in (True, False)
+            if (m, e) != ("domino", False)
+        ),
+    ],
+    ids=lambda value: {True: "token by token", False: "all nodes at once"}.get(value, value),
+)
+def test_enumerated_distribution_of_families(method, exact_seed, monkeypatch):
+    """Drafters of a whole block, P-EAGLE, MTP layers and copies, from trees in force."""
+    target = five_token_target()
+    levels = {"feature_layers": (0, -1)} if "feature_layers" in config_fields(method) else {}
+    tree = DraftTreeConfig(depth=2, top_k=2, total_tokens=5)
+    options = {**OPTIONS.get(method, {}), **levels, **({"selector_top_k": 3} if method == "dflash2" else {})}
+    heads = AutoDraftHead.from_target(target, method, tree_config=tree, **options).eval()
+    heads.exact_seed, heads.adaptive = exact_seed, False
+    found = algorithm_distribution(Script(monkeypatch), target, heads, SETTINGS["all"])
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
+    assert largest_error(found, target_distribution(target, SETTINGS["all"], LENGTH)) < 1e-5
+
+
+def config_fields(method):
+    return {field.name for field in dataclasses.fields(METHODS[method].config_class)}
 
 
 def _bonus_without_temperature(temperature: float) -> Any:

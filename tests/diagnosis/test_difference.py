@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from support.heads import random_heads
 from support.targets import own_target, prompt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-import hf_specheads.cache.target as target_cache
+from benchmarks.diagnosis.diff import wrong_mask, wrong_positions
 from hf_specheads import UnsupportedGenerationError, explain_difference
 from hf_specheads.cli import main
 from hf_specheads.diagnosis.difference import first_difference
@@ -59,33 +57,6 @@ def tied() -> LlamaForCausalLM:
     return target
 
 
-@contextmanager
-def wrong_mask(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every node sees all nodes of its tree, not its ancestors alone."""
-    right = target_cache.slot_mask
-
-    def everything(visible: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return right(torch.ones_like(visible), *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target_cache, "slot_mask", everything)
-        yield
-
-
-@contextmanager
-def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nodes stand one position after where they belong."""
-    right = target_cache.TreeCache.forward_inputs
-
-    def shifted(self: Any, tree: Any) -> dict[str, Any]:
-        inputs = right(self, tree)
-        return {**inputs, "position_ids": inputs["position_ids"] + 1}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target_cache.TreeCache, "forward_inputs", shifted)
-        yield
-
-
 def test_equal_texts(target) -> None:
     found = explain_difference(target, inputs_of(), random_heads(target), max_new_tokens=24)
     assert found.verdict == "same" and found.position is None and found.first_wrong is None
@@ -109,12 +80,12 @@ def test_a_tie_in_bf16_is_told_as_one(tied, tokenizer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("planted", [wrong_mask, wrong_positions])
-def test_a_planted_bug_is_told_from_rounding(planted, dtype, monkeypatch) -> None:
+def test_a_planted_bug_is_told_from_rounding(planted, dtype) -> None:
     target = own_target("llama").to(dtype)
     adds_up_in_another_order(target)
     heads = random_heads(target)
     assert explain_difference(target, inputs_of(), heads, max_new_tokens=24).verdict in ("same", "tie")
-    with planted(monkeypatch):
+    with planted():
         found = explain_difference(target, inputs_of(), heads, max_new_tokens=24)
     assert found.verdict == "bug" and found.shift > found.allowed_shift
     # The first token comes from the prefill, the next from the first round: that is where it begins.
@@ -122,8 +93,8 @@ def test_a_planted_bug_is_told_from_rounding(planted, dtype, monkeypatch) -> Non
     assert "first wrong logits  at new token 1" in str(found)
 
 
-def test_a_bug_among_ties_is_a_bug(tied, monkeypatch) -> None:
-    with wrong_mask(monkeypatch):
+def test_a_bug_among_ties_is_a_bug(tied) -> None:
+    with wrong_mask():
         found = explain_difference(tied, inputs_of(), random_heads(tied), max_new_tokens=24)
     assert found.verdict == "bug" and found.first_wrong == 1
 
@@ -191,7 +162,7 @@ def test_the_command_and_its_reproducer(target, tokenizer, tmp_path: Path, monke
     options = ["--max-new-tokens", "12", "--reproducer", str(script)]
     assert main(["diff", *models, *options]) == 0
     assert "SAME: both texts are the same 12 tokens" in capsys.readouterr().out
-    with wrong_mask(monkeypatch):
+    with wrong_mask():
         assert main(["diff", *models, *options, "--json"]) == 1
         facts = json.loads(capsys.readouterr().out)
         assert facts["verdict"] == "bug" and facts["first_wrong"] == 1
@@ -204,9 +175,9 @@ def test_the_command_and_its_reproducer(target, tokenizer, tmp_path: Path, monke
     assert ended.value.code == 0
 
 
-def test_compare_explains_a_difference(target, tokenizer, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_compare_explains_a_difference(target, tokenizer, tmp_path: Path, capsys) -> None:
     models = pair_in(tmp_path, target, tokenizer)
-    with wrong_mask(monkeypatch):
+    with wrong_mask():
         code = main(["generate", *models, "--max-new-tokens", "40", "--compare", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert code == 1 and not facts["identical"]

@@ -8,7 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from support.hub.endpoint import HubEndpoint
 
 from hf_specheads.evaluation.suites import SUITES, SuitePrompt, load_suite, prompts_for
 
@@ -54,6 +57,41 @@ def test_every_suite_of_the_hub(mirror: Path) -> None:
         first, *_ = load_suite(name, mirror=mirror)
         assert (first.suite, first.category) == (name, category) and beginning in first.text, name
     assert load_suite("alpaca", mirror=mirror)[1].text == "Sing."  # without an empty input
+
+
+# Where files of these data sets lie in their repositories, by configuration.
+ON_THE_HUB = {
+    "openai/gsm8k": ("main", "main/test-00000-of-00001.parquet", "test"),
+    "openai/openai_humaneval": ("openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", "test"),
+    "google-research-datasets/mbpp": ("full", "full/test-00000-of-00001.parquet", "test"),
+    "tatsu-lab/alpaca": ("default", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", "train"),
+    "HuggingFaceH4/MATH-500": ("default", "test.jsonl", "test"),
+}
+
+
+def publish(hub: HubEndpoint, folder: Path, name: str) -> None:
+    """A data set as it is published: a card that names its files, and rows as Parquet or lines of JSON."""
+    config, file, split = ON_THE_HUB[name]
+    rows = next(rows for key, rows in ROWS.items() if key.startswith(name))
+    path = folder / name / file
+    path.parent.mkdir(parents=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = f"  data_files:\n  - split: {split}\n    path: {file}\n"
+    (folder / name / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n{files}---\n")
+    hub.publish(name, folder / name)
+
+
+def test_suites_come_from_a_hub_by_their_ids(hub: HubEndpoint, tmp_path: Path) -> None:
+    for name in ON_THE_HUB:
+        publish(hub, tmp_path, name)
+    for name in ("gsm8k", "humaneval", "mbpp", "alpaca", "math500"):
+        first, *_ = hub.run(load_suite, name)
+        category, beginning = EXPECTED[name]
+        assert first.category == category and beginning in first.text
+    assert hub.requests(r"GET /datasets/openai/gsm8k/resolve/\w+/main/test-00000-of-00001.parquet 200")
 
 
 def test_the_hub_is_asked_by_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_a_batch_without_supervised_rows_has_zero_losses_and_gradients(target, m
     loss = sum(losses.weighted(**dict.fromkeys(LOSSES, 1.0)) for losses in passes)
     loss.backward()
     assert float(loss.detach()) == 0
-    of_block_drafters = {"confidence", "selector"}
+    of_block_drafters = {"confidence", "selector", "base"}
     expected = set(LOSSES) - of_block_drafters - (set() if method == "eagle" else {"feature"})
     assert set(passes[0].values) == expected
     gradients = [parameter.grad for parameter in heads.parameters() if parameter.grad is not None]

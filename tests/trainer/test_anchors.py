@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from hf_specheads import DFlashHead, EagleHead, load_heads
-from hf_specheads.trainer import Unroll
+from hf_specheads.cli import main as specheads
+from hf_specheads.trainer import DraftHeadTrainingArguments, Unroll
 from hf_specheads.trainer.anchors import count_rounds, sample_anchors
+from hf_specheads.trainer.methods import progress_of
 
 from .conftest import VOCAB, make_heads
 
@@ -63,18 +65,45 @@ def test_losses_at_anchors_are_those_of_all_rows_there(target, method) -> None:
     assert torch.allclose(every, one_by_one, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark", "dflash2", "domino"])
+BLOCK = ["heads.num_hidden_layers=2", "heads.block_size=4", "num_anchors=5"]
+TOY = {
+    "dflash": BLOCK,
+    "jetspec": BLOCK,
+    "dspark": [*BLOCK, "heads.markov_rank=8"],
+    "dflash2": [*BLOCK, "heads.selector_rank=6", "heads.selector_top_k=8"],
+    "domino": [*BLOCK, "heads.gru_hidden_size=12", "heads.correction_rank=6"],
+    "peagle": ["heads.num_hidden_layers=2", "heads.draft_vocab_size=40", "heads.feature_layers=[0,1,-1]"],
+    "mtp": ["heads.native=false"],
+}
+SLOW = ("jetspec", "dflash2", "domino", "mtp")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.slow) if method in SLOW else method for method in TOY]
+)
 def test_recipes_train(workspace, tmp_path, method) -> None:
-    """The shipped recipe at toy size: it learns, evaluates, and saves heads that load."""
+    """`specheads train` with the shipped recipe at toy size: it learns, evaluates, and saves heads that load."""
     folder = tmp_path / method
-    toy = ["heads.num_hidden_layers=2", "heads.block_size=4", "num_anchors=5", "max_steps=6", "logging_steps=1"]
-    toy += ["heads.markov_rank=8"] if method == "dspark" else []
+    toy = [*TOY[method], "max_steps=6", "logging_steps=1"]
     toy += ["per_device_train_batch_size=4", "gradient_accumulation_steps=1", "max_length=32", "eval_examples=4"]
     toy += ["learning_rate=0.01", "warmup_steps=0", "use_cpu=true", "disable_tqdm=true", "eval_max_new_tokens=8"]
     places = [f"target={tmp_path / 'target'}", f"train_data={tmp_path / 'train.jsonl'}", f"output_dir={folder}"]
-    workspace.run("--config", method, *places, *toy)
+    assert specheads(["train", "--config", method, *places, *toy]) == 0
     heads = load_heads(str(folder))
-    assert heads.config.method == method and heads.config.trained_positions == heads.max_draft_positions
+    assert heads.config.method == method
+    assert heads.config.trained_positions == (heads.max_draft_positions or heads.config.trained_positions) > 1
     facts = json.loads((folder / "training_facts.json").read_text())
     losses = [entry["loss"] for entry in facts["log_history"] if "loss" in entry]
     assert losses[-1] < losses[0] and "eval_loss" in facts["metrics"]
+
+
+def test_the_loss_of_uncorrected_drafts_gives_way() -> None:
+    """Evenly, from its weight to nothing; the other losses count what it leaves."""
+    args = SimpleNamespace(base_loss_weight=0.8, loss_weights={"base": 0.8, "next_token": 1.0, "token": 0.5})
+    for progress, base in ((0.0, 0.8), (0.25, 0.6), (1.0, 0.0)):
+        weights = DraftHeadTrainingArguments.loss_weights_at(args, progress)
+        assert weights == pytest.approx({"base": base, "next_token": 1 - base, "token": 0.5 * (1 - base)})
+    for steps, done in ((0, 1.0), (10, 0.4)):
+        assert progress_of(SimpleNamespace(global_step=4, max_steps=steps)) == done
+    with pytest.raises(ValueError, match=r"`base_loss_weight` is a share.*got 1\.5"):
+        DraftHeadTrainingArguments(output_dir="x", base_loss_weight=1.5, use_cpu=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from support.heads import random_heads
+from support.heads import OPTIONS, random_heads
 from support.stubs import StubHead
 from support.targets import plain, prompt, shared_target
 
@@ -87,11 +89,16 @@ def test_the_shortlist_holds_every_kind_and_no_twins():
 
 
 # ---------------------------------------------------------------------- end to end
-@pytest.mark.parametrize("method", ["poss", "medusa"])
+SLOW = ("dflash", "jetspec", "dflash2", "domino", "peagle", "mtp", "lookup")
+TUNED = {"medusa": {"num_heads": 2}, "dspark": {**OPTIONS["dspark"], "confidence_head": True}}
+
+
+@pytest.mark.parametrize(
+    "method", ["poss", "medusa", "dspark", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)]
+)
 def test_tuned_heads_use_their_tree_and_remember_it(method, tmp_path):
     target, ids = shared_target(), prompt()
-    options = {"num_heads": 2} if method == "medusa" else {}
-    heads = AutoDraftHead.from_target(target, method, **options).eval()
+    heads = AutoDraftHead.from_target(target, method, **TUNED.get(method, OPTIONS.get(method, {}))).eval()
     result = heads.tune(target, [prompt(9), prompt(6, seed=1)[0].tolist()], **QUICK)
     assert heads.tree_config == result.tree == result.trees[0].tree
     measured = [one.measured for one in result.trees]
@@ -102,6 +109,7 @@ def test_tuned_heads_use_their_tree_and_remember_it(method, tmp_path):
     slower = [rate for rate, as_fast in zip(measured, tied, strict=True) if not as_fast]
     assert tied == sorted(tied, reverse=True) and sizes == sorted(sizes) and slower == sorted(slower, reverse=True)
     assert {"chain", "dynamic"} <= {one.tree.kind for one in result.trees}
+    assert not heads.predicts_acceptance or {0.3, 0.5, 0.7} <= {one.tree.stop_below for one in result.trees}
     assert str(result).count("\n") >= len(result.trees) and "(before)" in str(result)
     assert torch.equal(plain(target, ids, 16, assistant_model=heads), plain(target, ids, 16))
     heads.save_pretrained(tmp_path)
@@ -110,6 +118,23 @@ def test_tuned_heads_use_their_tree_and_remember_it(method, tmp_path):
     other = load_heads(tmp_path, dtype=torch.bfloat16)  # tuned for another type
     assert other.config.tuned and other.tree_config == default_tree(other.device, None, other.max_draft_positions)
     assert other.float().tree_config == result.tree
+
+
+def test_the_whole_block_is_considered(monkeypatch):
+    """Of heads that draft all positions in one forward; the others stop where a level costs more than it brings."""
+    target = shared_target()
+    block = AutoDraftHead.from_target(target, "dflash", num_hidden_layers=1, block_size=12).eval()
+
+    class Asked(Exception):
+        pass
+
+    def asked(target, heads, prompts, depth, top_k, **options):
+        raise Asked(depth)
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "record_drafts", asked)
+    for heads, depth, wanted in ((block, None, 11), (block, 3, 3), (random_heads(target), None, 8)):
+        with pytest.raises(Asked, match=f"^{wanted}$"):
+            tune(target, heads, [prompt(9)], max_new_tokens=4, depth=depth)
 
 
 def test_drawn_children_are_tuned_by_their_own_rule():

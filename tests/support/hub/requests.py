@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from support.hub.endpoint import HubEndpoint
 
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
-API = rf"/api/models/{REPO}"
+API = rf"/api/(?:models|datasets)/{REPO}"
 # method, path, name of the method that answers, whether it changes the repository
 ROUTES = (
     ("GET", r"/api/whoami-v2", "whoami", False),
@@ -37,8 +37,8 @@ ROUTES = (
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch", True),
     ("PUT", r"/storage/(?P<oid>[0-9a-f]{64})", "store", False),
     ("GET", r"/storage/(?P<oid>[0-9a-f]{64})", "serve", False),
-    ("HEAD", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False),
-    ("GET", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False),
+    ("HEAD", rf"(?:/datasets)?/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False),
+    ("GET", rf"(?:/datasets)?/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False),
 )
 
 

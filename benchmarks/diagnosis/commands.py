@@ -1,0 +1,76 @@
+"""How long the commands that explain take, as they are typed: wall seconds, and seconds of processors.
+
+    python -m benchmarks commands
+
+Start of Python, imports and loading are part of it. Seconds of processors hardly depend on what else a machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ..results import Result, footnote, markdown_table, number
+from ..setup import display_name
+
+SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "hf_specheads/evaluation", "hf_specheads/cli")
+PROMPT = "def read_lines(path):\n"
+COMMANDS: dict[str, list[str]] = {
+    "doctor": ["doctor"],
+    "doctor, no rounds": ["doctor", "--no-speed"],
+    "diff": ["diff", "--prompt", PROMPT],
+    "generate --compare": ["generate", "--prompt", PROMPT, "--compare", "--max-new-tokens", "128"],
+    "bench": ["bench", "--suite", "ours", "--limit", "8", "--max-new-tokens", "128", "--repeats", "1"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair."""
+    parser.add_argument("--target", default="model_cards/target", help="target: folder")
+    parser.add_argument("--heads", default="model_cards/eagle3", help="heads: folder")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="some of the commands")
+
+
+def measure(args: argparse.Namespace) -> Result:
+    """Every command once."""
+    found = {}
+    for name in args.only:
+        command, *rest = COMMANDS[name]
+        words = [command, "--target", args.target, "--heads", args.heads, "--json", *rest]
+        before, started = _processor_seconds(), time.perf_counter()
+        ran = subprocess.run(
+            [sys.executable, "-m", "hf_specheads", *words], capture_output=True, text=True, check=False
+        )
+        seconds = time.perf_counter() - started
+        if ran.returncode not in (0, 1):
+            raise RuntimeError(f"{' '.join(words)} failed with {ran.returncode}: {ran.stderr[-1000:]}")
+        said = json.loads(ran.stdout)
+        used = _processor_seconds() - before
+        found[name] = {"words": " ".join(words), "seconds": seconds, "processor_seconds": used,
+                       "exit_code": ran.returncode, "verdict": said.get("verdict")}  # fmt: skip
+    heads, target = (display_name(str(Path(folder))) for folder in (args.heads, args.target))
+    return {"target": target, "heads": heads, "commands": found}
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def texts_agree(result: Result) -> bool:
+    """Whether nothing was found where nothing is wrong."""
+    return not any(one["exit_code"] for one in result["commands"].values())
+
+
+def table(result: Result) -> str:
+    """One row per command."""
+    rows = [(f"`specheads {name}`", number(one["seconds"], 0), number(one["processor_seconds"], 0),
+             one["verdict"] or "-") for name, one in result["commands"].items()]  # fmt: skip
+    header = ("command", "wall seconds", "processor seconds", "verdict")
+    said = f"{result['heads']} on {result['target']}"
+    return f"{markdown_table(header, rows)}\n{footnote(result, said)}"

@@ -1,0 +1,117 @@
+"""What `specheads diff` says of texts in bfloat16 whose ties rounding decides, and of bugs planted in the engine.
+
+    python -m benchmarks diff
+
+Every prompt is generated with heads and plainly, as things are and with a bug planted: nodes that see all nodes of
+their tree, and nodes that stand one position too far. Texts that differ must be called ties as things are, and every
+bug must be called one, from its first round on: the prefill's token is right, the next one is the first that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import hf_specheads.cache.target as target_cache
+from hf_specheads import explain_difference
+from hf_specheads.diagnosis.difference import Difference
+
+from ..results import Result, footnote, markdown_table
+from ..setup import add_generation_arguments, load_pair, settings
+
+SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair and its prompts."""
+    add_generation_arguments(parser, ["eagle3"], ["tuning"], repeats=None)
+    parser.set_defaults(dtype="bfloat16", limit=6, max_new_tokens=64)
+
+
+def wrong_mask() -> AbstractContextManager:
+    """Every node sees all nodes of its tree, not its ancestors alone."""
+    right = target_cache.slot_mask
+
+    def everything(visible: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(torch.ones_like(visible), *args, **kwargs)
+
+    return patch.object(target_cache, "slot_mask", everything)
+
+
+def wrong_positions() -> AbstractContextManager:
+    """Nodes stand one position after where they belong."""
+    right = target_cache.TreeCache.forward_inputs
+
+    def shifted(self: Any, tree: Any) -> dict[str, Any]:
+        inputs = right(self, tree)
+        return {**inputs, "position_ids": inputs["position_ids"] + 1}
+
+    return patch.object(target_cache.TreeCache, "forward_inputs", shifted)
+
+
+PLANTED: dict[str, Callable[[], AbstractContextManager]] = {
+    "nothing": nullcontext,
+    "nodes see all nodes": wrong_mask,
+    "positions one too far": wrong_positions,
+}
+
+
+def measure(args: argparse.Namespace) -> Result:
+    """Verdicts of all heads on all prompts, as things are and with each bug."""
+    target, heads, prompts = load_pair(args)
+    found = {}
+    for name, one in heads.items():
+        tree = one.with_tree(kind="dynamic", depth=4, top_k=4, total_tokens=16)
+        for planted, plant in PLANTED.items():
+            with plant():
+                said = [explain_difference(target, each, tree, max_new_tokens=args.max_new_tokens) for each in prompts]
+            found[f"{name}: {planted}"] = {"planted": planted, **_summary(said)}
+    return {**settings(args, prompts), "cases": found}
+
+
+def _summary(said: list[Difference]) -> Result:
+    gaps = [abs(one.gap) for one in said if one.verdict == "tie" and one.gap is not None]
+    first = [one.first_wrong for one in said if one.verdict == "bug" and one.first_wrong is not None]
+    return {
+        "verdicts": Counter(one.verdict for one in said),
+        "largest_tie": max(gaps, default=None),
+        "allowed_gap": statistics.median(one.allowed_gap for one in said),
+        "first_wrong": sorted(set(first)),
+        "differ": sum(one.position is not None for one in said),
+    }
+
+
+def texts_agree(result: Result) -> bool:
+    """Whether nothing is called a bug as things are, and everything is with one."""
+    return all(
+        set(one["verdicts"]) <= ({"same", "tie"} if one["planted"] == "nothing" else {"bug"})
+        for one in result["cases"].values()
+    )
+
+
+def table(result: Result) -> str:
+    """One row per planted bug."""
+    rows = [
+        (name, str(one["differ"]), *(str(one["verdicts"].get(verdict, 0)) for verdict in ("same", "tie", "bug")),
+         "-" if one["largest_tie"] is None else f"{one['largest_tie']:.3f}", f"{one['allowed_gap']:.3f}",
+         ", ".join(map(str, one["first_wrong"])) or "-") for name, one in result["cases"].items()
+    ]  # fmt: skip
+    header = (
+        "planted",
+        "texts differ",
+        "same",
+        "tie",
+        "bug",
+        "widest gap of a tie",
+        "allowed",
+        "first wrong new token",
+    )
+    said = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
+    return f"{markdown_table(header, rows)}\n{footnote(result, said)}"

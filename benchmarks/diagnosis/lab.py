@@ -1,0 +1,142 @@
+"""Pairs that something is planted in: the shipped one, whose texts are captured once, and a tiny one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_specheads import DraftHead, load_heads
+from hf_specheads.diagnosis.doctor import gather
+from hf_specheads.diagnosis.evidence import Evidence
+
+from ..results import ROOT
+from .tiny import NEW_TOKENS, PROMPT_TOKENS, VOCABULARY, fresh_heads, learn, texts_of, tiny_prompts, tiny_target
+
+RECORDINGS = ROOT / "tests" / "recordings" / "goldens"
+RECORDED_PROMPTS, RECORDED_TOKENS = 8, 48
+TEMPLATE = "{% for message in messages %}w7 w8 {{ message['content'] }} w9 w11 w13 {% endfor %}"
+
+
+@dataclass
+class Case:
+    """What the doctor is given.
+
+    Attributes:
+        target: The target.
+        heads: Its heads, something planted in them.
+        prompts: Token ids [1, T] each, or texts.
+        new_tokens: Text per prompt.
+        positions: Draft positions looked at.
+        evidence: Texts of the target after the prompts, if they were captured before; `None` once either is changed.
+        tokenizer: Of the target, for texts.
+    """
+
+    target: PreTrainedModel
+    heads: DraftHead
+    prompts: list[Any]
+    new_tokens: int
+    positions: int = 4
+    evidence: Evidence | None = None
+    tokenizer: Any = None
+
+
+@dataclass
+class Lab:
+    """Both pairs.
+
+    Attributes:
+        target: The shipped one.
+        prompts: For it.
+        new_tokens: Per prompt.
+        pair: Folder of the shipped heads.
+    """
+
+    target: PreTrainedModel
+    prompts: list[torch.Tensor]
+    new_tokens: int
+    pair: Path
+    tiny_target: PreTrainedModel = field(default_factory=tiny_target)
+    _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def _once(self, key: Any, make: Any) -> Any:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def folders(self) -> list[str]:
+        """Of all shipped heads."""
+        configs = {
+            path.parent: json.loads(path.read_text(encoding="utf-8")) for path in self.pair.glob("*/config.json")
+        }
+        return sorted(str(path) for path, one in configs.items() if one.get("model_type", "").startswith("specheads"))
+
+    def shipped(self, name: str) -> Case:
+        """Sound heads of the shipped target; those that come with an adapter have a target of their own."""
+        heads = load_heads(str(self.pair / name), dtype=self.target.dtype)
+        if heads.config.target_adapter is not None:
+            target = copy.deepcopy(self.target)
+            heads.load_target_adapter(target)
+            return Case(target, heads, self.prompts, self.new_tokens)
+        evidence = self._once("shipped", lambda: gather(self.target, self.prompts, None, self.new_tokens))
+        return Case(self.target, heads, self.prompts, self.new_tokens, evidence=evidence)
+
+    def recorded(self, name: str) -> Case | None:
+        """Heads that were recorded with the authors' code, of a tiny target; `None` where no weights are."""
+        case = json.loads((RECORDINGS / name / "case.json").read_text(encoding="utf-8"))
+        target_at, draft_at = (RECORDINGS / name / case.get(key, key) for key in ("target", "draft"))
+        if not (target_at.is_dir() and draft_at.is_dir()):
+            return None
+        target = self._once(target_at.resolve(), lambda: _recorded_target(target_at))
+        specialists = case["settings"].get("position_per_layer")
+        options = {"method": "mtp"} if case.get("method") == "mtp" else {"positions_per_specialist": specialists}
+        heads = load_heads(str(draft_at), dtype=torch.float32, **options)
+        # Most of this text is the target's own; its prompt alone may be tokens drawn at random.
+        text = torch.tensor([[*case["prompt_ids"], *case["output_ids"]]])
+        first = min(len(case["prompt_ids"]) + PROMPT_TOKENS, text.shape[1])
+        ends = range(first, text.shape[1] + 1, max(1, (text.shape[1] - first) // RECORDED_PROMPTS))
+        prompts = [text[:, :end] for end in ends]
+        return Case(target, heads, prompts, RECORDED_TOKENS)
+
+    def texts(self) -> Evidence:
+        """Of the tiny target."""
+        return self._once("tiny", lambda: texts_of(self.tiny_target, tiny_prompts()))
+
+    def tiny(self, method: str, options: dict[str, Any] | None = None, **training: Any) -> Case:
+        """Heads that have learnt the tiny target's texts, as [`tiny.learn`] is told to."""
+        key = repr(
+            (method, options, {name: getattr(one, "tolist", lambda one=one: one)() for name, one in training.items()})
+        )
+
+        def make() -> DraftHead:
+            return learn(fresh_heads(self.tiny_target, method, **(options or {})), self.texts(), **training)
+
+        heads = copy.deepcopy(self._once(key, make)).bind(self.tiny_target, follow=False)
+        return Case(self.tiny_target, heads, tiny_prompts(), NEW_TOKENS, 2, self.texts())
+
+
+def recorded_names() -> list[str]:
+    """Recordings of generations."""
+    return sorted(path.parent.name for path in RECORDINGS.glob("*/case.json"))
+
+
+def _recorded_target(folder: Path) -> PreTrainedModel:
+    target = AutoModelForCausalLM.from_pretrained(folder.resolve(), dtype=torch.float32).eval()
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One word per token of the tiny target, and a chat template."""
+    ids = {"<pad>": 0, "<unk>": 1, **{f"w{token}": token for token in range(2, VOCABULARY)}}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer

@@ -1,0 +1,124 @@
+"""A tiny target whose text depends on what was said before, and heads that learn a few of its texts by heart: what is
+planted in them shows, and what needs a training of its own can be planted at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specheads import AutoDraftHead, DraftHead
+from hf_specheads.diagnosis.evidence import Evidence, capture, continue_texts
+from hf_specheads.diagnosis.teacher_forced import own_text, rounds_in, slots_of_token_ids
+
+VOCABULARY, LEVELS = 99, (2, 4, 6)
+PROMPT_TOKENS, TEXTS, NEW_TOKENS = 12, 6, 24
+BLOCK = {"num_hidden_layers": 2, "block_size": 4, "feature_layers": LEVELS}
+METHOD_OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"feature_layers": LEVELS},
+    "peagle": {"feature_layers": LEVELS, "num_hidden_layers": 2},
+    "dflash": BLOCK,
+    "jetspec": BLOCK,
+    "dspark": {**BLOCK, "markov_rank": 8},
+    "dflash2": {**BLOCK, "selector_rank": 8, "conv_group_size": 8, "selector_top_k": 8},
+    "mtp": {"native": False},
+}
+
+
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    """Eight layers of width 32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.12, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_prompts(count: int = TEXTS, length: int = PROMPT_TOKENS, seed: int = 0) -> list[torch.Tensor]:
+    """Prompts of random tokens, int64 [1, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (1, length), generator=generator) for _ in range(count)]
+
+
+def texts_of(target: PreTrainedModel, prompts: Sequence[torch.Tensor], new_tokens: int = NEW_TOKENS) -> Evidence:
+    """The target's texts after prompts, and what it made of them."""
+    return capture(target, continue_texts(target, prompts, new_tokens), [ids.shape[1] for ids in prompts])
+
+
+def fresh_heads(target: PreTrainedModel, method: str = "eagle3", **options: Any) -> DraftHead:
+    """Untrained heads, bound to the target, that draft chains of two."""
+    torch.manual_seed(5)
+    tree = {"kind": "chain", "depth": 2, "top_k": 1, "total_tokens": 3}
+    options = {**METHOD_OPTIONS.get(method, {}), **options}
+    return AutoDraftHead.from_target(target, method, tree_config=tree, **options).bind(target, follow=False)
+
+
+def learn(
+    heads: DraftHead,
+    evidence: Evidence,
+    *,
+    steps: int = 60,
+    passes: int = 2,
+    shift: int = 0,
+    labels: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
+    rate: float = 1e-2,
+    scale: float = 1.0,
+) -> DraftHead:
+    """Teaches heads the texts of an evidence.
+
+    Args:
+        heads: Bound to their target.
+        evidence: Texts and features.
+        steps: Of Adam.
+        passes: Draft positions.
+        shift: Rows get the feature of the token that many tokens before their own.
+        labels: int64 [B, T], what is learnt to guess at every token, instead of that token.
+        where: bool [B, T], tokens to learn; the target's own text by default.
+        rate: Of learning.
+        scale: Of `fc` before training: what is fed back is far from normed.
+    """
+    if scale != 1:
+        heads.fc.weight.data *= scale
+    optimizer = torch.optim.Adam([weight for weight in heads.parameters() if weight.requires_grad], lr=rate)
+    features = evidence.features(heads.feature_layers)
+    assert features is not None
+    wanted = slots_of_token_ids(heads, evidence.token_ids if labels is None else labels)
+    wanted = wanted.masked_fill(~(own_text(evidence, 0) if where is None else where), -1)
+    anchors = rounds_in(evidence) if heads.trains_at_anchors else None
+    rows = evidence.rows(features.roll(shift, dims=1), heads.borrowed.embed_tokens, heads.borrowed.lm_head, anchors)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        _loss(heads, rows, wanted, passes).backward()
+        optimizer.step()
+    return heads.eval()
+
+
+def _loss(heads: DraftHead, rows: Any, wanted: torch.Tensor, passes: int) -> torch.Tensor:
+    """Cross entropy of all drafts, one draft position after the other."""
+    index, loss = rows.anchor_rows(), torch.zeros(())
+    for position, drafted in enumerate(heads.unroll(rows, passes)):
+        places = index + 2 + drafted.offset
+        inside = (index >= 0) & (places < wanted.shape[1])
+        labels = wanted.gather(1, places.masked_fill(~inside, 0)).masked_fill(~inside, -1)
+        known = labels >= 0
+        held = drafted.hidden[:, : known.shape[1]][known]
+        logits = drafted.logits(held).float()
+        loss = loss + torch.nn.functional.cross_entropy(logits, labels[known])
+        if drafted.selected is not None:
+            loss = loss + _selection_loss(*drafted.selected(held, logits), labels[known])
+        if position + 1 == passes:
+            break
+    return loss
+
+
+def _selection_loss(candidates: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of the rows whose label is among the candidates."""
+    right = candidates == labels[:, None]
+    among = right.any(-1)
+    if not bool(among.any()):
+        return scores.sum() * 0
+    return torch.nn.functional.cross_entropy(scores[among], right[among].float().argmax(-1))
