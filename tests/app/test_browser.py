@@ -126,14 +126,15 @@ def test_it_generates_beside_plain_decoding(page: Page) -> None:
 
 
 def test_the_tree_of_any_round_is_shown(page: Page) -> None:
-    page.click("#clear")
-    page.wait_for(lambda: not page.all("#ours .turn") and not page.text("#verdict"), "an empty chat")
     page.choose("#tree-kind", "dynamic")
+    page.fill("#tokens input[type=number]", "24")  # another number than before tells the new reply
     page.click("#generate")
+    page.wait_for(lambda: page.text("#plain-head [data-number=tokens]") == "24", "a reply of 24 tokens")
     page.wait_for(lambda: "The same text" in page.text("#verdict") and page.all("#tree svg"), "a tree")
-    page.click("#ours .t.p2")  # a click on a token shows the tree of its round
-    number = page.one("#ours .t.now").get_attribute("data-round")
+    number = page.one("#ours .t.p2").get_attribute("data-round")
+    page.click("#ours .t.p2")  # shows the tree of its round
     page.wait_for(lambda: page.text("#round-words").startswith(f"Round {number}:"), "the round of the token")
+    assert page.one("#ours .t.now").get_attribute("data-round") == number
     assert len(page.all("#tree svg .accepted")) >= 2 and page.all("#tree svg .rejected")
     assert page.one("#tree svg .accepted title").get_attribute("textContent").startswith("accepted: ")
     page.fill("#step input[type=number]", "0")

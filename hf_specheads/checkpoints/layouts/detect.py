@@ -104,7 +104,7 @@ def _not_read(what: str) -> str:
     return (
         f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
         "P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and what `speculators` saves of "
-        "EAGLE-1/3, P-EAGLE, HASS, DFlash and DSpark."
+        "EAGLE-1/3, P-EAGLE, HASS, DFlash-1/2, DSpark and MTP."
     )
 
 

@@ -162,6 +162,8 @@ def judge_config(name: str, folder: Path, heads: DraftHead, notes: str) -> str:
     source, _, found = original(name)
     before, after = (fields(json.loads((where / "config.json").read_text())) for where in (source, folder))
     changed = [key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)]
+    if getattr(heads.config, "anchor_slot", None) == getattr(found.config, "anchor_slot", None):
+        changed = [key for key in changed if key != "architectures"]  # which tell nothing else
     told = [key for key in changed if key in TOLD_BY_CONFIG]
     in_force, said = [], []
     for key in told:
