@@ -39,7 +39,8 @@ On your own model:
     out = target.generate(**inputs, assistant_model=heads, max_new_tokens=256)
     print(heads.last_stats.acceptance_length, heads.last_stats.pos_acc)
 
-No heads for it yet?  specheads train --config recipe.yaml"""
+No heads for it yet?  specheads train --config eagle target=your/target output_dir=runs/eagle
+(more in the repository: docs/training.md, and examples/ for all of this in Python)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
