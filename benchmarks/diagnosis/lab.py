@@ -97,11 +97,10 @@ class Lab:
         specialists = case["settings"].get("position_per_layer")
         options = {"method": "mtp"} if case.get("method") == "mtp" else {"positions_per_specialist": specialists}
         heads = load_heads(str(draft_at), dtype=torch.float32, **options)
-        # Most of this text is the target's own; its prompt alone may be tokens drawn at random.
+        # Pieces of the one text there is: beginnings of it would all be continued by the same text.
         text = torch.tensor([[*case["prompt_ids"], *case["output_ids"]]])
-        first = min(len(case["prompt_ids"]) + PROMPT_TOKENS, text.shape[1])
-        ends = range(first, text.shape[1] + 1, max(1, (text.shape[1] - first) // RECORDED_PROMPTS))
-        prompts = [text[:, :end] for end in ends]
+        last = max(text.shape[1] - PROMPT_TOKENS, 1)
+        prompts = [text[:, at : at + PROMPT_TOKENS] for at in range(0, last, max(1, last // RECORDED_PROMPTS))]
         return Case(target, heads, prompts, RECORDED_TOKENS)
 
     def texts(self) -> Evidence:

@@ -217,7 +217,8 @@ def table(result: Result) -> str:
             rows.append((f"`{model_type}`", f"not built: {row['not_built']}", *["-"] * len(KINDS)))
             continue
         rows.append((f"`{model_type}`", f"`{row['class']}`", *(_cell(row, kind, sentences) for kind in KINDS)))
-    total = ("all", "", *(_total(result["counts"][kind]) for kind in KINDS))
+    built = sum("not_built" not in row for row in result["families"].values())
+    total = ("all", "", *(_total(result["counts"][kind], built) for kind in KINDS))
     said = [f"{number}. {sentence}" for sentence, number in sentences.items()]
     text = markdown_table(("model type", "class", *KINDS), [total, *rows])
     facts = footnote(result, f"greedy, fp32, {result['new_tokens']} tokens, random weights", *_engines(result))
@@ -242,5 +243,6 @@ def _cell(row: Result, kind: str, sentences: dict[str, int]) -> str:
     return f"{found['outcome']} ({sentences.setdefault(sentence, len(sentences) + 1)})"
 
 
-def _total(numbers: Result) -> str:
-    return ", ".join(f"{number} {outcome}" for outcome, number in numbers.items() if number)
+def _total(numbers: Result, built: int) -> str:
+    everything = numbers | {"not tried": built - sum(numbers.values())}
+    return ", ".join(f"{number} {outcome}" for outcome, number in everything.items() if number)

@@ -78,8 +78,8 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
     def answer(state: Conversation | None, text: str, *values: Any) -> Iterator[list[Any]]:
         yield from _answer(models, state or Conversation(), text, Settings(*values))
 
-    def look(state: Conversation | None, number: float) -> list[Any]:
-        return _round_views(models, state or Conversation(), int(number))
+    def look(state: Conversation | None, number: float | None) -> list[Any]:
+        return _round_views(models, state or Conversation(), int(number or 0))
 
     def pick(state: Conversation | None, event: gr.EventData) -> list[Any]:
         number = int(event.round)

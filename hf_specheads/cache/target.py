@@ -333,8 +333,8 @@ class ChainCache:
     ) -> None:
         """As in [`TreeCache`]; a path of a chain always is a prefix. What is rejected stays in the layers until the
         next forward: how much of the path is emitted is not sure before."""
-        self._kept, self._before = counts[0], []
-        self.counts = [self.counts[0] + counts[0]]
+        longer = [self.counts[0] + counts[0]]
+        self._kept, self._before, self.counts = counts[0], [], longer  # at once, whatever interrupts
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
 

@@ -153,7 +153,14 @@ def _rope_of(heads: DraftHead) -> tuple[dict[str, Any], Callable[[dict[str, Any]
 def partial_ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
     """Rotation of the first half or quarter of every attention head, or of as much as the target rotates."""
     plain = (getattr(heads.config, "rope_parameters", None) or {}).get("rope_type", "default") == "default"
-    if not plain or not any(isinstance(module, DraftAttention) for module in heads.modules()):
+    layers = [module for module in heads.modules() if isinstance(module, DraftAttention)]
+    whole = all(
+        len(weight) == part.out_features
+        for layer in layers
+        for part in (layer.q_proj, layer.k_proj)
+        for weight in part.parameters()
+    )  # and not in two factors
+    if not (plain and layers and whole):
         return []
     shares = {*PARTIAL, float(target_rope(target).get("partial_rotary_factor") or 1.0)} - {1.0}
     mend = "the heads were trained with rope over a part of every attention head, which {} heads do not do; train anew"

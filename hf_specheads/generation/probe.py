@@ -22,6 +22,7 @@ from ..cache.recurrent import CACHE_NAMES, RecurrentCache
 from ..cache.target import ChainCache, TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
 from ..target.features import asked_hidden_states
+from ..target.positions import drops_positions
 from ..tree.draft_tree import DraftTree
 
 SHORT_CONTEXT = 16
@@ -146,6 +147,7 @@ class _Probe:
         self.batch = 2 if kind.ragged else 1
         accepted = inspect.signature(target.forward).parameters
         self.takes_positions = "position_ids" in accepted
+        self.counts_itself = self.takes_positions and drops_positions(target)
         self.cache_name = next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])
         self.keeps_logits = "logits_to_keep" in accepted
         self.hidden_states = {"output_hidden_states": asked_hidden_states(kind.features)}
@@ -163,7 +165,7 @@ class _Probe:
         inputs: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True}
         if self.mask is not None:
             inputs["attention_mask"] = torch.nn.functional.pad(self.mask, (0, end - self.length), value=1)
-        if self.takes_positions:
+        if self.takes_positions and not self.counts_itself:
             inputs["position_ids"] = self._positions()[:, first:end]
         if self.keeps_logits:
             inputs["logits_to_keep"] = EARLIER + 1
@@ -225,7 +227,7 @@ class _Probe:
         """The prompt in slots, less what counts as not committed yet: what such slots hold does not matter."""
         lengths = [self.length - 1, self.length - 1 - EARLIER][: self.batch]
         positions = torch.tensor([[length] for length in lengths], device=self.tokens.device)
-        if self.kind.ragged:
+        if self.kind.ragged and not self.counts_itself:
             positions[0] -= PADDING
         capacity = self.length + len(self.parents) if self.kind.static else None
         call = (self.batch, self.mask, positions, self.target.dtype, capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 RESCALING_ROPES = ("dynamic", "longrope")
@@ -10,6 +11,17 @@ RESCALING_ROPES = ("dynamic", "longrope")
 def context_limit(target: PreTrainedModel) -> int | None:
     """Positions a target was made for; `None` where its config does not say."""
     return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def drops_positions(target: PreTrainedModel) -> bool:
+    """Whether a target throws away the positions that `generate` counts, and counts its tokens by itself."""
+    ids = torch.ones(1, 2, dtype=torch.long, device=target.device)
+    counted = {"attention_mask": torch.ones_like(ids), "position_ids": ids.cumsum(1) - 1}
+    try:
+        inputs = target.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, **counted)
+    except (AttributeError, KeyError, TypeError, ValueError):  # it wants more than text, which a probe has not
+        return False
+    return inputs.get("position_ids") is None
 
 
 def sparse_limit(target: PreTrainedModel) -> tuple[int, str] | None:

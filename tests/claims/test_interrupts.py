@@ -13,10 +13,20 @@ import pytest
 from support.faults import At, FaultyStreamer, assert_same_contents
 from support.scenes import Scene
 
-# Where a round changes what it has. An interrupt of the giving back itself cannot be made good.
+# Where a round changes what it has.
 STATE = ("/cache/", "/generation/loop.py", "/generation/sequences.py", "/generation/committed.py", "/metrics.py")
-ENDS = ("close", "give_back", "leave_room")
+# An interrupt while the cache is being given back cannot be made good, nor one while transformers takes rows out of
+# its own layers, one after the other.
+NOT_WHOLE = {"close", "give_back", "_drop_rejected"}
 Line = tuple[str, int]
+
+
+def names_of_callers(frame: FrameType | None) -> set[str]:
+    names = set()
+    while frame is not None and "/hf_specheads/" in frame.f_code.co_filename:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 class Interrupt:
@@ -36,9 +46,9 @@ class Interrupt:
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        if "/hf_specheads/" not in name or frame.f_code.co_name in ENDS or not any(part in name for part in STATE):
+        if "/hf_specheads/" not in name or not any(part in name for part in STATE):
             return None
-        return self._line
+        return None if NOT_WHOLE & names_of_callers(frame) else self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event != "line" or self.raised:
@@ -60,7 +70,8 @@ def interrupted_at(scene: Scene, line: Line, k: int) -> None:
     if held < prompt_length:
         assert_same_contents(scene.attempt, scene.cache)
         return
-    assert held == max(len(streamer.tokens) - 1, prompt_length)
+    # One more where the interrupt came in place of a `put`, as in plain decoding.
+    assert held - max(len(streamer.tokens) - 1, prompt_length) in (0, 1)
     assert_same_contents(scene.attempt, scene.plain_cache(held))
 
 
@@ -70,11 +81,13 @@ def every_nth_line(family: str, step: int) -> int:
     with counting:
         scene.call(assistant_model=scene.heads, streamer=FaultyStreamer(At()))
     lines = list(counting.counts.items())
+    bad = []
     for index, (line, times) in enumerate(lines[::step]):
         try:
             interrupted_at(scene, line, 1 + index % times)
         except AssertionError as error:
-            raise AssertionError(f"interrupted at {line}, time {1 + index % times} of {times}") from error
+            bad.append((line, 1 + index % times, str(error).partition("\n")[0]))
+    assert not bad
     scene.check_next_call()
     return len(lines)
 
