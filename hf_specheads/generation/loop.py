@@ -38,6 +38,7 @@ from .refusals import (
     refuse_prepared_call,
     refuse_processors,
     tree_problem_of,
+    with_a_tree_for,
 )
 from .sampling import TokenSampler
 from .sequences import Sequences, pad_token_of
@@ -122,6 +123,7 @@ def run_rounds(
     """The same for a call that has begun ([`begin_call`]): `draft_head` is bound, `options` are its settings."""
     heads = draft_head.for_call(model)
     batch = input_ids.shape[0]
+    options = with_a_tree_for(model, options, batch, model_kwargs)
     refuse_prepared_call(model, heads, options, batch, generation_config, model_kwargs)
     if synced_gpus:
         raise UnsupportedGenerationError(

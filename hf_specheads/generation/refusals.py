@@ -136,6 +136,19 @@ def _prompt_learning(target: PreTrainedModel) -> str | None:
     return None
 
 
+def with_a_tree_for(
+    target: PreTrainedModel, options: DraftingOptions, batch_size: int, model_kwargs: dict[str, Any]
+) -> DraftingOptions:
+    """The options of a call: with a chain where the target takes no trees and nobody has chosen one."""
+    cache = model_kwargs.get(cache_name(model_kwargs))
+    if batch_size > 1 or not options.free_tree or options.tree.is_chain or not isinstance(cache, Cache):
+        return options
+    if tree_problem_of(target, cache) is None:
+        return options
+    depth = options.tree.depth
+    return replace(options, tree=options.tree.replace(kind="chain", top_k=1, total_tokens=depth + 1))
+
+
 def refuse_prepared_call(
     target: PreTrainedModel,
     head: DraftingContract,

@@ -22,6 +22,8 @@ from hf_specheads.generation.pace import Pace, Tried
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "jetspec", "dspark", "dflash2",
           "domino", "peagle", "mtp")  # fmt: skip
+KINDS_OF_STEPS = ("poss", "medusa", "dflash")  # in the default run: a layer per level, all levels at once, a block
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -32,8 +34,8 @@ def target():
 @pytest.mark.parametrize(
     ("method", "kind"),
     [("eagle", kind) for kind in TREES]
-    + [(method, "dynamic") for method in OTHERS]
-    + [pytest.param(method, "chain", marks=pytest.mark.slow) for method in OTHERS],
+    + [pytest.param(method, "dynamic", marks=[] if method in KINDS_OF_STEPS else SLOW) for method in OTHERS]
+    + [pytest.param(method, "chain", marks=SLOW) for method in OTHERS],
 )
 def test_two_graphs_serve_every_round_of_every_call(method, kind, target):
     heads = random_heads(target, method, TREES[kind])
@@ -44,7 +46,7 @@ def test_two_graphs_serve_every_round_of_every_call(method, kind, target):
         assert len(graphs) == 2, "one draft step, one verifying forward"
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "gpt2"))])
 def test_families(family):
     target = own_target(family)
     heads = random_heads(target)

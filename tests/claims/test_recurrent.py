@@ -159,10 +159,24 @@ def test_trees_and_other_loops_are_refused(tree, words):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
+def test_heads_without_a_chosen_tree_draft_chains(model_type):
+    """What a user gets who calls `generate` with heads as they are."""
+    target, ids = target_of(model_type), prompt()
+    heads = random_heads(target, "eagle")
+    heads.forget_tree()
+    got = plain(target, ids, 12, assistant_model=heads)
+    assert why_texts_differ(target, plain(target, ids, 12), got, ids.shape[1]) in (None, "tie")
+    assert heads.last_stats.rounds > 0
+    heads.tree_config = heads.tree_config  # now it is somebody's choice
+    with pytest.raises(UnsupportedGenerationError, match="draft a chain instead"):
+        plain(target, ids, 12, assistant_model=heads)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
 def test_batches_are_refused(model_type):
-    target, ids = target_of(model_type), prompt().repeat(2, 1)
+    target, ids, heads = target_of(model_type), prompt().repeat(2, 1), oracle(model_type)
     with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="one sequence at a time"):
-        plain(target, ids, NEW, assistant_model=oracle(model_type))
+        plain(target, ids, NEW, assistant_model=heads)
     assert forwards.count == 0
 
 
