@@ -305,7 +305,8 @@ class Pace:
 
     def why_plain(self) -> str:
         """What plain steps were taken for, in one sentence."""
-        known = [choice for choice, tried in enumerate(self.tried) if tried.rounds >= ROUNDS_BEFORE_A_VERDICT]
+        enough = 1 if self.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
+        known = [choice for choice, tried in enumerate(self.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
             return "to time them, for the choice between drafting and plain steps"
         gain = max(self.rate(choice) for choice in known)

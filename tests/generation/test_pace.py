@@ -201,6 +201,14 @@ def test_debts_are_never_so_high_that_nothing_is_tried_again():
     assert pace.debt == 3.0
 
 
+def test_few_dear_rounds_are_the_reason_for_plain_steps():
+    pace = Pace(menu_of(CPU_TREE))
+    assert pace.why_plain().startswith("to time them")
+    simulate(pace, 12, World(0.0, 20.0, 20.0, noise=0))
+    assert pace.debt > 0 and max(tried.rounds for tried in pace.tried) < 3
+    assert pace.why_plain().startswith("because a drafted round gave 0.")
+
+
 def test_a_chain_tells_of_others():
     """Depths that were never tried are chosen by those that were, without a trial each."""
     menu = tuple(DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in range(1, 9))
