@@ -20,7 +20,7 @@ SCALE_RATIO, CENTRE_SHIFT, DEVIATION_RATIO = 1.5, 1.0, 2.0
 # Of two patterns of correlations, as a correlation: of the shipped target 0.56 and more between kinds of text, 0.31
 # for random tokens, 0.17 and less for the rotated one.
 SAME_PATTERN = 0.25
-FEWEST_FOR_A_PATTERN = 200  # tokens
+ABOVE_NOISE = 5.0  # squared correlations, in those that as many independent draws would show
 
 
 class FeatureStatistics:
@@ -124,10 +124,13 @@ def statistics_problem(stored: dict[str, Any], measured: dict[str, Any]) -> str 
 
 
 def _pattern(stored: dict[str, Any], measured: dict[str, Any], index: int) -> float | None:
-    """How alike channels go together in training and today, -1 to 1; `None` where that is not known."""
-    if "correlation" not in stored or min(stored["tokens"], measured["tokens"]) < FEWEST_FOR_A_PATTERN:
+    """How alike channels go together in training and today, -1 to 1; `None` where that is unknown, or may be noise."""
+    if "correlation" not in stored:
         return None
-    rows = [[float(one) for one in each["correlation"][index].split()] for each in (stored, measured)]
+    rows = [[float(one) / 100 for one in each["correlation"][index].split()] for each in (stored, measured)]
     if len(rows[0]) != len(rows[1]) or len(rows[0]) < 2:
         return None
-    return float(torch.corrcoef(torch.tensor(rows))[0, 1].nan_to_num(1.0))
+    patterns, tokens = torch.tensor(rows), min(stored["tokens"], measured["tokens"])
+    if float(patterns.square().mean(1).min()) < ABOVE_NOISE / tokens:
+        return None
+    return float(torch.corrcoef(patterns)[0, 1].nan_to_num(1.0))
