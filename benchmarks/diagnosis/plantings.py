@@ -196,11 +196,6 @@ def own_token(case: Case) -> None:
     case.heads.config.inputs = "feature+token"
 
 
-def next_label(case: Case) -> None:
-    """The first head guesses what the second should."""
-    case.heads.blocks[0].load_state_dict(case.heads.blocks[1].state_dict())
-
-
 def shuffled_output(case: Case) -> None:
     with torch.no_grad():
         weight = case.heads.lm_head.weight
@@ -266,7 +261,6 @@ PLANTINGS = (
     tiny(8, "a window ignored", "dflash", field("sliding_layers", ()), "window", options=WINDOW),
     shipped(9, "weights of the target rotated", "eagle", rotated_target, "another target"),
     Planting(10, "labels off by one", "tiny eagle3", later_labels, ("training labels",)),
-    shipped(10, "labels off by one", "medusa", next_label, "training labels"),
     shipped(10, "rows made of their own token", "eagle", own_token, "token shift"),
     tiny(10, "tokens with the feature before", "jetspec", nothing, "token shift", shift=1),
     tiny(10, "tokens with the feature before", "eagle3", nothing, "token shift", shift=1),

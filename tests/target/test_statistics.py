@@ -47,3 +47,15 @@ def test_another_text_is_no_problem_and_another_target_is() -> None:
     assert "deviations from those in training" in statistics_problem(stored, statistics_of(rotated))
     assert "2.00 times as large" in statistics_problem(stored, statistics_of(2 * same))
     assert "trained on 2 hidden states" in statistics_problem(stored, statistics_of(same[..., :32], (2,)))
+
+
+def test_a_rotation_that_leaves_means_and_deviations_shows_by_the_channels_that_go_together() -> None:
+    mixing = torch.randn(4, 32)  # few causes behind many channels
+    texts = [(torch.randn(4, 80, 4) @ mixing).repeat(1, 1, 2) for _ in range(2)]
+    stored = statistics_of(texts[0])
+    assert statistics_problem(stored, statistics_of(texts[1])) is None
+    shuffled = texts[1].view(4, 80, 2, 32)[..., torch.randperm(32)]
+    shuffled = shuffled / shuffled.std((0, 1)) * texts[1].view(4, 80, 2, 32).std((0, 1))
+    assert "other channels going together" in statistics_problem(stored, statistics_of(shuffled.flatten(2)))
+    before = {name: value for name, value in stored.items() if name != "correlation"}  # heads of an older trainer
+    assert statistics_problem(before, statistics_of(shuffled.flatten(2))) is None
