@@ -192,7 +192,7 @@ def _report(names: list[str], found: dict[str, Summary]) -> str:
                  for name, sample in zip(names, summary.samples, strict=True) if not sample.identical]  # fmt: skip
     if differing:
         return "\n".join([*lines, f"FAILED: the text differs from plain generate for {differing}."])
-    return "\n".join([*lines, f"All {len(names)} texts are identical to plain generate, sampled ones by the seed.\n",
+    return "\n".join([*lines, f"All {len(names)} texts are identical to plain generate.\n",
                        USAGE])  # fmt: skip
 
 

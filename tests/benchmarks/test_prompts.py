@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_chats_decide_comparisons():
 def test_chats_are_put_in_the_words_of_the_targets_template(tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         load_prompts(["chats_tuning"], tokenizer, 1)
+    tokenizer = copy.deepcopy(tokenizer)  # which all tests share
     tokenizer.chat_template = (
         "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
         "{% if enable_thinking %}w2 {% endif %}{% if add_generation_prompt %}w3{% endif %}"

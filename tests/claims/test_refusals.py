@@ -172,8 +172,7 @@ def target_with_rope(rope: dict[str, Any], limit: int, family: str = "llama"):
 def test_an_attention_that_takes_no_tree_mask():
     target = own_target("llama")
     target.config._attn_implementation = "flash_attention_2"
-    heads = random_heads(target)
-    message = refusal(target, heads, UnsupportedGenerationError)
+    message = refusal(target, random_heads(target).with_tree(kind="dynamic"), UnsupportedGenerationError)
     assert "set_attn_implementation('sdpa')" in message
 
 
@@ -182,7 +181,7 @@ def test_positions_that_enter_as_biases():
         "falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
     )
     target = AutoModelForCausalLM.from_config(config).eval()
-    heads = AutoDraftHead.from_target(target, "eagle")
+    heads = AutoDraftHead.from_target(target, "eagle").with_tree(kind="dynamic")  # somebody's choice
     assert "alibi" in refusal(target, heads, UnsupportedGenerationError)
 
 

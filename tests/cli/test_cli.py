@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import subprocess
@@ -55,6 +56,7 @@ def test_demo(pair: Path, capsys: pytest.CaptureFixture) -> None:
 
 def test_the_demo_asks_and_checks_where_the_target_chats(pair: Path, tokenizer, capsys: pytest.CaptureFixture) -> None:
     """A right answer by the family's own checker; the tiny target gives none."""
+    tokenizer = copy.deepcopy(tokenizer)  # which all tests share
     tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w3"
     tokenizer.save_pretrained(pair / "target")
     assert main(["demo", "--pair", str(pair), "--max-new-tokens", "4", "--limit", "1"]) == 0
