@@ -116,9 +116,10 @@ def measure_head(
     plain: Sequence[tuple[list[int], Run]],
     args: argparse.Namespace,
     mode: str,
+    groups: dict[str, list[int]],
 ) -> dict[str, Any]:
     """One head in one mode with every tree, `[tree][depth]`; as deep as it can draft."""
-    groups, measured = groups_of(args), {tree: {} for tree in args.trees}
+    measured: dict[str, Any] = {tree: {} for tree in args.trees}
     for tree in args.trees:
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
@@ -139,9 +140,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
     plain = {mode: generate_all(target, Side(PLAIN), prompts, args, mode) for mode in args.modes}
-    heads = {}
+    heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
-        measured = {mode: measure_head(target, name, one, prompts, plain[mode], args, mode) for mode in args.modes}
+        measured = {
+            mode: measure_head(target, name, one, prompts, plain[mode], args, mode, groups) for mode in args.modes
+        }
         heads[name] = {**describe(one, folder), "measured": measured}
     return {
         **settings(args, prompts),
