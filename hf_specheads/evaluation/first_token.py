@@ -58,6 +58,7 @@ def timed_text(target: PreTrainedModel, inputs: dict[str, Any], **options: Any) 
         return TimedText(token_ids, seconds, None)
     clock = _Clock()
     started = time.perf_counter()
-    token_ids, seconds = timed_generation(target, inputs, streamer=clock, **options)
+    token_ids, _ = timed_generation(target, inputs, streamer=clock, **options)
+    seconds = time.perf_counter() - started  # read here: moments and their sum must be of one clock, started once
     times = tuple(moment - started for moment in clock.times)
     return TimedText(token_ids, seconds, times[0] if times else None, times)
