@@ -56,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer = build_trainer(recipe)
             checkpoint = newest_checkpoint(trainer, recipe)
     except Exception as error:  # of any class: libraries that load models and data have many
-        if options.debug:
-            raise
-        print(f"specheads train: error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return leave(error, options.debug)
     if options.quiet:
         from transformers import PrinterCallback
 
         trainer.remove_callback(PrinterCallback)
-    with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        facts = train(trainer, recipe, checkpoint)
+    try:
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            facts = train(trainer, recipe, checkpoint)
+    except Exception as error:  # optimizers, schedulers and memory speak up when training begins
+        return leave(error, options.debug or trainer.state.global_step > 0)
     if options.json and facts is not None:
         print(json.dumps(facts, default=str))
     return 0
@@ -94,6 +94,14 @@ def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
     if checkpoint is not None:
         trainer.refuse_checkpoint(checkpoint)
     return checkpoint
+
+
+def leave(error: Exception, shows_where: bool) -> int:
+    """The exit code, after the error in one line; raises it where it is to show where it came from."""
+    if shows_where:
+        raise error
+    print(f"specheads train: error: {one_line(error)}", file=sys.stderr)
+    return 2
 
 
 def one_line(error: Exception) -> str:
