@@ -89,9 +89,9 @@ def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
     tables = {name: table_of(name, result) for name, result in found.items()}
     texts = {folder / f"{name}.md": table for name, table in tables.items()}
     shown = tables | {f"{name}-short": short_table_of(name, result) for name, result in found.items()}
+    shown |= oracles.tables()
     for document in documents:
-        text = results.render(document.read_text(encoding="utf-8"), found, shown)
-        texts[document] = oracles.rendered(text) if document == oracles.DOCUMENT else text
+        texts[document] = results.render(document.read_text(encoding="utf-8"), found, shown)
     return texts
 
 

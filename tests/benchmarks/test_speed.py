@@ -80,6 +80,7 @@ def eager_backend(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *a, **options: compiled(*a, **{**options, "backend": "eager"}))
 
 
+@pytest.mark.slow
 def test_compiled_rounds(measure_pair, eager_backend):
     result = measure_pair("compiled", ["poss"], "--repeats", "1")
     (found,) = result["tables"].values()
@@ -89,7 +90,9 @@ def test_compiled_rounds(measure_pair, eager_backend):
     assert set(result["compile_seconds"]) == {compiled.PLAIN_COMPILED, "poss, compiled"}
 
 
-@pytest.mark.parametrize("tau", [1.0, 2.5, 4.0])
+@pytest.mark.parametrize(
+    "tau", [pytest.param(1.0, marks=pytest.mark.slow), 2.5, pytest.param(4.0, marks=pytest.mark.slow)]
+)
 def test_acceptance_is_what_the_stub_says(pair, target, tau):
     heads = load_heads(pair / "poss", kind="chain", depth=4)
     target.generation_config.eos_token_id = None
