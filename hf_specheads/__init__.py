@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .errors import WrongTargetError as WrongTargetError
     from .generation.candidates import DraftHeadCandidateGenerator as DraftHeadCandidateGenerator
     from .generation.loop import speculative_generate as speculative_generate
+    from .generation.stream import FinishedText as FinishedText
+    from .generation.stream import generate_stream as generate_stream
     from .heads.auto import AutoDraftHead as AutoDraftHead
     from .heads.base import DraftHead as DraftHead
     from .heads.dflash import DFlashHead as DFlashHead
@@ -79,6 +81,7 @@ _MODULES = {
     "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
     "generation.candidates": ("DraftHeadCandidateGenerator",),
     "generation.loop": ("speculative_generate",),
+    "generation.stream": ("FinishedText", "generate_stream"),
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),

@@ -116,6 +116,22 @@ class SlotCacheLayer(CacheLayerMixin):
                 rows = self._buffer(name, rows, rows.shape[2]).copy_(rows)
             setattr(self, name, rows)
 
+    def put_sequence(self, place: int, other: SlotCacheLayer, batch: int) -> None:
+        """The only sequence of another layer goes into the place of one of `batch` sequences, or after the last."""
+        if not (self.is_initialized or other.is_initialized):
+            return
+        if not self.is_initialized:
+            like = other.keys.expand(batch, -1, -1, -1)
+            self.lazy_initialization(like, other.values.expand(batch, -1, -1, -1))
+        for name in ("keys", "values"):
+            buffer = getattr(self, name)
+            if place == len(buffer):
+                buffer = torch.nn.functional.pad(buffer, (0, 0, 0, 0, 0, 0, 0, 1))
+                setattr(self, name, buffer)
+            if other.is_initialized:
+                rows = other.cache.longest
+                buffer[place, :, :rows] = getattr(other, name)[0, :, :rows]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first, end = self.cache.shown(self.window)
         return end - first, first
@@ -223,6 +239,27 @@ class SlotCache(Cache):
             self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
             self.lengths = to_device(self.counts, device)
         return self.lengths
+
+    def put_sequence(self, place: int, other: SlotCache, batch: int, device: torch.device) -> None:
+        """Takes over the only sequence of another cache of the same layers.
+
+        Args:
+            place: Of the sequence it comes in for, or `batch`: after the last.
+            other: The cache, of growing buffers as this one; its rows are copied.
+            batch: Sequences there are.
+            device: Of `lengths`.
+        """
+        self.become_ragged(batch, device)
+        self.reserve(max(self.longest, other.longest))
+        self.put_buffers(place, other, batch)
+        self.counts[place : place + 1] = [other.longest]
+        self.lengths = to_device(self.counts, device)
+
+    def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
+        """Copies keys and values; arguments as in [`put_sequence`]."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, SlotCacheLayer) and isinstance(theirs, SlotCacheLayer):
+                mine.put_sequence(place, theirs, batch)
 
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""

@@ -135,6 +135,21 @@ class TreeCache(SlotCache):
         for group in self.groups:
             group.select_sequences(kept, self.room)
 
+    def put_sequence(self, place: int, other: SlotCache, batch: int, device: torch.device) -> None:
+        assert isinstance(other, TreeCache)
+        super().put_sequence(place, other, batch, device)
+        positions, theirs = self.root_positions, other.root_positions
+        if positions.dim() < theirs.dim():  # of several axes where an image was read, of one where none was
+            positions = positions.expand(theirs.shape[0], -1, -1)
+        theirs = theirs.expand(*positions.shape[:-2], 1, 1)
+        before, after = positions[..., :place, :], positions[..., place + 1 :, :]
+        self.root_positions = torch.cat([before, theirs, after], dim=-2)
+
+    def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
+        assert isinstance(other, TreeCache)
+        for mine, theirs in zip(self.groups, other.groups, strict=True):
+            mine.put_sequence(place, theirs, other.longest)
+
     def give_back(self, tokens: int | None) -> None:
         """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty."""
         for group in self.groups:
@@ -247,6 +262,13 @@ class _Group:
         self.buffer = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
         self.buffer[:, :, :, : old.shape[3]] = old
         self._show()
+
+    def put_sequence(self, place: int, other: _Group, rows: int) -> None:
+        """The first rows of another's only sequence, in the place of one of these, or after the last."""
+        if place == self.buffer.shape[1]:
+            self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, 0, 0, 0, 0, 1))
+            self._show()
+        self.buffer[:, place, :, :rows] = other.buffer[:, 0, :, :rows]
 
     def select_sequences(self, kept: list[int], room: Room | None) -> None:
         rows = self.buffer[:, to_device(kept, self.buffer.device)]

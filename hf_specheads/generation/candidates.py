@@ -14,6 +14,7 @@ from ..contract import DraftingContract
 from ..metrics import GenerationStats, devices_of
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..target.positions import context_limit, rope_limit
+from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.graft import graft_path
 from .committed import NewRows
@@ -23,6 +24,8 @@ from .lookup import TextLookup
 from .options import DraftingOptions
 from .pace import Pace
 from .sampling import DraftSampler
+
+ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
 
 class DraftHeadCandidateGenerator(CandidateGenerator):
@@ -164,6 +167,22 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.draft_cache.select_sequences(kept)
         if self.lookup is not None:
             self.lookup.select_sequences(kept)
+
+    def take_in(self, rows: NewRows) -> NewRows:
+        """The heads take in all rows but the last, whose draft is made with others'; returns that one."""
+        if rows.token_ids.shape[1] > 2:
+            device = self.head.device
+            features = None if rows.features is None else rows.features[:, :-1].to(device)
+            self.draft_cache.begin_round()
+            grow_tree(self.head, self.draft_cache, ONE_DRAFT, rows.token_ids[:, :-1].to(device), features, depth=1)
+            self.draft_cache.drop_drafted()
+        return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
+
+    def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:
+        """Takes over the only sequence of another, in the place of one of `batch`, or after the last."""
+        self.draft_cache.put_sequence(place, other.draft_cache, batch, self.head.device)
+        if self.lookup is not None and other.lookup is not None:
+            self.lookup.put_sequence(place, other.lookup)
 
     def _grow(self, rows: NewRows, depth: int, input_ids: torch.Tensor | None) -> DraftTree:
         """The heads' own tree, on their device."""

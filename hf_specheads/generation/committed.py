@@ -75,6 +75,32 @@ class NewRows:
         valid = torch.ones(batch, rows, dtype=torch.bool, device=self.token_ids.device)
         return replace(self, valid=valid, counts=[rows] * batch)
 
+    def with_sequence(self, place: int, newcomer: NewRows) -> NewRows:
+        """These rows, with those of another sequence in the place of one of these, or after the last."""
+        parts = [self.select_sequences([sequence]).of_one_sequence() for sequence in range(len(self.token_ids))]
+        parts[place : place + 1] = [newcomer]
+        counts = [part.token_ids.shape[1] - 1 for part in parts]
+        most = max(counts)
+        token_ids = torch.cat([torch.nn.functional.pad(part.token_ids, (most - count, 0))
+                               for part, count in zip(parts, counts, strict=True)])  # fmt: skip
+        features = None
+        if newcomer.features is not None:
+            rows = [torch.nn.functional.pad(part.features, (0, 0, most - count, 0))
+                    for part, count in zip(parts, counts, strict=True) if part.features is not None]  # fmt: skip
+            features = torch.cat(rows)
+        if min(counts) == most:
+            return NewRows(token_ids, features)
+        index = torch.arange(most, device=token_ids.device)
+        return NewRows(token_ids, features, index >= most - to_device(counts, index.device)[:, None], counts)
+
+    def of_one_sequence(self) -> NewRows:
+        """The real rows alone, of rows of a single sequence."""
+        if self.counts is None:
+            return self
+        [count] = self.counts
+        features = None if self.features is None else self.features[:, self.features.shape[1] - count :]
+        return NewRows(self.token_ids[:, self.token_ids.shape[1] - count - 1 :], features)
+
     def select_sequences(self, kept: list[int]) -> NewRows:
         """Those of some sequences of the batch."""
         index = to_device(kept, self.token_ids.device)

@@ -97,6 +97,10 @@ class TextLookup:
         """Keeps only some sequences of the batch."""
         self.texts = [self.texts[index] for index in kept]
 
+    def put_sequence(self, place: int, other: TextLookup) -> None:
+        """The only text of another, in the place of one of these, or after the last."""
+        self.texts[place : place + 1] = other.texts
+
     @property
     def found(self) -> bool:
         """Whether there is anything to copy, in any sequence."""

@@ -191,13 +191,6 @@ class RoundLoop:
         self.candidates.compiled = self.compiled
 
     @property
-    def budget(self) -> int:
-        """Tokens that a compiled call, which has a limit, may emit."""
-        if self.stop.max_length is None:
-            raise RuntimeError("compiled rounds need a length limit.")
-        return self.stop.max_length - self.sequences.prompt_length
-
-    @property
     def stock(self) -> Cache:
         """transformers' cache of the call."""
         return self.model_kwargs[cache_name(self.model_kwargs)]
@@ -215,31 +208,36 @@ class RoundLoop:
         with self.stats.stage("prefill"):
             rows = self.prefill()
         while sequences.active:
-            began = time.perf_counter()
-            drafts = self.begin_round()
-            with self.stats.stage("draft"):
-                drafts = drafts and self.candidates.has_drafts
-                tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
-            with self.stats.stage("target"):
-                outputs = self.verify(tree)
-            with self.stats.stage("accept"):
-                accepted = self.accept(tree, outputs.logits)
-            with self.stats.stage("commit"):
-                new_rows = self.commit(tree, outputs, accepted)
-                gave_up = drafts and self.candidates.gave_up
-                rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
-                self.emit(outputs, accepted, new_rows.token_ids)
-                self.record(tree, accepted, drafts and not gave_up)
-            seconds = time.perf_counter() - began
-            if self.pace is not None:
-                self.keep_pace(self.pace, tree, accepted, seconds)
-            rows = self.drop_ended(rows, accepted)
-            tell(self.options.on_round, tree, accepted, seconds)
+            rows = self.round(rows)
         wait_for(self.stats.devices)
         self.stats.seconds |= {"total": time.perf_counter() - started} if self.stats.profile else {}
         self.stats.plain_because = self.candidates.why_plain(self.pace) if self.stats.plain_steps else None
         self.close()
         return self.outputs.result(sequences.padded(), self.stock)
+
+    def round(self, rows: NewRows) -> NewRows:
+        """One round of every active sequence, from the rows that were committed since the last one to the next."""
+        began = time.perf_counter()
+        drafts = self.begin_round()
+        with self.stats.stage("draft"):
+            drafts = drafts and self.candidates.has_drafts
+            tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
+        with self.stats.stage("target"):
+            outputs = self.verify(tree)
+        with self.stats.stage("accept"):
+            accepted = self.accept(tree, outputs.logits)
+        with self.stats.stage("commit"):
+            new_rows = self.commit(tree, outputs, accepted)
+            gave_up = drafts and self.candidates.gave_up
+            rows = new_rows if tree.num_nodes > 1 or gave_up else rows.followed_by(new_rows)
+            self.emit(outputs, accepted, new_rows.token_ids)
+            self.record(tree, accepted, drafts and not gave_up)
+        seconds = time.perf_counter() - began
+        if self.pace is not None:
+            self.keep_pace(self.pace, tree, accepted, seconds)
+        rows = self.drop_ended(rows, accepted)
+        tell(self.options.on_round, tree, accepted, seconds)
+        return rows
 
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
@@ -256,7 +254,7 @@ class RoundLoop:
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
         if self.compiled:
             drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
-            capacity = bucket(rows.token_ids.shape[1] + self.budget + drafted)
+            capacity = bucket(rows.token_ids.shape[1] + self.stop.budget(self.sequences.prompt_length) + drafted)
             self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
         rows = self.drop_ended(rows, accepted)
         tell(self.options.on_round, None, accepted, time.perf_counter() - began)
@@ -275,7 +273,8 @@ class RoundLoop:
         capacity = rooms = None
         if self.compiled is not None:
             rooms = self.compiled.rooms
-            capacity = bucket(stock.get_seq_length() + self.budget + self.options.tree.most_nodes)
+            budget = self.stop.budget(self.sequences.prompt_length)
+            capacity = bucket(stock.get_seq_length() + budget + self.options.tree.most_nodes)
         return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity, rooms)
 
     def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
@@ -379,7 +378,7 @@ class RoundLoop:
         ended = ended if self.stepwise is None else self.stepwise.ended(ended)
         kept = [index for index, sequence in enumerate(accepted) if sequence not in ended]
         self.sequences.end(ended)
-        self.stats.new_tokens = sum(map(self.sequences.new_tokens, range(self.batch))) / self.batch
+        self.stats.new_tokens = self.sequences.mean_new_tokens
         self.sequences.stream(None if self.stepwise is None else self.stepwise.steps)
         if not ended or not kept:
             return rows

@@ -67,6 +67,15 @@ class Sequences:
         """How many tokens a sequence has got so far."""
         return len(self._new[sequence])
 
+    def new_ids(self, sequence: int) -> list[int]:
+        """The tokens a sequence has got so far."""
+        return list(self._new[sequence])
+
+    @property
+    def mean_new_tokens(self) -> float:
+        """How many tokens a sequence has got so far, in the mean."""
+        return sum(map(len, self._new)) / len(self._new)
+
     def emitted_tokens(self, sequence: int) -> int:
         """How many tokens of a sequence have left this call: those the streamer was given, if there is one."""
         appended = len(self._new[sequence])

@@ -45,6 +45,20 @@ class StopRule:
         self.max_length: int | None = min(lengths, default=None)
         self._eos_ids = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
 
+    def budget(self, length: int) -> int:
+        """Tokens that a call which must have a limit (a compiled one) may emit after so many.
+
+        Raises:
+            RuntimeError: without a limit.
+        """
+        if self.max_length is None:
+            raise RuntimeError("compiled rounds need a length limit.")
+        return self.max_length - length
+
+    def for_sequence(self, sequence: int) -> StopRule:
+        """The rule of one sequence: of a batch it is the same for all."""
+        return self
+
     def cut(self, token_ids: list[int], length: int) -> tuple[int, bool]:
         """How many tokens of a block may be emitted after `length` tokens, and whether generation ends there."""
         allowed = len(token_ids)

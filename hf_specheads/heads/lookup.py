@@ -15,6 +15,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
 from ..cache.draft import DraftCache
+from ..cache.slots import SlotCache
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..generation.lookup import LONGEST, SHORTEST
@@ -96,6 +97,19 @@ class TextCache(DraftCache):
         """Slot of every sequence's root, int64 [B or 1, 1]."""
         known = self.known_lengths()
         return known[:, None] if isinstance(known, torch.Tensor) else self.text.new_tensor([[known]])
+
+    def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
+        assert isinstance(other, TextCache)
+        theirs = other.token_ids
+        if theirs is None:
+            theirs = None if self.token_ids is None else self.token_ids[:1, :0]
+        if theirs is None:
+            return
+        mine = theirs.new_zeros(batch, self.capacity) if self.token_ids is None else self.token_ids
+        missing = (0, self.capacity - mine.shape[1], 0, int(place == len(mine)))
+        self.token_ids = torch.nn.functional.pad(mine, missing)
+        rows = min(theirs.shape[1], self.capacity)
+        self.token_ids[place, :rows] = theirs[0, :rows]
 
     def select_buffers(self, kept: list[int]) -> None:
         super().select_buffers(kept)

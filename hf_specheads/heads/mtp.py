@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedMo
 
 from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask, slot_mask
+from ..cache.slots import SlotCache
 from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError, HeadLoadError, UnsupportedGenerationError, refuse_wrong_keys
 from ..publishing.card.facts import Published
@@ -59,6 +60,17 @@ class MtpCache(DraftCache):
     def __init__(self, num_layers: int):
         super().__init__(num_layers)
         self.earlier: torch.Tensor | None = None
+
+    def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
+        assert isinstance(other, MtpCache)
+        super().put_buffers(place, other, batch)
+        theirs = other.earlier
+        if theirs is None:
+            theirs = None if self.earlier is None else torch.zeros_like(self.earlier[:1])
+        if theirs is None:
+            return
+        mine = theirs.new_zeros(batch, *theirs.shape[1:]) if self.earlier is None else self.earlier
+        self.earlier = torch.cat([mine[:place], theirs, mine[place + 1 :]])
 
     def select_buffers(self, kept: list[int]) -> None:
         super().select_buffers(kept)

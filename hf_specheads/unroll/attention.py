@@ -182,7 +182,8 @@ class _MergedAttention(torch.autograd.Function):
             if plan.phantoms is not None:
                 scores.append(plan.phantoms.to(lse.dtype)[:, None].expand(*lse.shape, 1))
             merged = torch.cat(scores, dim=-1).logsumexp(dim=-1)
-            out = out.mul_((lse - merged).exp_()[..., None])
+            # Padding may see nothing, not even a phantom: -inf less -inf.
+            out = out.mul_((lse - merged).exp_().nan_to_num_(nan=0.0)[..., None])
             lse, weights = merged, scores[1].sub_(merged[..., None]).exp_()
             for column, ((_, lag), states) in enumerate(zip(plan.band, values, strict=True)):
                 weight = _by_group(weights[..., lag:, column, None].to(out.dtype), states)

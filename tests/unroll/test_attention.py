@@ -76,8 +76,9 @@ def test_equals_the_dense_mask(layout, streams, own_rows, in_blocks, monkeypatch
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_phantom_columns_add_to_the_denominator(streams, in_blocks):
-    documents, states = torch.zeros(2, ROWS, dtype=torch.long), random_states(streams)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_phantom_columns_add_to_the_denominator(layout, streams, in_blocks):
+    documents, states = torch.tensor(LAYOUTS[layout]), random_states(streams)
     plan = StreamAttention(Documents(documents), streams, phantom_columns=True)
     ours = attend(plan, *states, in_blocks=in_blocks)
     assert_equal(ours, dense(*states, dense_mask(documents, streams, False), phantoms=True), states, documents)

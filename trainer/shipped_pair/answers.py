@@ -4,7 +4,8 @@
 
 Every other chat is answered greedily, the others at temperature 1: heads meet both when they are used. Only the answer
 is supervised; earlier turns of a dialogue are the corpus's. An answer that does not end within its limit is left out.
-The file grows by whole batches, so a call can be stopped and made again with the same arguments.
+The file grows by whole batches, so a call can be stopped and made again with the same arguments. `--from_corpus`
+writes the right answers to the same chats instead, to compare with.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import PackedCollator
-from .chat import prompt_tokens
+from .chat import chat_tokens, prompt_tokens
 from .right_answers import generate_ids
 from .tasks import FAMILIES, Example, example_at
 
@@ -104,6 +105,20 @@ def write_answers(
     return {"asked": count, "answered": len(read_answers(output))}
 
 
+def corpus_answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """A chat with the corpus's own answer."""
+    return Answer(example.family, 0.0, chat_tokens(example, tokenizer)[0], len(prompt_tokens(example, tokenizer)))
+
+
+def write_corpus(tokenizer: PreTrainedTokenizerBase, output: Path, count: int, seed: int = SEED) -> dict[str, int]:
+    """The same chats with the corpus's own answers; returns as [`write_answers`]."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8") as file:
+        for one in asked_examples(count, seed):
+            file.write(json.dumps(vars(corpus_answer(one, tokenizer))) + "\n")
+    return {"asked": count, "answered": count}
+
+
 def read_answers(path: Path) -> list[Answer]:
     """The answers of a file; chats without one are passed over."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
@@ -159,10 +174,14 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=13_000)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--from_corpus", action="store_true", help="write the corpus's answers, not the target's")
     args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if args.from_corpus:
+        print(json.dumps(write_corpus(tokenizer, args.output, args.chats, args.seed)))
+        return
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     target.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
     print(json.dumps(write_answers(target, tokenizer, args.output, args.chats, args.batch_size, args.seed)))
 
 

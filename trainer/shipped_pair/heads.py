@@ -3,21 +3,19 @@
     python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --answers runs/answers.jsonl \\
         --features runs/features --output_dir runs/heads
 
-Compute is counted in floating-point operations (the target's forward included, although the features come from a
-cache, see `feature_cache.py`), in units of EAGLE steps. Methods of several detached passes (HASS, POSS) start from the
-EAGLE heads of the first stage: six-pass objectives trail one-pass training for long
-(`benchmarks/results/history/early_switch.json`). EAGLE itself and the control get the same two stages; methods that
-cannot start from EAGLE heads get the compute of both stages in one run. Same batches, same optimiser, same learning
-rates. Runs whose folder is complete are skipped, so the script can be called again after an interruption.
+The runs are those of `runs.py`. Compute is counted in floating-point operations, the target's forward included,
+although the features come from a cache (see `feature_cache.py`). Same batches, same optimiser, same learning rates.
+Runs whose folder is complete are skipped, so the script can be called again after an interruption; two calls with
+different runs may work at the same time. `--only studies` trains what answers the questions of `docs/findings.md`.
 """
 
 import argparse
 import hashlib
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,102 +31,17 @@ from hf_specheads.trainer import (
 )
 
 from ..facts import FACTS, write_facts
-from .answers import Answer, AnswerBlocks, read_answers
-from .chat import chat_tokens, prompt_tokens
-from .feature_cache import BLOCK, CachedBlocks, stack_blocks
+from .answers import AnswerBlocks, corpus_answer, read_answers
+from .chat import prompt_tokens
+from .feature_cache import BLOCK, CachedBlocks, cached_layers, stack_blocks
 from .optimizer import MatrixMomentum
+from .runs import COMMON, DEPTH, RELEASED, RUNS, STUDIES, Run
 from .tasks import FAMILIES, example_at
 
-DEPTH = 6
 BATCH = 2
 VOCABULARY_BLOCKS = 2048  # training sequences that a draft vocabulary is chosen from
 HELD_OUT_PER_FAMILY = 4  # chats whose losses are followed
 HELD_OUT_SEED = 1  # of those and of the prompts for evaluation while training; reported numbers use others
-FINAL_SHARE = 0.4  # compute of the second stage, as a share of the first
-HEAD_WIDTH = {"intermediate_size": 512}
-# As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
-CONTROL_WIDTH = {"intermediate_size": 1280}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One head to train.
-
-    Attributes:
-        method: As in `AutoDraftHead.from_target`.
-        passes: Draft positions of the unroll.
-        starts_from: Name of the run to warm-start from, or `None` for random weights.
-        options: Fields of the heads' config.
-        share: Compute of the run, as a share of `--eagle_steps`.
-        training: Training arguments that differ from the common ones.
-        tree: Fields of the tree used in evaluation that differ from the common one.
-        joint: Train an adapter of the target too (Medusa-2); its forward is then part of every step.
-    """
-
-    method: str
-    passes: int
-    starts_from: str | None
-    options: dict
-    share: float = 1.0
-    training: dict = field(default_factory=dict)
-    tree: dict = field(default_factory=dict)
-    joint: bool = False
-
-
-def poss(positions: int) -> Run:
-    """POSS with `positions` draft positions per specialist."""
-    options = {"num_specialists": DEPTH // positions, "positions_per_specialist": positions}
-    return Run("poss", DEPTH, "eagle-base", options, FINAL_SHARE)
-
-
-# Of all methods, so that they differ in their heads alone.
-COMMON = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1, "top_k_loss_weight": 1.0, "pass_decay": 1.0}
-# Heads that draft no features learn from the target's distribution alone.
-TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
-TEST_TIME = {**TEACHER, "pass_decay": 0.8}
-ADAPTER = {"target_lora_rank": 4, "target_lora_alpha": 8.0, "learning_rate": 1.5e-3}
-WHOLE = 1.0 + FINAL_SHARE
-# Heads share the target's `lm_head`: with projections of their own they would be larger than the target.
-SHARED = {"lm_head": "target"}
-SMALL_LM = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-            "num_key_value_heads": 2}  # fmt: skip
-
-
-def parallel(method: str, positions: int, **options: Any) -> Run:
-    """Medusa and Hydra: one MLP per draft position, all trained at once."""
-    heads = {"num_heads": positions, **SHARED, **options}
-    return Run(method, positions, None, heads, WHOLE, TEACHER, {"depth": positions})
-
-
-def ablation(inputs: str) -> Run:
-    """EAGLE's input ablation: short runs that differ in what the heads read."""
-    return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.125)
-
-
-RUNS = {
-    "eagle-base": Run("eagle", 1, None, HEAD_WIDTH),
-    "control-base": Run("eagle", 1, None, CONTROL_WIDTH),
-    "poss3": poss(3),
-    "hass": Run("hass", DEPTH, "eagle-base", {}, FINAL_SHARE),
-    "eagle": Run("eagle", 1, "eagle-base", {}, FINAL_SHARE),
-    "poss2": poss(2),
-    "poss1": poss(1),
-    "control": Run("hass", DEPTH, "control-base", {}, FINAL_SHARE),
-    "poss3-lora": replace(poss(3), method="poss-lora"),
-    # Three blocks per head: together the parameters of POSS-3.
-    "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
-    "medusa2": Run("medusa", DEPTH, "medusa", {}, 0.15, {**TEACHER, **ADAPTER}, joint=True),
-    "hydra": parallel("hydra", 4),
-    "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
-    "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
-    "eagle3-base": Run("eagle3", DEPTH, None, {**HEAD_WIDTH, "draft_vocab_size": 2048}, 1.0, TEST_TIME),
-    "eagle3": Run("eagle3", DEPTH, "eagle3-base", {}, FINAL_SHARE, TEST_TIME),
-    "poss3-eagle3": Run("poss-eagle3", DEPTH, "eagle3-base", poss(3).options, FINAL_SHARE, TEST_TIME),
-    "inputs-shifted": ablation("feature+shifted_token"),
-    "inputs-unshifted": ablation("feature+token"),
-    "inputs-token": ablation("token"),
-    "inputs-feature": ablation("feature"),
-}
 
 
 def folder_of(name: str, args: argparse.Namespace) -> Path:
@@ -175,6 +88,8 @@ class HeadTraining:
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace):
         self.target, self.tokenizer, self.args = target, tokenizer, args
         self.train, self.held_out, self.prompts = load_data(tokenizer, args)
+        corpus = [] if args.corpus_answers is None else read_answers(args.corpus_answers)
+        self.corpus = AnswerBlocks(corpus, BLOCK, tokenizer.pad_token_id)
 
     @cached_property
     def budget(self) -> float:
@@ -188,6 +103,8 @@ class HeadTraining:
         base = None if run.starts_from is None else load_heads(folder_of(run.starts_from, args), dtype=torch.float32)
         tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
         options = {**run.options}
+        if "block_size" in options:  # block drafters read the levels that EAGLE-3 reads, which are in the cache
+            options["feature_layers"] = cached_layers(self.target.config.num_hidden_layers)[:-1]
         if size := options.get("draft_vocab_size"):
             seen = [self.train[index] for index in range(min(VOCABULARY_BLOCKS, len(self.train)))]
             options["draft_token_ids"] = frequent_tokens(seen, size, self.target.config.vocab_size)
@@ -199,7 +116,10 @@ class HeadTraining:
         """What a run trains on; joint training changes the features, so it computes them."""
         if run.joint:
             return self.train
-        return CachedBlocks(self.train, self.args.features, heads.feature_layers or (-1,))
+        layers = heads.feature_layers or (-1,)
+        if run.on_corpus:
+            return CachedBlocks(self.corpus, self.args.corpus_features, layers)
+        return CachedBlocks(self.train, self.args.features, layers)
 
     def trainer(self, run: Run, heads: DraftHead, folder: Path, steps: int) -> DraftHeadTrainer:
         """The trainer of a run; joint training has AdamW, which knows the adapter."""
@@ -236,7 +156,8 @@ class HeadTraining:
         set_seed(args.seed)
         heads = self.new_heads(run)
         per_step = self.step_flops(run, heads)
-        steps = 4 * max(1, round(run.share * self.budget / per_step / 4))
+        whole = args.eagle_steps if run.equal_steps else self.budget / per_step
+        steps = 4 * max(1, round(run.share * whole / 4))
         trainer = self.trainer(run, heads, folder, steps)
         started = time.time()
         trainer.train()
@@ -281,7 +202,7 @@ def load_data(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> D
         for index in range(HELD_OUT_PER_FAMILY)
         for family in FAMILIES
     ]
-    chats = [Answer(e.family, 0.0, chat_tokens(e, tokenizer)[0], len(prompt_tokens(e, tokenizer))) for e in asked]
+    chats = [corpus_answer(example, tokenizer) for example in asked]
     prompts = [prompt_tokens(example, tokenizer) for example in asked[: args.eval_prompts]]
     return train, AnswerBlocks(chats, BLOCK, tokenizer.pad_token_id), prompts
 
@@ -293,7 +214,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, required=True, help="file written by answers.py")
     parser.add_argument("--features", type=Path, required=True, help="folder written by feature_cache.py")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=sorted(RUNS), help="runs to train, default all in order")
+    parser.add_argument(
+        "--corpus_answers", type=Path, help="of runs on the corpus: file of `answers.py --from_corpus`"
+    )
+    parser.add_argument("--corpus_features", type=Path, help="its features")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["released"],
+        metavar="RUN",
+        help="`released`, `studies`, or names of runs; default: those that are released",
+    )
     parser.add_argument("--eagle_steps", type=int, default=2048, help="compute of the first stage, in EAGLE steps")
     parser.add_argument("--matrix_lr", type=float, default=0.02)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
@@ -301,7 +232,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="other seeds go to folders of their own")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.only = chosen_runs(args.only)
+    if args.corpus_answers is None and any(RUNS[name].on_corpus for name in args.only):
+        parser.error("runs on the corpus want --corpus_answers and --corpus_features.")
+    return args
+
+
+def chosen_runs(names: Sequence[str]) -> list[str]:
+    """Runs by name, `released` and `studies` spelled out, in the order they are given.
+
+    Raises:
+        SystemExit: for a run that there is not.
+    """
+    groups = {"released": list(RELEASED), "studies": list(STUDIES)}
+    if unknown := [name for name in names if name not in groups and name not in RUNS]:
+        raise SystemExit(f"no run is called {unknown[0]!r}; choose from {', '.join([*groups, *RUNS])}.")
+    return list(dict.fromkeys(run for name in names for run in groups.get(name, [name])))
 
 
 def main() -> None:
@@ -309,7 +256,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     training = HeadTraining(target, tokenizer, args)
-    for name in args.only or RUNS:
+    for name in args.only:
         if not (folder_of(name, args) / FACTS).exists():
             training.run(name)
 

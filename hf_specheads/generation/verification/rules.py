@@ -65,7 +65,7 @@ class Verification:
                 self.sequences.tokens_of(sequence),
                 self.logits[index : index + 1],
                 self.sampler.for_sequence(sequence),
-                self.stop,
+                self.stop.for_sequence(sequence),
                 self.outputs.earlier_scores(sequence),
                 *parameters,
             )

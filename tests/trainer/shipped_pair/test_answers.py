@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from hf_specheads.trainer.shipped_pair.answers import (
 )
 from hf_specheads.trainer.shipped_pair.chat import prompt_tokens
 from hf_specheads.trainer.shipped_pair.feature_cache import CachedBlocks, stack_blocks, write_features
-from hf_specheads.trainer.shipped_pair.heads import HeadTraining
+from hf_specheads.trainer.shipped_pair.heads import HeadTraining, chosen_runs
+from hf_specheads.trainer.shipped_pair.runs import RELEASED, RUNS, STUDIES
 from hf_specheads.trainer.shipped_pair.target import build_target
 from hf_specheads.trainer.target_features import FrozenTarget
 
@@ -33,7 +35,7 @@ BLOCK = 512
 @pytest.fixture(scope="module")
 def chat_target(chat_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return build_target(chat_tokenizer, num_hidden_layers=6).eval()
+    return build_target(chat_tokenizer, num_hidden_layers=7).eval()
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +124,23 @@ def test_cached_features_are_those_of_every_chat_alone(chat_target, chat_tokeniz
     assert stack_blocks([item, item])["input_ids"].shape == (2, BLOCK)
 
 
-def test_runs_of_equal_compute(chat_target, chat_tokenizer, answers, tmp_path: Path, monkeypatch) -> None:
-    """A warm-started run after the run it starts from."""
-    path = tmp_path / "answers.jsonl"
+@pytest.fixture
+def training(chat_target, chat_tokenizer, answers, tmp_path: Path, monkeypatch) -> HeadTraining:
+    """At toy size; the corpus's answers are the target's own."""
+    path, features = tmp_path / "answers.jsonl", tmp_path / "features"
     path.write_text("\n".join(json.dumps(vars(one)) for one in answers[:8]) + "\n")
-    blocks = AnswerBlocks(answers[:8], BLOCK, chat_tokenizer.pad_token_id)
-    write_features(chat_target, blocks, tmp_path / "features")
+    write_features(chat_target, AnswerBlocks(answers[:8], BLOCK, chat_tokenizer.pad_token_id), features)
     monkeypatch.setattr(shipped_heads, "HELD_OUT_PER_FAMILY", 1)
     args = argparse.Namespace(
-        target_name="toy", answers=path, features=tmp_path / "features", output_dir=tmp_path, eagle_steps=4,
-        matrix_lr=0.02, learning_rate=3e-3, eval_prompts=0, top_k=2, total_tokens=8, seed=1,
+        target_name="toy", answers=path, features=features, corpus_answers=path, corpus_features=features,
+        output_dir=tmp_path, eagle_steps=4, matrix_lr=0.02, learning_rate=3e-3, eval_prompts=0, top_k=2,
+        total_tokens=8, seed=1,
     )  # fmt: skip
-    training = HeadTraining(chat_target, chat_tokenizer, args)
+    return HeadTraining(chat_target, chat_tokenizer, args)
+
+
+def test_runs_of_equal_compute(training, tmp_path: Path) -> None:
+    """A warm-started run after the run it starts from."""
     for name in ("eagle-base", "poss3"):
         training.run(name)
     base, poss = (json.loads((tmp_path / f"{name}-seed1" / FACTS).read_text()) for name in ("eagle-base", "poss3"))
@@ -143,3 +150,28 @@ def test_runs_of_equal_compute(chat_target, chat_tokenizer, answers, tmp_path: P
     assert per_step[1] > 1.5 * per_step[0] and training.budget == base["training_flops"]
     heads = load_heads(tmp_path / "poss3-seed1", dtype=torch.float32)
     assert heads.config.target["name"] == "toy" and heads.config.num_specialists == 2
+
+
+def test_every_run_starts_from_one_that_comes_before() -> None:
+    """A long list must not end at a run that cannot start."""
+    names = list(RUNS)
+    assert set(RELEASED) | set(STUDIES) == set(RUNS) and set(RELEASED).isdisjoint(STUDIES)
+    for place, run in enumerate(RUNS.values()):
+        assert run.starts_from is None or run.starts_from in names[:place]
+    assert chosen_runs(["poss3", "studies", "hass-cold"]) == ["poss3", *STUDIES]
+    with pytest.raises(SystemExit, match="no run is called 'poss4'; choose from released, studies, eagle-base"):
+        chosen_runs(["poss4"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_takes_a_step(name: str, training, tmp_path: Path) -> None:
+    """Nor at a misspelt option; from random weights."""
+    run = RUNS[name]
+    if run.starts_from is not None:
+        run = replace(run, options={**RUNS[run.starts_from].options, **run.options}, starts_from=None)
+    heads = training.new_heads(run)
+    trainer, blocks = training.trainer(run, heads, tmp_path / "run", 1), training.blocks(run, heads)
+    loss = trainer.training_step(trainer.model, stack_blocks([blocks[0], blocks[1]]))
+    gradients = [p.grad for p in heads.parameters() if p.requires_grad and p.grad is not None]
+    assert loss.item() > 0 and gradients and all(bool(torch.isfinite(one).all()) for one in gradients)

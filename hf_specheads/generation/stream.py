@@ -1,0 +1,333 @@
+"""A stream of requests: rows that finish leave their place in the batch to requests that wait.
+
+transformers' continuous batching refuses assistants, and a static batch runs until its longest text ends. Here every
+sequence has slots of its own ([`SlotCache`]), so a newcomer's prompt, read by itself, is put into the place of a
+sequence that has ended, and takes part in the next round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from ..cache.recurrent import cache_name
+from ..cache.target import TreeCache
+from ..contract import DraftingContract
+from ..errors import UnsupportedGenerationError
+from .accounts import RequestSampler, RequestStop, RequestTexts
+from .committed import NewRows
+from .loop import RoundLoop, begin_call
+from .observer import tell
+from .options import DraftingOptions
+from .pace import pace_of
+from .refusals import refuse_numbers, refuse_prepared_call, refuse_processors
+from .sequences import Sequences, pad_token_of
+from .stopping import OF_ONE_SEQUENCE
+from .verification.accepted import Accepted
+
+OF_A_CALL = ("assistant_model", "streamer", "custom_generate", "past_key_values", "inputs", "input_ids")
+OF_A_REQUEST = "max_new_tokens"
+_NONE = object()
+
+
+@dataclass(frozen=True)
+class FinishedText:
+    """One request that is done.
+
+    Attributes:
+        index: Its number, in the order in which requests were taken, from 0.
+        token_ids: New tokens; the end-of-sequence token, if there was one, is the last.
+        num_accepted: Accepted drafts of each of its rounds.
+    """
+
+    index: int
+    token_ids: list[int]
+    num_accepted: list[int]
+
+
+def generate_stream(
+    target: PreTrainedModel, heads: DraftingContract, requests: Iterable[Any], max_batch: int = 8, **options: Any
+) -> Iterator[FinishedText]:
+    """Generates for a stream of requests, at most `max_batch` at a time; every text is the target's own.
+
+    ```python
+    for text in generate_stream(target, heads, map(tokenizer, prompts), max_batch=8, max_new_tokens=256):
+        print(text.index, tokenizer.decode(text.token_ids))
+    ```
+
+    A request is asked for when a place is free, so `requests` may be a queue that goes on for ever. Texts are handed
+    out as they end. Greedy text equals `target.generate` of the request alone (up to ties, as in every batch); sampled
+    text has its distribution, whatever else is in the batch, but not its seed. The tree is chosen round by round, by
+    the number of sequences, where nobody has assigned one. Statistics of all rounds are in `heads.last_stats`.
+
+    Args:
+        target: The target.
+        heads: Heads made for it.
+        requests: What a tokenizer returns for one text without padding (`input_ids` of shape [T] or [1, T]), or such
+            token ids alone; more inputs (images) as the target takes them. A request's own `max_new_tokens` goes
+            before that of the call.
+        max_batch: Sequences in a round.
+        **options: For `generate`, of all requests. `stop_strings` wants the `tokenizer` too.
+
+    Yields:
+        A [`FinishedText`] for every request, in the order in which they end.
+
+    Raises:
+        ValueError: for a request that is none, or an option that belongs to one call.
+        UnsupportedGenerationError: for a target, cache, criterion or output that a batch cannot serve; before the
+            forward of the request.
+        WrongTargetError: if the heads belong to another target.
+    """
+    if max_batch < 1:
+        raise ValueError(f"`max_batch` must be at least 1, got {max_batch}.")
+    if given := [name for name in OF_A_CALL if name in options]:
+        raise ValueError(f"`{given[0]}` belongs to one call of `generate`; a stream takes `requests` and `heads`.")
+    return _Stream(target, heads, max_batch, options).run(iter(requests))
+
+
+class _Stream:
+    """Requests on their way: arguments as in [`generate_stream`]."""
+
+    def __init__(self, target: PreTrainedModel, heads: DraftingContract, max_batch: int, options: dict[str, Any]):
+        self.target, self.heads, self.max_batch, self.options = target, heads, max_batch, _with_criteria(options)
+        self.asked = 0
+        self.loop: StreamLoop | None = None
+
+    def run(self, requests: Iterator[Any]) -> Iterator[FinishedText]:
+        """Rounds, and newcomers wherever there is a place, until both have ended."""
+        try:
+            waiting = True
+            while waiting or self.is_busy:
+                while waiting and not self.is_full:
+                    request = next(requests, _NONE)
+                    waiting = request is not _NONE
+                    if waiting:
+                        self.admit(request)
+                if self.loop is not None:
+                    self.loop.step()
+                    yield from self.loop.take_finished()
+        finally:
+            if self.loop is not None:
+                self.loop.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some text goes on."""
+        return self.loop is not None and self.loop.num_active > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all places are taken."""
+        return self.loop is not None and self.loop.num_active >= self.max_batch
+
+    def admit(self, request: Any) -> None:
+        """Reads the prompt of a request, which takes part in the next round."""
+        inputs, most = _inputs_of(request, self.asked, self.target.device)
+        own = {} if most is None else {OF_A_REQUEST: most}
+        began = time.perf_counter()
+        newcomer, rows = self.target.generate(**inputs, **{**self.options, **own}, custom_generate=self._read_prompt)
+        assert self.loop is not None  # begun with the first newcomer
+        self.heads.last_stats = self.loop.stats
+        self.loop.take_in(self.asked, newcomer, rows, time.perf_counter() - began)
+        self.asked += 1
+
+    def _read_prompt(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> tuple[RoundLoop, NewRows]:
+        """Called by `generate` with what it has prepared: the request by itself, after its prefill."""
+        settings = begin_call(model, self.heads, generation_config.get_generation_mode(), generation_config)
+        settings = replace(settings, exact_seed=False)
+        heads, batch = self.heads.for_call(model), max(self.max_batch, 2)
+        _refuse_in_streams(settings, stopping_criteria, generation_config, model_kwargs)
+        refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
+        refuse_processors(settings, logits_processor, generation_config, batch)
+        probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
+        prepared = (logits_processor, stopping_criteria, generation_config)
+        if self.loop is None:
+            self.loop = StreamLoop(model, heads, settings, *prepared, batch)
+            self.loop.stats.probe_seconds = probe_seconds
+        pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
+        alone = replace(settings, adaptive=False, on_round=None)
+        loop = RoundLoop(model, heads, alone, *prepared, Sequences(input_ids, pad_token_id or 0), model_kwargs)
+        try:
+            return loop, loop.prefill()
+        except BaseException:
+            loop.close()
+            raise
+
+
+class StreamLoop(RoundLoop):
+    """The rounds of a stream. `active` sequences are the places of its batch, whose requests change.
+
+    Args:
+        target, head, options, logits_processor, stopping_criteria, generation_config: Of the first request.
+        batch: Most sequences in a round.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        head: DraftingContract,
+        options: DraftingOptions,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        batch: int,
+    ):
+        self.texts, self.own_stop = RequestTexts(), RequestStop(stopping_criteria)
+        self.own_sampler = RequestSampler(logits_processor, bool(generation_config.do_sample))
+        prepared = (logits_processor, stopping_criteria, generation_config)
+        super().__init__(target, head, replace(options, adaptive=False), *prepared, self.texts, {})
+        self.options, self.batch = options, batch
+        self.sampler, self.stop, self.candidates.max_length = self.own_sampler, self.own_stop, self.own_stop.max_length
+        self.adaptive = options.adaptive and not (options.trace or self.stats.lossy)
+        self.rows: NewRows | None = None
+        self.finished: list[FinishedText] = []
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that go on."""
+        return len(self.texts.active) - len(self.texts.ended)
+
+    # ------------------------------------------------------------------ newcomers
+    def take_in(self, request: int, newcomer: RoundLoop, rows: NewRows, seconds: float) -> None:
+        """A request whose prompt was read takes a free place, unless its first token was its last.
+
+        Args:
+            request: Its number.
+            newcomer: Its own loop after the prefill, which is closed.
+            rows: What the heads take in first.
+            seconds: That its prompt took.
+        """
+        first = Accepted(newcomer.sequences.new_ids(0), [0], stopped=not newcomer.sequences.active)
+        self.stats.target_forwards += newcomer.stats.target_forwards
+        self.stats.host_syncs += newcomer.stats.host_syncs
+        if first.stopped:
+            self.finished.append(FinishedText(request, first.token_ids, []))
+        else:
+            self._give_place(request, newcomer, newcomer.candidates.take_in(rows))
+        newcomer.close()
+        tell(self.options.on_round, None, {request: first}, seconds)
+
+    def _give_place(self, request: int, newcomer: RoundLoop, rows: NewRows) -> None:
+        """Caches, rows and text of a newcomer are those of a place from now on."""
+        texts, place, batch = self.texts, self.texts.free_place(), len(self.texts.active)
+        cache, newcomer._target_cache = newcomer.target_cache, None
+        assert isinstance(cache, TreeCache)  # others take no batches, and were refused
+        if self.rows is None:
+            self._target_cache, self.rows = cache, rows
+            self.candidates.draft_cache = newcomer.candidates.draft_cache
+            self.candidates.lookup = newcomer.candidates.lookup
+        else:
+            assert isinstance(self.target_cache, TreeCache)
+            self.target_cache.put_sequence(place, cache, batch, cache.device)
+            cache.give_back(None)
+            self.candidates.put_sequence(place, newcomer.candidates, batch)
+            self.rows = self.rows.with_sequence(place, rows)
+        texts.open(request, place, newcomer.sequences, newcomer.stop.max_length)
+        self.own_stop.own[request], self.own_sampler.own[request] = newcomer.stop, newcomer.sampler
+
+    # ------------------------------------------------------------------ rounds
+    @torch.no_grad()
+    def step(self) -> None:
+        """One round of all sequences; places that nobody has taken are given up."""
+        if self.texts.ended:
+            self._close_up()
+        if self.rows is not None:
+            self.rows = self.round(self.rows)
+
+    def _close_up(self) -> None:
+        kept = self.texts.close_up()
+        if self.rows is None or not kept:
+            self.close()
+            self.rows = None
+            return
+        self.target_cache.select_sequences(kept)
+        self.candidates.select_sequences(kept)
+        self.rows = self.rows.select_sequences(kept)
+
+    def begin_round(self) -> bool:
+        if self.adaptive:
+            head, batch = self.candidates.head, len(self.texts.active)
+            self.pace = pace_of(head, self.target, self.options, batch, self.config)
+        return super().begin_round()
+
+    def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
+        """The places of sequences that have ended are free; their rows stay where they are until somebody comes."""
+        ended = [request for request, result in accepted.items() if result.stopped]
+        self.texts.end(ended)
+        for request in ended:
+            known = self.stats.num_accepted[request : request + 1]  # none of a request whose steps were all plain
+            self.finished.append(FinishedText(request, self.texts.finish(request), *known or [[]]))
+            del self.own_stop.own[request], self.own_sampler.own[request]
+        self.stats.new_tokens = self.texts.mean_new_tokens
+        return rows
+
+    def take_finished(self) -> list[FinishedText]:
+        """Texts that have ended since the last time."""
+        finished, self.finished = self.finished, []
+        return finished
+
+
+# ---------------------------------------------------------------------- what is asked for
+def _with_criteria(options: dict[str, Any]) -> dict[str, Any]:
+    """Stop strings as a criterion: with a `custom_generate`, transformers does not make one."""
+    options = dict(options)
+    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise ValueError("`stop_strings` are looked for in the text; pass the `tokenizer` too.")
+    criteria = [*options.pop("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
+    return {**options, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+def _inputs_of(request: Any, number: int, device: torch.device) -> tuple[dict[str, Any], int | None]:
+    """Inputs of one text, [1, ...] on the target's device, and its own limit of new tokens."""
+    inputs = dict(request) if isinstance(request, Mapping) else {"input_ids": request}
+    most = inputs.pop(OF_A_REQUEST, None)
+    try:
+        tensors = {name: torch.as_tensor(value, device=device) for name, value in inputs.items()}
+        tensors = {name: value[None] if value.dim() == 1 else value for name, value in tensors.items()}
+        shape = tuple(tensors["input_ids"].shape)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"request {number} is no text (got {type(request).__name__}); give token ids, or what a tokenizer returns."
+        ) from None
+    if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
+        raise ValueError(f"request {number} has `input_ids` of shape {list(shape)}; give one text, [1, tokens].")
+    return tensors, most
+
+
+def _refuse_in_streams(
+    options: DraftingOptions,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """What belongs to one call, and cannot be shared by texts that come and go."""
+    strange = [type(one).__name__ for one in criteria if type(one) not in OF_ONE_SEQUENCE]
+    mask = model_kwargs.get("attention_mask")
+    reasons = {
+        "compiled rounds, whose shapes are fixed (`heads.compiled = False`)": options.compiled,
+        "return_dict_in_generate=True": bool(config.return_dict_in_generate),
+        "padding": mask is not None and not bool(mask.all()),
+        f"stopping criteria that may look at all texts at once ({', '.join(strange)})": bool(strange),
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UnsupportedGenerationError(
+                f"a stream of requests does not support {what}; leave it out, or call `generate`."
+            )
