@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?= -n logical
+PYTEST_ARGS ?= -n logical --dist worksteal
 BIN := $(VENV)/bin
 
-.PHONY: demo app browser test quality format docs wheel-check env clean
+.PHONY: demo app browser test test-all quality format docs wheel-check env clean
 .DEFAULT_GOAL := env
 
 env: $(VENV)/.ready
@@ -34,6 +34,10 @@ browser: env
 
 test: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# With the tests marked slow: every case of every test, real compilations, several processes. Takes hours on two cores.
+test-all: env
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu"
 
 quality: env
 	$(BIN)/ruff check .

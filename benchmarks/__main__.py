@@ -20,7 +20,7 @@ from .acceptance import acceptance, methods, n_alpha, training_curve
 from .diagnosis import commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
-from .speed import batch, cache, compiled, context, quantised, speedup, vocabulary
+from .speed import batch, cache, compiled, context, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
 from .training import step
@@ -31,8 +31,8 @@ from .trees import choose, kinds, tune
 # shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are
 # those of plain generation).
 MODULES = (
-    speedup, batch, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods, acceptance,
-    n_alpha, training_curve, step, families, doctor, diff, commands,
+    speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods,
+    acceptance, n_alpha, training_curve, step, families, doctor, diff, commands,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
@@ -89,9 +89,9 @@ def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
     tables = {name: table_of(name, result) for name, result in found.items()}
     texts = {folder / f"{name}.md": table for name, table in tables.items()}
     shown = tables | {f"{name}-short": short_table_of(name, result) for name, result in found.items()}
+    shown |= oracles.tables()
     for document in documents:
-        text = results.render(document.read_text(encoding="utf-8"), found, shown)
-        texts[document] = oracles.rendered(text) if document == oracles.DOCUMENT else text
+        texts[document] = results.render(document.read_text(encoding="utf-8"), found, shown)
     return texts
 
 

@@ -13,7 +13,7 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_specheads.palette import method_colour
+from hf_specheads.publishing.palette import method_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from support.covering import mark_the_rest
 from support.hub.endpoint import HubEndpoint
 from support.targets import own_target
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,6 +27,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before cases are left out by their marks."""
+    mark_the_rest(items)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: collections of garbage need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

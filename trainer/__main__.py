@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .commands import add_output_options, failed
 from .recipe import Recipe, read_recipe, shipped_recipes
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("specheads train", description=__doc__, formatter_class=raw)
     parser.add_argument("--config", metavar="RECIPE", help=f"YAML file, or one of {', '.join(shipped_recipes())}")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON, and nothing else, to stdout")
-    parser.add_argument("--quiet", action="store_true", help="no progress, and no log of the steps")
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    add_output_options(parser, "facts", "no progress, and no log of the steps")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
     return parser.parse_intermixed_args(argv)
 
@@ -56,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer = build_trainer(recipe)
             checkpoint = newest_checkpoint(trainer, recipe)
     except Exception as error:  # of any class: libraries that load models and data have many
-        if options.debug:
-            raise
-        print(f"specheads train: error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return failed("train", options, error)
     if options.quiet:
         from transformers import PrinterCallback
 
@@ -94,14 +90,6 @@ def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
     if checkpoint is not None:
         trainer.refuse_checkpoint(checkpoint)
     return checkpoint
-
-
-def one_line(error: Exception) -> str:
-    """An error's message on one line; its class where that says more than the message."""
-    message = " ".join(str(error).split())
-    if isinstance(error, ValueError | OSError | ImportError) and message:
-        return message
-    return f"{type(error).__name__}: {message} (--debug shows where)"
 
 
 def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = None) -> dict[str, Any] | None:

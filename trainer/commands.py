@@ -1,4 +1,4 @@
-"""What the commands that write folders of shards share: output options, errors in one line, and the way to go on."""
+"""What the trainer's commands share: output options, errors in one line, and the way to go on of those that write."""
 
 from __future__ import annotations
 
@@ -11,11 +11,29 @@ from typing import Any
 Counts = dict[str, int]
 
 
-def add_output_options(parser: Any) -> None:
+def add_output_options(parser: Any, printed: str = "counts", hidden: str = "no progress") -> None:
     """`--json`, `--quiet` and `--debug`, to a parser or a group of one."""
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON, and nothing else, to stdout")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument(
+        "--json", action="store_true", help=f"print the {printed} as JSON, and nothing else, to stdout"
+    )
+    parser.add_argument("--quiet", action="store_true", help=hidden)
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
+
+
+def one_line(error: Exception) -> str:
+    """An error's message on one line; its class where that says more than the message."""
+    message = " ".join(str(error).split())
+    if isinstance(error, ValueError | OSError | ImportError) and message:
+        return message
+    return f"{type(error).__name__}: {message} (--debug shows where)"
+
+
+def failed(command: str, args: argparse.Namespace, error: Exception) -> int:
+    """Says on stderr what went wrong, and returns the exit code 2; under `--debug` the error is raised again."""
+    if args.debug:
+        raise error
+    print(f"specheads {command}: error: {one_line(error)}", file=sys.stderr)
+    return 2
 
 
 def write_folder(
@@ -38,10 +56,7 @@ def write_folder(
         print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
         return 130
     except Exception as error:  # of any class: libraries that load models and data have many
-        if args.debug:
-            raise
-        print(f"specheads {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return failed(command, args, error)
     if args.json:
         print(json.dumps({"out": str(args.out), **counts}))
     return counts

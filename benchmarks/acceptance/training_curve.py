@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specheads import DraftHead
-from hf_specheads.palette import line_styles
+from hf_specheads.publishing.palette import line_styles
 
 from ..results import Result, footnote, markdown_table, number
 from ..setup import count_parameters, display_name

@@ -19,20 +19,20 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
 
-from ..results import RESULTS, ROOT
+from ..results import ROOT
+from .render import FOLDER, write
 
+PACKAGES = ("speculators", "transformers", "torch")
 PASSES = 3
 VOCAB, ROWS = 59, 16
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 20000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -60,15 +60,22 @@ RECORDED = {
 }
 
 
-def tiny_target(folder: Path) -> PreTrainedModel:
-    """A random Llama of eight layers, saved, for `speculators` reads it from disk."""
+def tiny_target(folder: Path, model_type: str = "llama", **fields: Any) -> PreTrainedModel:
+    """A random target of eight layers, saved, for `speculators` reads it from disk."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=19, num_hidden_layers=8, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    config = AutoConfig.for_model(
+        model_type, vocab_size=VOCAB, hidden_size=16, intermediate_size=19, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False, **fields,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def text_of(target: PreTrainedModel) -> torch.Tensor:
+    """What the shipped target goes on to say after a few tokens, int64 [1, 129]."""
+    prompt = torch.tensor([[1, 7, 99, 300]])
+    length = {"max_new_tokens": 125, "min_new_tokens": 125}
+    return target.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
 
 
 def random_heads(target: PreTrainedModel, seed: int = 0, method: str = "eagle3", **options: Any) -> DraftHead:
@@ -187,11 +194,7 @@ def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, An
     target = AutoModelForCausalLM.from_pretrained(ROOT / "model_cards" / "target", dtype=dtype).eval()
     target.config.name_or_path = str(ROOT / "model_cards" / "target")
     heads = load_heads(ROOT / "model_cards" / name, dtype=dtype).bind(target)
-    prompt = torch.tensor([[1, 7, 99, 300]])
-    text = target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=125, min_new_tokens=125, do_sample=False
-    )
-    rows, work = rows_of(heads, target, text), folder / f"{name}-{dtype}"
+    rows, work = rows_of(heads, target, text_of(target)), folder / f"{name}-{dtype}"
     exported = export_heads(heads, work / "export", to="speculators", target=target).folder
     entry = {"heads": f"model_cards/{name}", "dtype": str(dtype).removeprefix("torch."),
              **difference(our_logits(heads, rows), their_logits(exported, rows, dtype))}  # fmt: skip
@@ -222,7 +225,7 @@ def record(folder: Path, work: Path) -> None:
 def main() -> None:
     """Compares, prints a line per entry and writes the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "speculators.json")
+    parser.add_argument("--output", type=Path, default=FOLDER / "speculators.json")
     parser.add_argument("--record", type=Path, help="folder for recorded exports and logits")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -232,16 +235,7 @@ def main() -> None:
             entries += [compare_shipped(folder, heads, dtype) for dtype in (torch.float32, torch.bfloat16)]
         if args.record is not None:
             record(args.record, folder)
-    result = {
-        "command": "PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators",
-        "versions": {"speculators": metadata.version("speculators"), "transformers": transformers.__version__,
-                     "torch": torch.__version__},
-        "entries": entries,
-    }  # fmt: skip
-    for entry in entries:
-        print(json.dumps(entry))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(args.output, "PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators", entries, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specheads import DraftHead, EagleHead, export_heads, load_heads
 
-from ..results import RESULTS, ROOT
-from .compare_speculators import rows_of
+from ..results import ROOT
+from .compare_speculators import rows_of, text_of
+from .render import FOLDER, write
 
 RUNNER = Path(__file__).with_name("run_speculators_eagle.py")
 TARGET = ROOT / "model_cards" / "target"
@@ -71,23 +72,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--side", required=True, help="folder(s) with speculators 0.6 and its transformers")
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "speculators_eagle.json")
+    parser.add_argument("--output", type=Path, default=FOLDER / "speculators_eagle.json")
     args = parser.parse_args()
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    prompt = torch.tensor([[1, 7, 99, 300]])
-    text = target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=125, min_new_tokens=125, do_sample=False
-    )
-    entries = []
+    text, entries = text_of(target), []
     for name in ("eagle", "hass"):
         heads = load_heads(ROOT / "model_cards" / name, dtype=torch.float32)
         entries.append({"heads": f"model_cards/{name}", **ask(args, heads, target, text)})
         entries.append({"heads": f"model_cards/{name} without bias", **ask(args, without_bias(heads), target, text)})
-    for entry in entries:
-        print(json.dumps(entry))
-    result = {"command": "python -m benchmarks.oracles.compare_speculators_eagle --side SIDE", "entries": entries}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(args.output, "python -m benchmarks.oracles.compare_speculators_eagle --side SIDE", entries)
 
 
 if __name__ == "__main__":

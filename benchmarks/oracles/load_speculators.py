@@ -7,21 +7,17 @@ Needs `speculators` next to this package, in a folder of its own ([`compare_spec
 
 from __future__ import annotations
 
-import json
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_specheads import export_heads
 
-from ..results import RESULTS
-from .compare_speculators import VOCAB, random_heads
+from .compare_speculators import PACKAGES, VOCAB, random_heads, tiny_target
+from .render import FOLDER, write
 
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 MARKOV = {**BLOCK, "markov_rank": 6}
@@ -42,18 +38,6 @@ PRUNED = "DSpark, gated, reduced vocabulary"
 OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight", "embed_tokens.weight", "lm_head.weight")
 
 
-def tiny_target(folder: Path) -> PreTrainedModel:
-    """A random Qwen 3 of eight layers, saved, for `speculators` reads it from disk."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=19, num_hidden_layers=8, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 def loaded(folder: Path) -> dict[str, Any]:
     """Which class loads an export, and what becomes of its tensors."""
     from speculators import SpeculatorModel
@@ -72,22 +56,15 @@ def main() -> None:
     entries = []
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        target = tiny_target(work / "target")
+        target = tiny_target(work / "target", "qwen3", head_dim=8)
         for index, (title, options) in enumerate(HEADS.items()):
             heads = random_heads(target, seed=index, **options)
             if title == PRUNED:
                 heads.prune_draft_vocabulary(list(range(0, VOCAB, 2)))
             exported = export_heads(heads, work / str(index), to="speculators", target=target)
             entries.append({"heads": title, **loaded(exported.folder)})
-            print(json.dumps(entries[-1]))
-    result = {
-        "command": "PYTHONPATH=SIDE python -m benchmarks.oracles.load_speculators",
-        "versions": {"speculators": metadata.version("speculators"), "transformers": transformers.__version__,
-                     "torch": torch.__version__},
-        "entries": entries,
-    }  # fmt: skip
-    path = RESULTS / "oracles" / "speculators_loads.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    command = "PYTHONPATH=SIDE python -m benchmarks.oracles.load_speculators"
+    write(FOLDER / "speculators_loads.json", command, entries, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,42 @@
-"""The tables of `docs/export.md` from the result files of the oracles; `python -m benchmarks --render` writes them."""
+"""Result files of the oracles, and the tables of `docs/export.md` made of them by `python -m benchmarks --render`."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from ..results import RESULTS, ROOT
+from ..results import RESULTS, markdown_table
 
-DOCUMENT = ROOT / "docs" / "export.md"
-FILES = {name: RESULTS / "oracles" / f"{name}.json" for name in
-         ("vllm", "vllm_bfloat16", "speculators", "speculators_loads", "speculators_eagle")}  # fmt: skip
+FOLDER = RESULTS / "oracles"
+NAMES = ("vllm", "vllm_bfloat16", "speculators", "speculators_loads", "speculators_eagle")
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result by its name."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Iterable[str] = ()) -> None:
+    """Writes a result: how it was made, with which versions, and its entries, which are printed too."""
+    result = {"command": command, "versions": {name: metadata.version(name) for name in packages}, "entries": entries}
+    for entry in entries:
+        print(json.dumps(entry))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({key: value for key, value in result.items() if value}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
-    align = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in (head, align, *rows))
+    return markdown_table(head, [[str(cell) for cell in row] for row in rows])
 
 
 def _versions(result: dict[str, Any]) -> str:
     found = result.get("versions") or result["entries"][0]["versions"]
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in found.items()) + ".\n"
 
 
 def vllm_table(result: dict[str, Any]) -> str:
@@ -40,7 +56,7 @@ def vllm_table(result: dict[str, Any]) -> str:
     head = ["export", "draft positions", "texts as plain vLLM's", "texts as transformers'", "rounds, vLLM / ours",
             "accepted, vLLM / ours", "acceptance length, vLLM / ours"]  # fmt: skip
     note = f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each, greedy, {result['dtype']}; "
-    return f"{_table(head, rows)}\n\n{note}{_versions(result)}."
+    return f"{_table(head, rows)}\n{note}{_versions(result)}"
 
 
 def poss_table(result: dict[str, Any]) -> str:
@@ -67,7 +83,7 @@ def speculators_table(result: dict[str, Any]) -> str:
                      f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}", made])  # fmt: skip
     head = ["heads", "type", "rows", "greatest difference", "largest logit", "same favourite token",
             "tensors equal after its converter"]  # fmt: skip
-    return f"{_table(head, rows)}\n\n{_versions(result)}."
+    return f"{_table(head, rows)}\n{_versions(result)}"
 
 
 def speculators_loads_table(result: dict[str, Any]) -> str:
@@ -77,7 +93,7 @@ def speculators_loads_table(result: dict[str, Any]) -> str:
          ", ".join(entry["missing"]) or "none"]
         for entry in result["entries"]
     ]  # fmt: skip
-    return f"{_table(['heads', 'loaded as', 'tensors equal', 'missing'], rows)}\n\n{_versions(result)}."
+    return f"{_table(['heads', 'loaded as', 'tensors equal', 'missing'], rows)}\n{_versions(result)}"
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
@@ -89,29 +105,18 @@ def speculators_eagle_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     head = ["heads", "tensors equal after its converter", "rows", "greatest difference", "largest logit",
             "same favourite token"]  # fmt: skip
-    return f"{_table(head, rows)}\n\n{_versions(result)}."
+    return f"{_table(head, rows)}\n{_versions(result)}"
 
 
 def tables() -> dict[str, str]:
-    """Every table by its name in the document."""
-    results = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
-    return {
-        "vllm": vllm_table(results["vllm"]),
-        "vllm_bfloat16": vllm_table(results["vllm_bfloat16"]),
-        "poss": poss_table(results["vllm"]),
-        "speculators": speculators_table(results["speculators"]),
-        "speculators_loads": speculators_loads_table(results["speculators_loads"]),
-        "speculators_eagle": speculators_eagle_table(results["speculators_eagle"]),
+    """Every table by its name in documents."""
+    found = {name: read(name) for name in NAMES}
+    made = {
+        "vllm": vllm_table(found["vllm"]),
+        "vllm_bfloat16": vllm_table(found["vllm_bfloat16"]),
+        "poss": poss_table(found["vllm"]),
+        "speculators": speculators_table(found["speculators"]),
+        "speculators_loads": speculators_loads_table(found["speculators_loads"]),
+        "speculators_eagle": speculators_eagle_table(found["speculators_eagle"]),
     }
-
-
-def rendered(text: str) -> str:
-    """The document with every table between its markers replaced."""
-    for name, table in tables().items():
-        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end {name} -->)"
-        text, count = re.subn(
-            pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise ValueError(f"{DOCUMENT.name} has {count} places for the table {name!r}, expected 1.")
-    return text
+    return {f"oracles/{name}": table for name, table in made.items()}

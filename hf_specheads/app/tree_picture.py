@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from ..generation.observer import DraftNode
-from ..palette import INK, position_colour
+from ..publishing.palette import INK, position_colour
 
 WIDTH, HEIGHT = 104, 26  # of a node
 STEP_X, STEP_Y, TOP, MARGIN = 146, 34, 34, 12

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from ..palette import INK, POSITION_COLOURS, position_colour
+from ..publishing.palette import INK, POSITION_COLOURS, position_colour
 from .transcript import Pieces, Transcript
 
 WITH_HEADS, PLAIN = "with draft heads", "plain decoding"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +66,44 @@ def load_heads(
             file, missing or unknown keys, contradicting shapes, NaN, missing config fields.
         ValueError: for impossible tree options.
     """
-    name = name_of(repo_or_path)
     hub: HubOptions = {"revision": revision, "token": token, "local_files_only": local_files_only}
     folder = Path(repo_or_path) if method is not None else local_folder(repo_or_path, **hub)
-    placement = Placement.asked_for(device_map, dtype)
-    try:
+    with _errors_name(repo_or_path):
         if method is not None:
             stored = read_native(repo_or_path, method, hub)
         else:
-            stored = read_heads(folder, name, positions_per_specialist, anchor_slot=anchor_slot)
+            stored = read_heads(folder, name_of(repo_or_path), positions_per_specialist, anchor_slot=anchor_slot)
         heads, stored = _build(stored, dtype, device_map)
-    except HeadLoadError as error:
-        raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
-    announce(f"{name}: {stored}")
-    heads.placement = placement
-    heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
+    announce(f"{name_of(repo_or_path)}: {stored}")
+    _remember_source(heads, repo_or_path, folder)
     heads.compiled = compile
-    if not Path(repo_or_path).is_dir() and method is None:
-        heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
     return heads.eval()
 
 
+@contextmanager
+def _errors_name(repo_or_path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except HeadLoadError as error:
+        raise type(error)(f"cannot load draft heads from {str(repo_or_path)!r}: {error}") from error
+
+
+def _remember_source(heads: DraftHead, repo_or_path: str | os.PathLike[str], folder: Path) -> None:
+    """Where heads come from: the folder or the Hub id, and of the latter the commit."""
+    heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
+    if folder != Path(repo_or_path):
+        heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
+
+
 def _build(stored: StoredHeads, dtype: torch.dtype | str | None, device_map: Any) -> tuple[DraftHead, StoredHeads]:
     """Heads of what was read; and that, with a note where weights were not of the type they are loaded in."""
-    stored, dtype = _with_dtype(stored, dtype)
+    stored, loaded_as = _with_dtype(stored, dtype)
     heads = HEADS[stored.config.model_type].from_pretrained(
-        None, config=stored.config, state_dict=stored.tensors, dtype=dtype, device_map=device_map
+        None, config=stored.config, state_dict=stored.tensors, dtype=loaded_as, device_map=device_map
     )
+    heads.placement = Placement.asked_for(device_map, dtype)
     return heads, stored
 
 

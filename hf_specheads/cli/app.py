@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DTYPES, torch_dtype
-from .demo import find_pair, member, prompt_of, read_demo_prompts
-from .display import emit, note
+from .demo import prompt_of, read_demo_prompts
+from .display import emit
+from .pair import (
+    add_pair_arguments,
+    add_placement_arguments,
+    find_pair,
+    heads_of_pair,
+    load_placed_target,
+    member,
+    sources_of,
+)
 
 if TYPE_CHECKING:
     from ..app.models import Models
@@ -26,13 +33,8 @@ PREFERRED = "poss3"  # of the shipped pair
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models, and where the page is served."""
-    parser.add_argument(
-        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
-    )
-    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
-    parser.add_argument("--heads", nargs="+", help="the same, of heads (default: all of the pair)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    add_pair_arguments(parser, nargs="+", help="the same, of heads (default: all of the pair)")
+    add_placement_arguments(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries to start from")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
     parser.add_argument("--port", type=int, metavar="N", help="default: the first free one from 7860")
@@ -76,43 +78,20 @@ def refuse_without_gradio() -> None:
         raise ImportError('the page needs gradio, which is not installed; pip install "hf-specheads[app]".')
 
 
-def heads_of_pair(folder: Path) -> list[str]:
-    """Names of the draft heads in a pair's folder that serve the target as it is: those trained together with an
-    adapter of the target (Medusa-2) change its text, and are left out."""
-    found = []
-    for path in sorted(folder.glob("*/config.json")):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if str(config.get("model_type", "")).startswith("specheads_") and not config.get("target_adapter"):
-            found.append(path.parent.name)
-    return found
-
-
 def load_models(args: argparse.Namespace) -> tuple[Models, str]:
     """The target, its heads by name, and the name of those that are selected at first.
 
     Raises:
         FileNotFoundError: if a folder or a pair does not exist, or the pair has no heads.
     """
-    names = args.heads or heads_of_pair(find_pair(args.pair))
-    if not names:
-        raise FileNotFoundError(f"there are no draft heads in {find_pair(args.pair)}; name some with --heads.")
-    target_name = member(args.pair, args.target)
-    sources = {name: member(args.pair, name) for name in names}
-    note(args, f"Loading the target {target_name} ...")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    sources = sources_of(args.pair, args.heads or heads_of_pair(find_pair(args.pair)))
+    target, tokenizer, options = load_placed_target(args)
     from ..app.models import Models
-    from ..target.borrowed import BorrowedModules
 
-    dtype = torch_dtype(args.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
-    target = AutoModelForCausalLM.from_pretrained(target_name, dtype=dtype, device_map=args.device).eval()
-    options = {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}
     loaders: dict[str, Callable[[], DraftHead]] = {
-        Path(name).name if Path(name).is_dir() else name: partial(_load, source, options)
-        for name, source in sources.items()
+        name: partial(_load, source, options) for name, source in sources.items()
     }
-    models = Models(target, tokenizer, loaders, target_name)
+    models = Models(target, tokenizer, loaders, member(args.pair, args.target))
     chosen = PREFERRED if PREFERRED in loaders else next(iter(loaders))
     models.heads(chosen)  # heads of another target are told before the page is there
     return models, chosen

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .display import emit, hide_progress, marked_text, note, number, plain_steps_text, pos_acc_text, table, use_colour
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
+from .pair import add_pair_arguments, member
 
 if TYPE_CHECKING:
     import torch
@@ -45,46 +46,12 @@ No heads for it yet?  specheads train --config eagle target=your/target output_d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which pair, how much to generate."""
-    parser.add_argument(
-        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
-    )
-    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
-    parser.add_argument("--heads", default="poss3", help="the same, of the heads")
+    add_pair_arguments(parser, default="poss3", help="the same, of the heads")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-
-
-def find_pair(given: Path | None) -> Path:
-    """The folder of the shipped pair: as given, as installed with the package, or in the checkout it runs from.
-
-    Raises:
-        FileNotFoundError: saying where it looked.
-    """
-    here = Path(__file__)
-    candidates = [given] if given else [here.parents[1] / "demo_pair", here.parents[2] / "model_cards"]
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(f"the pair is not in {[str(folder) for folder in candidates]}; pass --pair FOLDER.")
-
-
-def member(pair: Path | None, name: str) -> str:
-    """A model of the pair (`None` for the shipped one), or any other.
-
-    Raises:
-        FileNotFoundError: for a folder that does not exist.
-    """
-    if Path(name).is_dir():
-        return name
-    from ..publishing.card.facts import is_hub_id
-
-    path = find_pair(pair) / name
-    if not path.is_dir() and not is_hub_id(name):
-        raise FileNotFoundError(f"{path} does not exist; pass a folder with a model, or a Hub id.")
-    return str(path) if path.is_dir() else name
 
 
 def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:

@@ -14,11 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .app import heads_of_pair
-from .arguments import DTYPES, torch_dtype
-from .demo import find_pair, member, prompt_of, read_demo_prompts
+from .demo import prompt_of, read_demo_prompts
 from .display import emit, note
 from .evaluate import read_prompts
+from .pair import (
+    add_pair_arguments,
+    add_placement_arguments,
+    find_pair,
+    heads_of_pair,
+    load_placed_target,
+    sources_of,
+)
 
 DEFAULT_HEADS = ("eagle", "hass", "poss2", "poss3", "eagle3", "medusa", "hydra")  # of a pair, those that are there
 SWEEPS = ("depths", "nodes", "batch_sizes")
@@ -26,13 +32,8 @@ SWEEPS = ("depths", "nodes", "batch_sizes")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models, how much, and where it goes."""
-    parser.add_argument(
-        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
-    )
-    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
-    parser.add_argument("--heads", nargs="+", help="the same, of heads (default: the best known methods of the pair)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
+    add_pair_arguments(parser, nargs="+", help="the same, of heads (default: the best known methods of the pair)")
+    add_placement_arguments(parser)
     parser.add_argument("--prompts", type=Path, nargs="+", help=".jsonl or .txt files (default: the demo's)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt (default: 96, 32 with --quick)")
@@ -109,25 +110,17 @@ def sweeps_of(args: argparse.Namespace) -> Any:
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     sweeps = sweeps_of(args)
-    names = args.heads or _heads_of(find_pair(args.pair))
-    target_name, folders = member(args.pair, args.target), {Path(n).name: member(args.pair, n) for n in names}
-    note(args, f"Loading {target_name} and {', '.join(folders)} ...")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    folders = sources_of(args.pair, args.heads or _heads_of(find_pair(args.pair)))
+    target, tokenizer, place = load_placed_target(args, ", ".join(folders))
     from .. import load_heads
     from ..figures.measure import measure
-    from ..target.borrowed import BorrowedModules
 
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
     prompts: list[Any] = (
         read_prompts(args.prompts)
         if args.prompts
         else [prompt_of(entry) for entry in read_demo_prompts(None, bool(tokenizer.chat_template))]
     )
     prompts = prompts[: args.limit or (2 if args.quick else None)]
-    options = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
-    target = AutoModelForCausalLM.from_pretrained(target_name, **options).eval()
-    place = {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}
     heads = {name: load_heads(folder, **place).bind(target) for name, folder in folders.items()}
     results = measure(target, heads, prompts, tokenizer, sweeps, folders)
     words = sys.argv[1:] if sys.argv[1:2] == ["figures"] else ["figures"]  # called from a program: no command line
@@ -137,7 +130,4 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 def _heads_of(pair: Path) -> list[str]:
     """The methods of a pair that are compared by default: one of each colour."""
     found = heads_of_pair(pair)
-    chosen = [name for name in DEFAULT_HEADS if name in found] or found
-    if not chosen:
-        raise FileNotFoundError(f"there are no draft heads in {pair}; name some with --heads.")
-    return chosen
+    return [name for name in DEFAULT_HEADS if name in found] or found

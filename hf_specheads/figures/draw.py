@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..palette import PLAIN, line_styles
+from ..publishing.palette import PLAIN, line_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -239,17 +239,11 @@ def tune(
     heads.bind(target)
     options = {**generate_options, "max_new_tokens": max_new_tokens}
     made_for, judged_on = (prompts[::2], prompts[1::2]) if len(prompts) >= 4 else (prompts, prompts)
-    if depth is None:
-        depth = (heads.drafts_in_one_forward and heads.max_draft_positions) or DEPTH
-    candidates = _candidates(target, heads, made_for, depth, top_k, repeats, options)
-    cut: list[TunedTree] = []
-    if heads.predicts_acceptance:  # `stop_below` is then another quantity than the recorded one
-        candidates = [one for one in candidates if one.tree.stop_below == 0]
-        cut = _cut_by_confidence(candidates)
-    chosen = shortlist(candidates, confirm) + cut
+    deepest = depth if depth is not None else (heads.drafts_in_one_forward and heads.max_draft_positions) or DEPTH
+    candidates = _candidates(target, heads, made_for, deepest, top_k, repeats, options)
     before = next((one for one in candidates if one.tree == heads.tree_config), TunedTree(heads.tree_config))
-    if before not in chosen:
-        chosen.append(before)
+    chosen = shortlist(candidates, confirm) + (_cut_by_confidence(candidates) if heads.predicts_acceptance else [])
+    chosen += [] if before in chosen else [before]
     plain, measured = confirm_trees(target, heads, judged_on, chosen, repeats, **options)
     result = TuningResult(
         trees=tuple(ranked(measured)),
@@ -288,7 +282,9 @@ def _candidates(
         return _trees_of_drawn_children(target, heads, prompts, depth, tree, options)
     record = record_drafts(target, heads, prompts, depth, top_k, **options)
     rounds = time_rounds(target, heads, prompts, repeats, **options)
-    return predict(record, rounds, **{**tree, "children": "top_k"})
+    found = predict(record, rounds, **{**tree, "children": "top_k"})
+    # Of heads that predict acceptance, `stop_below` is another quantity than the recorded one.
+    return [one for one in found if one.tree.stop_below == 0] if heads.predicts_acceptance else found
 
 
 def ranked(trees: Sequence[TunedTree]) -> list[TunedTree]:

@@ -11,7 +11,7 @@ from support.targets import plain, prompt, shared_target
 from hf_specheads.app.transcript import Pieces, Transcript
 from hf_specheads.app.tree_picture import places, shown, tree_picture
 from hf_specheads.generation.observer import DraftNode
-from hf_specheads.palette import position_colour
+from hf_specheads.publishing.palette import position_colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 NODES = [

@@ -56,6 +56,13 @@ def test_batches(measure_pair):
         assert found["plain generate"]["forwards_saved"] == 0
 
 
+def test_streams(measure_pair):
+    sides = measure_pair("stream", ["eagle"], "--max_batch", "2", "--shortest", "3", "--repeats", "2")["sides"]
+    assert list(sides) == ["plain generate", "eagle, static batches", "eagle, stream"]
+    assert sides["plain generate"]["speed_up"] == 1
+    assert all(side["identical"] and 2 * 3 <= side["new_tokens"] <= 2 * 10 for side in sides.values())
+
+
 def test_contexts(measure_pair):
     result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
     assert list(result["lengths"]) == ["2", "3"] and result["num_prompts"] == 2
@@ -73,6 +80,7 @@ def eager_backend(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *a, **options: compiled(*a, **{**options, "backend": "eager"}))
 
 
+@pytest.mark.slow
 def test_compiled_rounds(measure_pair, eager_backend):
     result = measure_pair("compiled", ["poss"], "--repeats", "1")
     (found,) = result["tables"].values()
@@ -82,7 +90,9 @@ def test_compiled_rounds(measure_pair, eager_backend):
     assert set(result["compile_seconds"]) == {compiled.PLAIN_COMPILED, "poss, compiled"}
 
 
-@pytest.mark.parametrize("tau", [1.0, 2.5, 4.0])
+@pytest.mark.parametrize(
+    "tau", [pytest.param(1.0, marks=pytest.mark.slow), 2.5, pytest.param(4.0, marks=pytest.mark.slow)]
+)
 def test_acceptance_is_what_the_stub_says(pair, target, tau):
     heads = load_heads(pair / "poss", kind="chain", depth=4)
     target.generation_config.eos_token_id = None

@@ -84,6 +84,7 @@ def test_gradients_are_those_of_the_dense_step(wide_target, family):
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * scale, msg=f"{name}, {together}")
 
 
+@pytest.mark.slow
 def test_end_to_end(measure):
     sizes = ("--lengths", "40", "--passes", "3", "--hidden_size", "32", "--vocab_size", "64", "--repeats", "2")
     result = measure("step", "--families", "poss", "eagle3", *sizes)

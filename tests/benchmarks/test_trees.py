@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.trees import choose
 
 
+@pytest.mark.slow
 def test_tune_compares_with_the_best_of_the_grid(measure_pair, monkeypatch, pair):
     monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_CHAINS", (1, 2))
     monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_TREES", ((2, 2, 3), (3, 2, 6), (2, 4, 8)))

@@ -1,4 +1,7 @@
-"""What the compiler makes of writes into slots: they stay in place, no cache is copied in a round."""
+"""What the compiler makes of writes into slots: they stay in place, no cache is copied in a round.
+
+Slow: to load the compiler alone takes longer than any test.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import torch
 from support.batches import batch_of, greedy
 from support.heads import random_heads
 from support.targets import own_target, prompt
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import get_code, run_and_get_code
 
 from hf_specheads.cache.slots import write_rows
 
 HEADS, CAPACITY, WIDTH = 2, 256, 8
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,7 @@ def scattered(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def generated(write, batch: int) -> list[str]:
-    """Code of one write and a look at what is in the buffer then."""
+    """Code of one write and a look at what is in the buffer then, which is not compiled or run here."""
 
     def step(buffer, slots, rows):
         write(buffer, slots, rows)
@@ -50,7 +54,7 @@ def generated(write, batch: int) -> list[str]:
 
     buffer, rows = torch.zeros(batch, HEADS, CAPACITY, WIDTH), torch.ones(batch, HEADS, 3, WIDTH)
     slots = torch.arange(3).expand(batch, 3) + 5
-    _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), buffer, slots, rows)
+    codes = get_code(torch.compile(step, fullgraph=True, dynamic=False), buffer, slots, rows)
     assert codes
     return codes
 
@@ -64,7 +68,6 @@ def test_a_copy_would_be_found():
     assert cache_sized(generated(scattered, 2), 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(9,), (9, 4)])
 def test_a_round_copies_no_cache(lengths):
     target = own_target("llama")

@@ -14,10 +14,8 @@ from support.accelerator import emulation_problem
 CASES = Path(__file__).with_name("on_accelerator.py")
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["placement", pytest.param("waiting", marks=pytest.mark.slow), pytest.param("timing", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["placement", "waiting", "timing"])
 def test_on_an_accelerator(part):
     if not torch.cuda.is_available() and (problem := emulation_problem()):
         pytest.skip(problem)

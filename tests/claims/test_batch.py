@@ -8,20 +8,25 @@ import pytest
 import torch
 from support.batches import LENGTHS, NEW, alone_texts, assert_rows, batch_of, greedy, oracle
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
-from support.heads import random_heads
+from support.heads import METHODS_BY_KIND, random_heads
 from support.targets import DIFFERENT_FAMILIES, shared_target
 from support.trees import TREES
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specheads import UnsupportedGenerationError
 from hf_specheads.cache import target as target_cache
-from hf_specheads.cache.target import FIRST_SLOTS
-from hf_specheads.heads.auto import METHODS
 
+FEW_SLOTS = 16
 TREE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2-window", "gemma2", "gemma3", "phi3", "mixtral", "gpt2", "gpt-oss")
 
 
-@pytest.mark.parametrize("family", TREE_FAMILIES)
+IN_THE_DEFAULT_RUN = ("llama", "mistral", "gemma3", "gpt2", "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in IN_THE_DEFAULT_RUN else pytest.mark.slow) for name in TREE_FAMILIES],
+)
 def test_rows_equal_themselves_alone(family):
     target = shared_target(family)
     inputs, alone = batch_of()
@@ -40,18 +45,20 @@ def test_rows_equal_themselves_alone(family):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_caches_grow_in_the_middle_of_a_text(rows):
+def test_caches_grow_in_the_middle_of_a_text(rows, monkeypatch):
     """Past the slots a cache starts with, twice."""
+    monkeypatch.setattr(target_cache, "FIRST_SLOTS", FEW_SLOTS)
     target = shared_target("qwen2-window", max_position_embeddings=4096)
     inputs, alone = batch_of((19, 5, 11)[:rows])
-    new = 2 * (FIRST_SLOTS + 19) + 30
+    new = 2 * (FEW_SLOTS + 19) + 30
     texts = alone_texts(target, alone, max_new_tokens=new)
     heads = oracle(target, alone, texts, ranks=(0, 0, 1, None))
     assert_rows(greedy(target, inputs, assistant_model=heads, max_new_tokens=new), 19, texts)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 def test_every_method_with_every_tree(method, kind):
     family = DIFFERENT_FAMILIES[len(method + kind) % len(DIFFERENT_FAMILIES)]
     target = shared_target(family)
@@ -62,11 +69,12 @@ def test_every_method_with_every_tree(method, kind):
 
 
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "jetspec", "dspark", "dflash2", "peagle", "mtp")
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("poss", "eagle3", "draft-lm", "dflash", "jetspec", "dspark", "dflash2", "peagle", "mtp")
 ]
 
 
-@pytest.mark.parametrize("method", ["eagle", "poss", "eagle3", "hydra", "draft-lm", "domino", *SLOW])
+@pytest.mark.parametrize("method", ["eagle", "hydra", "domino", *SLOW])
 def test_drafts_of_a_row_do_not_depend_on_the_others(method):
     """What a row accepts in a batch is what it accepts alone: padding and ragged rounds do not reach the draft."""
     target = shared_target("llama")

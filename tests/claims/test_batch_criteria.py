@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.batches import alone_texts, batch_of, greedy, oracle
+from support.batches import NEW, alone_texts, batch_of, greedy, oracle
 from support.heads import random_heads
 from support.targets import VOCAB, shared_target
 from support.tokenizers import byte_tokenizer
@@ -115,6 +115,7 @@ def heads_for(alone: list[torch.Tensor]) -> list:
     return [oracle(target, alone, alone_texts(target, alone)), random_heads(target, "poss")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_eos", [False, True], ids=["no eos", "eos"])
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_criteria_stop_a_batch_where_plain_generation_stops(kind, with_eos):
@@ -137,7 +138,7 @@ def test_stop_strings(with_eos):
     options = {"stop_strings": [tokenizer.decode([text[3 + 2 * row]]) for row, text in enumerate(full)],
                "tokenizer": tokenizer, "eos_token_id": 98 if with_eos else None, "pad_token_id": 0}  # fmt: skip
     expected = greedy(target, inputs, **options)
-    assert expected.shape[1] < 8 + 30
+    assert expected.shape[1] < 8 + NEW
     for heads in (oracle(target, alone, full), random_heads(target, "poss")):
         assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
 

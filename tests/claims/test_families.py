@@ -30,7 +30,10 @@ SERVED = {
     "chain": {"chain"},
     "none": set(),
 }
-TEXT_ONLY = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3", "internvl")
+IN_THE_DEFAULT_RUN = ("mistral", "gemma4_text", "deepseek_v3", "bert", "bloom", "qwen3_next", "git", "mllama", "jamba")
+SLOW = pytest.mark.slow
+TEXT_ONLY = ("gemma3", "qwen2_5_vl")
+MORE_TEXT_ONLY = ("llava", "qwen2_vl", "qwen3_vl", "mistral3", "idefics3", "internvl")
 COUNTS_SLOTS = "exaone4_5"  # throws away the positions that `generate` counts, padding left out
 
 
@@ -43,7 +46,9 @@ def text_target(model_type: str):
     return varied_target(model_type, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :])
 
 
-@pytest.mark.parametrize("model_type", REPRESENTATIVE)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in IN_THE_DEFAULT_RUN else SLOW) for name in REPRESENTATIVE]
+)
 def test_a_dozen_families(model_type):
     target = text_target(model_type)
     for kind in ("tree", "chain", "batch"):
@@ -60,7 +65,9 @@ def test_every_family(model_type):
         assert row[kind]["outcome"] in (IDENTICAL, REFUSED, WITHOUT, NO_IMAGE), (kind, row[kind])
 
 
-@pytest.mark.parametrize("model_type", [*TEXT_ONLY, COUNTS_SLOTS])
+@pytest.mark.parametrize(
+    "model_type", [*TEXT_ONLY, COUNTS_SLOTS, *(pytest.param(name, marks=SLOW) for name in MORE_TEXT_ONLY)]
+)
 def test_multimodal_targets_with_text_only(model_type):
     target = tiny_target(model_type, auto=AutoModelForImageTextToText)
     assert {kind: outcome_of(kind, target)["outcome"] for kind in ("tree", "batch")} == {

@@ -49,6 +49,7 @@ def in_target_forward(scene, at, error):
         scene.call(assistant_model=scene.heads) if error is None else scene.interrupted(at)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", [None, 0, 30])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kth_forward_of_the_target_fails(family, tokens):
@@ -69,6 +70,7 @@ def test_the_kth_forward_fails_in_its_midst(family):
     assert every(run, family, 30) > 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt])
 @pytest.mark.parametrize("family", ["mistral", "lfm2"])
 def test_the_kth_draft_fails(family, error, monkeypatch):
@@ -100,23 +102,25 @@ def in_option(option):
     return run
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", ["mistral", "bloom", "llama4", "lfm2"])
 def test_what_the_caller_hands_in_fails(family, option):
     assert every(in_option(option), family, 30) == NEW
 
 
-def test_a_streamer_that_fails_leaves_what_it_leaves_in_plain_decoding():
-    for family in ("mistral", "lfm2"):
-        scene = Scene(family, 30)
-        for k in range(1, NEW + 1):
-            theirs = copy.deepcopy(scene.cache)
-            with pytest.raises(Fault):
-                plain(scene.target, scene.ids, NEW, past_key_values=theirs, streamer=FaultyStreamer(At(k)))
-            scene.interrupted(None, streamer=FaultyStreamer(At(k)))
-            assert_same_contents(scene.attempt, theirs)
+@pytest.mark.parametrize("family", ["mistral", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_streamer_that_fails_leaves_what_it_leaves_in_plain_decoding(family):
+    scene = Scene(family, 30)
+    for k in range(1, NEW + 1):
+        theirs = copy.deepcopy(scene.cache)
+        with pytest.raises(Fault):
+            plain(scene.target, scene.ids, NEW, past_key_values=theirs, streamer=FaultyStreamer(At(k)))
+        scene.interrupted(None, streamer=FaultyStreamer(At(k)))
+        assert_same_contents(scene.attempt, theirs)
 
 
+@pytest.mark.slow
 def test_compiled_rounds(monkeypatch):
     scene = Scene("llama", 30)
     scene.heads = random_heads(scene.target)
@@ -143,6 +147,7 @@ def test_a_batch_that_is_interrupted_leaves_an_empty_cache():
 
 
 # ---------------------------------------------------------------------- memory runs out
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["__init__", "grow"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_running_out_of_memory_loses_no_rows(family, name, monkeypatch):

@@ -130,6 +130,7 @@ def assert_same(theirs: Any, ours: Any) -> None:
         torch.testing.assert_close((a.keys, a.values), (b.keys, b.values), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("option", TEXT_OPTIONS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -182,6 +183,7 @@ def test_stopping_in_a_fully_accepted_draft_cuts_text_cache_and_statistics():
         assert sum(n + 1 for n in stub.last_stats.num_accepted[0]) == position
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
 def test_left_padded_prompt(family, heads):
@@ -197,6 +199,7 @@ def test_left_padded_prompt(family, heads):
         assert_same(theirs, ours)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_cache_handed_over_in_both_directions(family, heads):
@@ -240,6 +243,7 @@ def test_padding_does_not_change_what_is_drafted(turns):
     assert trees[0] == trees[9]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("chunk", [1, 5, 8, 64])
 def test_chunked_prefill(family, chunk):
@@ -251,6 +255,7 @@ def test_chunked_prefill(family, chunk):
     assert in_chunks.last_stats.num_accepted == one_piece.last_stats.num_accepted, "features of some chunk are missing"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_ids", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompt_as_embeddings(family, with_ids):

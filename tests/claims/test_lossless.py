@@ -1,5 +1,7 @@
 """Greedy text with draft heads is the target's own, token for token in fp32: families, trees, heads good and bad."""
 
+import functools
+
 import pytest
 import torch
 from support.heads import random_heads
@@ -17,6 +19,7 @@ NEW = 36
 MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
 
 
+@functools.cache
 def text(family: str, **options) -> tuple:
     """Target, prompt and plain output, which must be varied enough for a mistake to show."""
     target, ids = shared_target(family, **options), prompt()
@@ -32,6 +35,7 @@ def assert_same_text(target, ids, expected, heads) -> None:
     assert sum(n + 1 for n in heads.last_stats.num_accepted[0]) == expected.shape[1] - ids.shape[1] - 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_families(family, attention):
@@ -69,6 +73,7 @@ TREES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [(0,), MIXED], ids=["always", "mixed"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(map(str, tree.values())))

@@ -99,7 +99,7 @@ def left_after(times: int, monkeypatch, compiled: bool) -> tuple[int, list[int]]
         return len(alive.objects), known
 
 
-@pytest.mark.parametrize("times", [120, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_calls_leave_nothing_and_memory_is_flat(times, monkeypatch):
     left, known = left_after(times, monkeypatch, compiled=True)
     assert left == 0

@@ -25,7 +25,7 @@ from hf_specheads import DraftHead
 from hf_specheads.generation.sampling import DraftSampler
 from hf_specheads.heads.auto import METHODS
 
-NEW = 24
+NEW = 16
 SLIDING = {"sliding_layers": (0,), "sliding_window": 3}
 CONFIDENT = {"confidence_head": True, "confidence_with_markov": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -145,6 +145,7 @@ def test_children_of_best_trees_follow_the_target(method: str) -> None:
     assert statistic < critical
 
 
+@pytest.mark.slow
 def test_planted_bug_children_are_not_drawn_from_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: candidates drawn as if all were alike, while verification is told the selector's scores."""
     draw = DraftSampler.draw

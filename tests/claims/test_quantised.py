@@ -6,15 +6,14 @@ import importlib.util
 
 import pytest
 import torch
-from support.heads import OPTIONS, random_heads
+from support.heads import METHODS_BY_KIND, OPTIONS, random_heads
 from support.targets import own_target, plain, prompt
 from support.trees import TREES
 from torch import nn
 
 from hf_specheads import AutoDraftHead
-from hf_specheads.heads.auto import METHODS
 
-NEW = 24
+NEW = 16
 KEPT = torch.arange(3, 99, 3)
 
 
@@ -85,7 +84,8 @@ def test_greedy_text_is_the_quantised_targets(quantise, kind, lm_head):
         assert torch.equal(plain(target, ids, NEW, assistant_model=one), expected)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 @pytest.mark.parametrize("quantise", QUANTISERS[:2])
 def test_heads_in_bfloat16(quantise, method):
     """Features go into the heads, and what they draft into the target's `lm_head`, in the type each of them wants."""

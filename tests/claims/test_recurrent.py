@@ -25,7 +25,7 @@ from hf_specheads.cache.layers import contents_of
 from hf_specheads.generation import probe
 from hf_specheads.target.recurrence import CONTINUE_FROM_STATES, DO_NOT_CONTINUE
 
-NEW = 26
+NEW = 20
 MIXED = (0, 0, 1, 0, None, 0, 0, 0, 0, 0, 0, 2)
 CHAIN = {"kind": "chain", "depth": 4}
 # Gated delta rule and attention in turns; state spaces alone; compressing; a state and attention in one layer.

@@ -32,6 +32,7 @@ from hf_specheads.generation.verification import rules
 from hf_specheads.heads.auto import METHODS
 
 LENGTH = 3
+SLOW = pytest.mark.slow
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -100,7 +101,12 @@ def algorithm_distribution(script: Script, target, heads, setting: dict[str, Any
 
 @pytest.mark.parametrize(
     ("setting", "exact_seed"),
-    [("all", True), ("all", False), ("plain", False), ("top-p", False), ("top-k", True), ("repetition", True)],
+    [
+        ("all", True),
+        ("plain", False),
+        ("repetition", True),
+        *(pytest.param(*case, marks=SLOW) for case in (("all", False), ("top-p", False), ("top-k", True))),
+    ],
     ids=lambda value: {True: "token by token", False: "all nodes at once"}.get(value, value),
 )
 def test_enumerated_distribution(setting, exact_seed, monkeypatch):
@@ -207,7 +213,9 @@ CHI_SQUARE = {
 }
 
 
-@pytest.mark.parametrize("case", CHI_SQUARE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in ("repetition", "many bonus tokens") else SLOW) for c in CHI_SQUARE]
+)
 def test_sampled_distribution(case):
     exact_seed, setting, tree = CHI_SQUARE[case]
     statistic, critical = sampled_statistic(exact_seed, setting, **tree)

@@ -21,7 +21,7 @@ from hf_specheads import DraftHead, DraftLanguageModel
 from hf_specheads.heads import draft_lm
 from hf_specheads.target.features import FeatureReader
 
-NEW, TURNS = 16, 4
+NEW, TURNS = 12, 2
 KEPT = torch.arange(3, 60)
 
 
@@ -219,7 +219,7 @@ class Recording:
         pass
 
 
-@pytest.mark.parametrize("method", ["eagle", "poss", "hydra"])
+@pytest.mark.parametrize("method", ["eagle", *(pytest.param(m, marks=pytest.mark.slow) for m in ("poss", "hydra"))])
 def test_calls_inside_a_call_for_another_target(method):
     within, alone, wrong = interleaved(method)
     assert wrong == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_specheads.cli import main
-from hf_specheads.cli.app import heads_of_pair, load_models
+from hf_specheads.cli.app import load_models
+from hf_specheads.cli.pair import heads_of_pair
 
 PAIR = Path(__file__).parents[2] / "model_cards"
 

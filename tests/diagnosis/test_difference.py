@@ -78,6 +78,7 @@ def test_a_tie_in_bf16_is_told_as_one(tied, tokenizer, tmp_path: Path) -> None:
     assert ties >= 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("planted", [wrong_mask, wrong_positions])
 def test_a_planted_bug_is_told_from_rounding(planted, dtype) -> None:

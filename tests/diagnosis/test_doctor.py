@@ -168,6 +168,7 @@ def test_wrong_input(deep, learnt) -> None:
         examine(deep, learnt(), [])
 
 
+@pytest.mark.slow
 def test_the_command(deep, learnt, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys) -> None:
     deep.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")

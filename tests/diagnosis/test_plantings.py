@@ -13,7 +13,7 @@ from hf_specheads.diagnosis.hypotheses import partial_ropes
 from hf_specheads.heads.auto import METHODS
 
 TINY = [one for one in PLANTINGS if one.heads.startswith("tiny")]
-FAST = ("the slot of the anchor, tiny dflash", "labels off by one, tiny eagle3", "a window ignored, tiny dflash")
+FAST = ("the slot of the anchor, tiny dflash", "labels off by one, tiny eagle3")
 
 
 def plantings() -> list:

@@ -89,6 +89,7 @@ def test_texts_to_train_on_end_where_the_target_ends_them(target, tokenizer) -> 
         assert not any(ends[:-1]) and (ends[-1] or len(ends) == 12)
 
 
+@pytest.mark.slow
 def test_tune(run: Run, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     small = ("--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--repeats", 1)
     run("tune", *small, "--output", tmp_path / "tuned")

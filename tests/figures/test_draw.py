@@ -13,7 +13,7 @@ import pytest
 from hf_specheads.figures.draw import FIGURES, draw_figures
 from hf_specheads.figures.page import render_page
 from hf_specheads.heads.auto import METHODS
-from hf_specheads.palette import METHOD_COLOURS, PLAIN, line_styles, method_colour
+from hf_specheads.publishing.palette import METHOD_COLOURS, PLAIN, line_styles, method_colour
 
 SETTINGS = {"target": "tiny", "dtype": "float32", "prompts": 2, "max_new_tokens": 8, "max_n": 2, "timing": True}
 MACHINE = {"device": "a processor", "threads": 1, "versions": {"torch": "2"}, "date": "2026-01-01", "seconds": 3,

@@ -103,6 +103,7 @@ def test_a_batch(method):
     assert_rows(got, inputs["input_ids"].shape[1], alone_texts(target, alone, max_new_tokens=40))
 
 
+@pytest.mark.slow
 def test_compiled_rounds(known):
     target, ids = shared_target("llama"), prompt()
     expected = plain(target, ids, NEW)
@@ -131,7 +132,7 @@ def test_seeded_samples(method, known):
     ("method", "tree"),
     [
         ("eagle", {"depth": 1, "top_k": 2, "total_tokens": 3, "lookup": 2}),
-        ("lookup", {"kind": "chain", "depth": 3, "children": "sampled"}),
+        pytest.param("lookup", {"kind": "chain", "depth": 3, "children": "sampled"}, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_distribution(method, tree):

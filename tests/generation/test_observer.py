@@ -38,6 +38,7 @@ def counts(stats: GenerationStats) -> tuple[Any, ...]:
     return stats.num_accepted, stats.offered, stats.target_forwards, stats.draft_forwards, stats.host_syncs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("tree", [{}, CHAIN, {"lookup": 2}], ids=["dynamic", "chain", "lookup"])
 def test_it_sees_every_token_and_changes_nothing(tree: dict[str, Any], options: dict[str, Any]) -> None:

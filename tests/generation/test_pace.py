@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.batches import alone_texts, assert_rows, batch_of, greedy, oracle
 from support.heads import random_heads
@@ -29,7 +29,7 @@ from hf_specheads.generation.pace import (
 )
 from hf_specheads.tree.default import CPU_TREE
 
-NEW = 40
+NEW = 28
 
 
 @dataclass
@@ -83,6 +83,7 @@ def menu_of(tree: DraftTreeConfig) -> tuple[DraftTreeConfig, ...]:
 CHEAP, DEAR, VERY_DEAR = (0.02, 0.002), (0.1, 0.12), (0.4, 0.6)  # a draft level and a node, in plain steps
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("costs", [CHEAP, (0.05, 0.05), DEAR, (0.2, 0.3), VERY_DEAR], ids=str)
 @pytest.mark.parametrize("accepted", [0.0, 0.4, 0.75, 0.9])
 @pytest.mark.parametrize("start", [CPU_TREE, DraftTreeConfig()], ids=["cpu", "gpu"])
@@ -110,7 +111,8 @@ def test_never_far_below_plain_steps(accepted, level, node, seed):
     assert tokens / seconds >= 0.965
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
+@example(cost=1.5, tau=1.46875)  # hardly dearer than what it gives
 @given(cost=st.floats(1.2, 6.0), tau=st.floats(1.0, 3.0))
 def test_one_tree_that_always_costs_and_gives_the_same(cost, tau):
     """Without luck: drafts that do not pay cost no more than the trials, and those that pay are made all the time."""
@@ -124,7 +126,7 @@ def test_one_tree_that_always_costs_and_gives_the_same(cost, tau):
             pace.record_round(choice, spent, [tau - 1])
             drafted += 1
         tokens, seconds = tokens + won, seconds + spent
-    assert seconds <= tokens * (1 + TRIAL_SHARE) + 5 * max(cost - tau, 0) + cost
+    assert seconds * (1 - TRIAL_SHARE) <= tokens + 5 * max(cost - tau, 0) + cost
     timed = PLAIN_STEPS_BEFORE_A_VERDICT + steps / ROUNDS_BETWEEN_PLAIN_STEPS
     if tau > 1.05 * cost:
         assert drafted >= steps - timed - 1, "drafting pays: every other step drafts"
@@ -241,6 +243,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pattern", [(1.0,), (1.0, 3.0, 0.1, 7.0, 2.0), (0.5, 0.5, 9.0)], ids=str)
 @pytest.mark.parametrize("method", ["poss", "eagle3", "medusa", "hydra", "draft-lm", "stub"])
 def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monkeypatch):
@@ -259,6 +262,7 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     assert plain_steps > 1 and rounds > 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "draft-lm"])
 def test_the_text_does_not_depend_on_which_trees_are_drafted(method, do_sample, monkeypatch):
@@ -311,6 +315,7 @@ def test_batches(monkeypatch):
         assert heads.last_stats.plain_steps > 0
 
 
+@pytest.mark.slow
 def test_compiled_rounds_have_one_graph_more(monkeypatch):
     target, ids = own_target("llama"), prompt()
     heads = random_heads(target, "poss")

@@ -68,7 +68,7 @@ def test_greedy_text_is_the_targets(kind):
 
 
 def test_drawn_children_follow_the_target():
-    target, samples = five_token_target(), 500
+    target, samples = five_token_target(), 150
     heads = random_heads(target, children="sampled", kind="chain", depth=3, stop_below=0.25)
     counts = Counter(tuple(sample(target, heads).tolist()) for _ in range(samples))
     statistic, freedom = chi_square(counts, target_distribution(target, {}, 3), samples)

@@ -33,6 +33,7 @@ def two_processes(folder: Path, *words: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_clocks_that_disagree_decide_nothing(pair):
     result = two_processes(pair)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.heads import random_heads
+from support.heads import METHODS_BY_KIND, random_heads
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 from transformers import CompileConfig
 
 from hf_specheads.generation.pace import Pace
-from hf_specheads.heads.auto import METHODS
 
 KEPT = torch.arange(3, 99, 3)
 NEW = 12
@@ -36,8 +35,9 @@ def of_target(target) -> list[weakref.ref]:
     return [weakref.ref(part) for part in parts]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 def test_a_deleted_target_is_gone(method, pruned, no_collector):
     target = own_target()
     heads = random_heads(target, method, TREES["dynamic"])
@@ -55,7 +55,7 @@ def test_a_deleted_target_is_gone(method, pruned, no_collector):
 
 
 def test_a_deleted_target_of_compiled_rounds_is_gone():
-    target = own_target()
+    target = own_target(num_hidden_layers=1)
     heads = random_heads(target, kind="chain")
     heads.compiled = True
     target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
@@ -92,7 +92,7 @@ def test_deep_copies_share_the_target_and_nothing_else():
         _ = unbound.borrowed
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 def test_saved_whole_heads_hold_nothing_of_the_target(method):
     target, ids = own_target(), prompt()
     heads = random_heads(target, method)

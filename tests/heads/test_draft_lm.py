@@ -22,6 +22,7 @@ from hf_specheads.errors import HeadConfigError, UnknownFormatError
 from hf_specheads.target.identity import target_sizes
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments, Unroll, unroll_losses
 
+SLOW = pytest.mark.slow
 TREES = {
     "chain": {"kind": "chain", "depth": 4},
     "dynamic": {"kind": "dynamic", "depth": 4, "top_k": 4, "total_tokens": 14},
@@ -303,7 +304,10 @@ def assert_same_weights(ours, theirs) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "gpt2-untied", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama-tied", "gpt2", *(pytest.param(f, marks=SLOW) for f in ("llama", "gpt2-untied", "qwen3", "mixtral"))],
+)
 def test_round_trip(family, tmp_path):
     target, ids = shared_target("llama"), prompt()
     heads = wrapped(family, tree="static")
@@ -428,7 +432,7 @@ def test_losses_have_no_feature_part_and_a_minimum_at_the_target(target):
     assert other.token_loss > entropy + 0.1
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=SLOW), True])
 def test_training_lowers_the_loss(target, tmp_path, packing):
     from datasets import Dataset
 

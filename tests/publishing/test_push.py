@@ -110,7 +110,7 @@ def heads_of(method: str, target: PreTrainedModel):
     return AutoDraftHead.from_target(target, method, **OPTIONS.get(method, {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("family", ["llama-tied", pytest.param("llama", marks=pytest.mark.slow)])
 def test_no_weights_of_the_target(hub: HubEndpoint, family: str, tmp_path: Path) -> None:
     """Of no method: whatever of the target the heads use when drafting stays out of every file."""
     target = own_target(family)

@@ -14,6 +14,7 @@ from .test_imports import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines
 PLACES = sorted(set(re.findall(r"\b((?:\w+/)*\w+\.py):(\w+(?:\.\w+)?)", PAGE)))
 
 
@@ -67,3 +68,14 @@ def test_every_room_is_on_the_map() -> None:
 def test_the_letters_are_those_of_the_contract() -> None:
     said = [line[4:] for line in hf_specheads.contract.__doc__.splitlines() if line.startswith("    ")]
     assert "\n".join(said) + "\n" in blocks()
+
+
+@pytest.mark.parametrize("folder", ["hf_specheads", "trainer", "benchmarks"])
+def test_files_and_functions_are_short(folder: str) -> None:
+    """As CONTRIBUTING.md says; docstrings count."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    assert [str(path) for path, text in texts.items() if text.count("\n") > LONGEST_FILE] == []
+    functions = [(path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))
+                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]  # fmt: skip
+    lengths = {f"{path}:{node.name}": node.end_lineno - node.lineno + 1 for path, node in functions}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}

@@ -19,18 +19,25 @@ from hf_specheads.registration import MODEL_TYPES
 HEAVY = ("torch", "transformers", "peft", "datasets", "matplotlib", "accelerate", "huggingface_hub", "numpy")
 
 
-def loaded_by(code: str) -> set[str]:
-    """Modules that some code loads into a fresh interpreter."""
+def loaded_after(*steps: str) -> list[set[str]]:
+    """Modules that are loaded after each of some steps in one fresh interpreter."""
     program = f"""
 import json, sys
-try:
-    {code}
-except SystemExit:
-    pass
-print("\\n" + json.dumps(sorted(sys.modules)))
+loaded = []
+for step in {steps!r}:
+    try:
+        exec(step)
+    except SystemExit:
+        pass
+    loaded.append(sorted(sys.modules))
+print("\\n" + json.dumps(loaded))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(names) for names in json.loads(done.stdout.splitlines()[-1])]
+
+
+def loaded_by(code: str) -> set[str]:
+    return loaded_after(code)[0]
 
 
 def heavy(modules: set[str]) -> set[str]:
@@ -50,18 +57,26 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     assert not heavy(modules)
 
 
+AUTO, MODEL = "from transformers import AutoModelForCausalLM", "from transformers import PreTrainedModel"
+
+
+HEADS_TOO = "from hf_specheads import load_heads, PossHead"
+
+
+@pytest.mark.slow
 def test_importing_it_costs_nothing_on_top_of_an_auto_class() -> None:
-    auto = "from transformers import AutoModelForCausalLM"
-    assert len(loaded_by(f"import hf_specheads; {auto}")) <= len(loaded_by(auto)) + 5
+    assert len(loaded_by(f"import hf_specheads; {AUTO}")) <= len(loaded_by(AUTO)) + 5
 
 
 def test_heads_load_what_any_model_of_transformers_does() -> None:
-    """And not peft, its trainer, data sets or figures."""
-    modules = loaded_by("from hf_specheads import load_heads, PossHead")
+    """And not peft, its trainer, data sets or figures; of an auto class the package loads nothing on top."""
+    auto, package, model, heads = loaded_after(AUTO, "import hf_specheads", MODEL, HEADS_TOO)
+    assert len(package) <= len(auto) + 5
     for name in ("peft", "datasets", "matplotlib", "pandas", "transformers.trainer"):
-        assert name not in modules, name
-    model = loaded_by("from transformers import PreTrainedModel")
-    assert len({name for name in modules - model if not name.startswith("hf_specheads")}) < 150
+        assert name not in heads, name
+    added = heads - model
+    assert "hf_specheads.heads.poss" in added
+    assert len({name for name in added if not name.startswith("hf_specheads")}) < 150
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -85,13 +100,22 @@ def outside(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("first", ["import hf_specheads", "import transformers, hf_specheads",
-                                   "from transformers import AutoConfig; import hf_specheads"])  # fmt: skip
+LATE = ("import transformers, hf_specheads", "from transformers import AutoConfig; import hf_specheads")
+
+
+@pytest.mark.parametrize(
+    "first", ["import hf_specheads", *(pytest.param(way, marks=pytest.mark.slow) for way in LATE)]
+)
 def test_auto_classes_know_heads_from_the_import_on(poss_heads, tmp_path: Path, first: str) -> None:
     poss_heads.save_pretrained(tmp_path / "heads")
     code = f"""
 {first}
+import sys
+def waits():
+    return "AfterAuto" in str([type(finder) for finder in sys.meta_path])
+assert waits() is {first == "import hf_specheads"}  # for the auto classes, and no longer than that
 from transformers import AutoConfig, AutoModel, GenerationMixin
+assert not waits()
 config = AutoConfig.from_pretrained({str(tmp_path / "heads")!r})
 assert AutoConfig.for_model("specheads_eagle").method == "eagle"
 heads = AutoModel.from_pretrained({str(tmp_path / "heads")!r})
@@ -101,13 +125,8 @@ print(type(config).__name__, type(heads).__name__)
     assert outside(code) == "PossHeadConfig PossHead"
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "from hf_specheads.heads.poss import PossHead",
-        "from hf_specheads import PossHead",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["from hf_specheads.heads.poss import PossHead", "from hf_specheads import PossHead"])
 def test_whoever_has_heads_has_the_hook(way: str) -> None:
     code = f"{way}; from transformers import GenerationMixin as G"
     assert outside(f"{code}; print(G._assisted_decoding._specheads_original.__name__)") == "_assisted_decoding"
@@ -115,14 +134,6 @@ def test_whoever_has_heads_has_the_hook(way: str) -> None:
 
 def test_the_stand_ins_are_of_all_families() -> None:
     assert sorted(MODEL_TYPES) == sorted(HEADS)
-
-
-def test_the_finder_leaves_when_it_has_done_its_work() -> None:
-    code = "import hf_specheads, sys; n = len(sys.meta_path); from transformers import AutoConfig"
-    assert (
-        outside(f"{code}; print(n - len([f for f in sys.meta_path if 'AfterAuto' in type(f).__name__]) == n)")
-        == "True"
-    )
 
 
 @pytest.mark.parametrize("package", [hf_specheads, hf_specheads.trainer], ids=lambda package: package.__name__)

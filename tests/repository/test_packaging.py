@@ -184,6 +184,7 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "env")
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=tmp_path)
@@ -196,6 +197,7 @@ def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     assert "All 1 texts are identical to plain generate." in demo
 
 
+@pytest.mark.slow
 def test_editable_install_in_an_empty_environment(sources: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "env")
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-build-isolation", "--no-deps")

@@ -73,7 +73,16 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
 
 
 @needs_builder
-@pytest.mark.parametrize("broken", ["[a page](nowhere.md)", "[a heading](#nowhere)", "::: hf_specheads.nothing"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "[a heading](#nowhere)",
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in ("[a page](nowhere.md)", "::: hf_specheads.nothing")
+        ),
+    ],
+)
 def test_what_is_missing_fails_the_build(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder, docs = module_at(DOCS / "build.py"), tmp_path / "docs"
     docs.mkdir()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from support.stubs import StubHead
-from support.targets import VOCAB, prompt
+from support.targets import VOCAB, plain, prompt
 
-NEW = 30
+NEW = 22
 LENGTHS = (19, 4, 12, 19)
 MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
 
@@ -29,8 +29,8 @@ def greedy(target, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
 
 def alone_texts(target, alone: list[torch.Tensor], **options: Any) -> list[list[int]]:
     """New tokens of plain generation, row by row."""
-    return [greedy(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
-            [0, ids.shape[1] :].tolist() for ids in alone]  # fmt: skip
+    new_tokens = options.pop("max_new_tokens", NEW)
+    return [plain(target, ids, new_tokens, **options)[0, ids.shape[1] :].tolist() for ids in alone]
 
 
 def oracle(target, alone: list[torch.Tensor], texts: list[list[int]], ranks=MIXED, **tree: Any) -> StubHead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from typing import Any
@@ -45,19 +46,24 @@ def processed(logits: torch.Tensor, ids: list[int], setting: dict[str, Any]) -> 
 
 @torch.no_grad()
 def target_distribution(target, setting: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `length` tokens, from forwards without cache."""
+    """Probability of every output of `length` tokens, from forwards without cache; not to be changed."""
+    return _distribution(target, tuple(setting.items()), length)
+
+
+@functools.cache
+def _distribution(target, setting: tuple[tuple[str, Any], ...], length: int) -> dict[tuple[int, ...], float]:
     outputs = list(itertools.product(range(VOCAB), repeat=length))
     ids = torch.cat([PROMPT.expand(len(outputs), -1), torch.tensor(outputs)], dim=1)
     logits = target(ids).logits[:, PROMPT.shape[1] - 1 : -1]
-    known: dict[tuple[int, ...], torch.Tensor] = {}
+    known: dict[tuple[int, ...], list[float]] = {}
     result = {}
     for row, output in enumerate(outputs):
         probability = 1.0
         for step, token in enumerate(output):
             if output[:step] not in known:
                 context = PROMPT[0].tolist() + list(output[:step])
-                known[output[:step]] = processed(logits[row, step], context, setting)
-            probability *= known[output[:step]][token].item()
+                known[output[:step]] = processed(logits[row, step], context, dict(setting)).tolist()
+            probability *= known[output[:step]][token]
         result[output] = probability
     return result
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig
+from hf_specheads.heads.auto import METHODS
 
 SCALED_ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
@@ -37,6 +39,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dspark": {"num_hidden_layers": 2, "block_size": 4, "markov_rank": 6, "confidence_head": False},
     "jetspec": {"num_hidden_layers": 2, "block_size": 4, "anchor_slot": "drafts"},
 }
+
+
+# In the default run of tests of all methods, others that draft by the same code stand for these.
+ALIKE = ("hass", "poss-lora", "poss-eagle3", "jetspec", "dflash2", "domino", "peagle")
+METHODS_BY_KIND = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in METHODS]
 
 
 def random_heads(

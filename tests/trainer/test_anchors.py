@@ -75,7 +75,7 @@ TOY = {
     "peagle": ["heads.num_hidden_layers=2", "heads.draft_vocab_size=40", "heads.feature_layers=[0,1,-1]"],
     "mtp": ["heads.native=false"],
 }
-SLOW = ("jetspec", "dflash2", "domino", "mtp")
+SLOW = ("jetspec", "dspark", "dflash2", "domino", "mtp")
 
 
 @pytest.mark.parametrize(

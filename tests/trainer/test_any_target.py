@@ -17,6 +17,7 @@ from hf_specheads.trainer import building
 from hf_specheads.trainer.__main__ import main
 
 
+@pytest.mark.slow
 def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> None:
     """FSDP2 over two processes of gloo, against one process with the whole target and the same batch."""
     common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=0",

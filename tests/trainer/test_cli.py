@@ -45,6 +45,7 @@ def test_warm_start_from_a_folder(workspace, tmp_path):
             assert torch.equal(value, eagle_heads.layers[0].state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(workspace, tmp_path):
     """Gloo, two processes of two examples against one of four; two batches per step; sgd without clipping. Five
     examples to evaluate on do not divide evenly."""

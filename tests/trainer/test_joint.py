@@ -149,7 +149,7 @@ def test_batch_without_supervised_tokens(make_joint) -> None:
 
 
 # ---------------------------------------------------------------------- whole runs
-@pytest.mark.parametrize("self_distillation", [True, False])
+@pytest.mark.parametrize("self_distillation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_lowers_the_loss_and_leaves_the_base_alone(make_joint, tmp_path, self_distillation: bool) -> None:
     target = training_target()
     before, plain = {n: p.clone() for n, p in target.state_dict().items()}, text(target)
@@ -281,7 +281,7 @@ def test_saved_heads_go_on_with_their_adapter(make_joint, tmp_path: Path) -> Non
     assert not torch.equal(more.adapter[1], trainer.adapter[1])
 
 
-@pytest.mark.parametrize("method", ["eagle", "hass"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("hass", marks=pytest.mark.slow)])
 def test_heads_of_other_families(make_joint, method: str) -> None:
     target = training_target()
     heads = AutoDraftHead.from_target(target, method)

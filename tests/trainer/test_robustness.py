@@ -23,7 +23,7 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("backward", ["per_pass", "summed"])
+@pytest.mark.parametrize("backward", ["per_pass", pytest.param("summed", marks=pytest.mark.slow)])
 def test_resumed_run_is_bit_equal(make_trainer, target, tmp_path, backward):
     """Shuffling, noise and dropout draw the same; the resumed run starts from other weights and another seed state."""
     heads = make_heads(target, attention_dropout=0.1)
@@ -63,6 +63,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["_save", "_save_rng_state"])
 def test_kill_while_saving_leaves_the_previous_checkpoint(workspace, tmp_path, moment):
     options = [*workspace.options, "save_strategy=steps", "save_steps=2", "max_steps=5", "feature_noise=0.1"]

@@ -74,10 +74,14 @@ STABLE = {
     ("one", "other"),
     [
         ({"backward": "per_pass"}, {"backward": "summed"}),
-        ({"packing": False}, {"packing": True, "packing_strategy": "batch"}),
-        ({}, {"activation_checkpointing": True}),
+        pytest.param({"packing": False}, {"packing": True, "packing_strategy": "batch"}, marks=pytest.mark.slow),
+        pytest.param({}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
         ({"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        ({"pass_reduction": "sum", "learning_rate": 0.01}, {"pass_reduction": "mean", "learning_rate": 0.04}),
+        pytest.param(
+            {"pass_reduction": "sum", "learning_rate": 0.01},
+            {"pass_reduction": "mean", "learning_rate": 0.04},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["per_pass=summed", "padded=packed", "checkpointing", "accumulation", "mean=sum/passes"],
 )

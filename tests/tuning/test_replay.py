@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.heads import random_heads
+from support.heads import METHODS_BY_KIND, random_heads
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import DraftTreeConfig
 from hf_specheads.generation.drafting import grow_tree
-from hf_specheads.heads.auto import METHODS
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
 from hf_specheads.tuning.replay import (
     NOT_DRAFTED,
@@ -56,7 +55,7 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 @torch.no_grad()
 def test_replayed_is_grown(method):
     """Random heads are right now and then, at some rank: the places of a text and several trees."""

@@ -89,13 +89,11 @@ def test_the_shortlist_holds_every_kind_and_no_twins():
 
 
 # ---------------------------------------------------------------------- end to end
-SLOW = ("dflash", "jetspec", "dflash2", "domino", "peagle", "mtp", "lookup")
+SLOW = ("dspark", "dflash", "jetspec", "dflash2", "domino", "peagle", "mtp", "lookup")
 TUNED = {"medusa": {"num_heads": 2}, "dspark": {**OPTIONS["dspark"], "confidence_head": True}}
 
 
-@pytest.mark.parametrize(
-    "method", ["poss", "medusa", "dspark", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)]
-)
+@pytest.mark.parametrize("method", ["poss", "medusa", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)])
 def test_tuned_heads_use_their_tree_and_remember_it(method, tmp_path):
     target, ids = shared_target(), prompt()
     heads = AutoDraftHead.from_target(target, method, **TUNED.get(method, OPTIONS.get(method, {}))).eval()

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # fuzz.py and mutations.py are t
 import fuzz
 from mutations import MUTATIONS, read_tensors
 
-COUNT = 180
+COUNT = 90
 
 
 def test_only_our_own_errors_and_nothing_silently_wrong() -> None:

@@ -376,7 +376,9 @@ def generation_statistic(case: str, samples: int = 80) -> tuple[float, float]:
     return statistic, critical_value(freedom)
 
 
-@pytest.mark.parametrize("case", GENERATIONS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in ("chain", "static tree") else pytest.mark.slow) for c in GENERATIONS]
+)
 def test_sampled_generations_follow_the_target(case):
     statistic, critical = generation_statistic(case)
     assert statistic < critical

@@ -46,7 +46,8 @@ def answers(chat_tokenizer: PreTrainedTokenizerFast) -> list[Answer]:
     return [Answer("any", index % 2, ids + ids[5:25] + end, len(ids)) for index, ids in enumerate(prompts)]
 
 
-def test_answers_are_the_targets_own(chat_target, chat_tokenizer) -> None:
+def test_answers_are_the_targets_own(chat_target, chat_tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("hf_specheads.trainer.shipped_pair.right_answers.MAX_NEW_TOKENS", 48)
     asked = list(asked_examples(2))
     chat_target.generation_config.max_length = None
     with torch.no_grad():
@@ -56,7 +57,7 @@ def test_answers_are_the_targets_own(chat_target, chat_tokenizer) -> None:
     found = [answer(chat_target, chat_tokenizer, [example], 0.0)[0] for example in asked]
     for example, one in zip(asked, found, strict=True):
         prompt = prompt_tokens(example, chat_tokenizer)
-        plain = chat_target.generate(torch.tensor([prompt]), max_new_tokens=320, do_sample=False)[0].tolist()
+        plain = chat_target.generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False)[0].tolist()
         if one is None:
             assert plain[-1] != chat_tokenizer.eos_token_id
             continue
@@ -139,6 +140,7 @@ def training(chat_target, chat_tokenizer, answers, tmp_path: Path, monkeypatch) 
     return HeadTraining(chat_target, chat_tokenizer, args)
 
 
+@pytest.mark.slow
 def test_runs_of_equal_compute(training, tmp_path: Path) -> None:
     """A warm-started run after the run it starts from."""
     for name in ("eagle-base", "poss3"):

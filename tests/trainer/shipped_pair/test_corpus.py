@@ -79,6 +79,7 @@ def test_answers_are_read_as_generated(chat_tokenizer: PreTrainedTokenizerFast, 
     assert [answer_problem(example, answer) for example, answer in zip(asked, answers, strict=True)] == [None] * 13
 
 
+@pytest.mark.slow
 def test_a_training_in_two_calls(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
     """The second call goes on where the time limit cut the first, and both leave a target that can be loaded."""
     monkeypatch.setattr(target, "read_split", lambda held_out: ["def f(x):\n    return x\n" * 60])
