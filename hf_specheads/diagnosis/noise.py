@@ -76,9 +76,10 @@ def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -
     units = min(len(prompts[0]), len(random))
     share = (draws[0] - draws[1]) / (draws[2] - draws[1]).clamp_min(1e-6)
     mean = (means[0] - means[1]) / max(means[2] - means[1], 1e-6)
-    return Noise(
-        means[0], means[1], means[2], careful(interval_of(share, mean), units), careful(between, units).low > 0
-    )
+    # Who knows no text finds none surely likelier than if all tokens were alike.
+    knows = float(draws[1].quantile(0.975)) < math.log(target.config.get_text_config(decoder=True).vocab_size)
+    stands, told = careful(interval_of(share, mean), units), careful(between, units).low > 0
+    return Noise(means[0], means[1], means[2], stands, told and knows)
 
 
 def _surprise(target: PreTrainedModel, texts: list[torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ ASKS = "{% for m in messages %}w7 {{ m['content'] }} w9 {% endfor %}{% if add_ge
 @pytest.mark.parametrize("units, student", [(3, 4.303), (8, 2.365), (33, 2.037)])
 def test_intervals_of_few_texts_are_as_wide_as_student_says(units: int, student: float) -> None:
     found = careful(Interval(1.0, 1.0 - 1.96, 1.0 + 1.96), units)
-    assert found.high - 1 == pytest.approx(student * math.sqrt(units / (units - 1)), rel=0.03)
+    assert found.high - 1 == pytest.approx(student * math.sqrt(units / (units - 1)), rel=0.04)
     assert found.high - 1 == pytest.approx(1 - found.low)
     assert careful(Interval(1.0, 0.9, 1.1), 1).low == -math.inf
 
