@@ -17,7 +17,7 @@ import torch
 
 from . import results
 from .acceptance import acceptance, methods, n_alpha, training_curve
-from .diagnosis import commands, diff, doctor
+from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
 from .speed import batch, cache, compiled, context, quantised, speedup, stream, vocabulary
@@ -32,7 +32,7 @@ from .trees import choose, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods,
-    acceptance, n_alpha, training_curve, step, families, doctor, diff, commands,
+    acceptance, n_alpha, training_curve, step, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
