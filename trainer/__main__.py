@@ -60,8 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from transformers import PrinterCallback
 
         trainer.remove_callback(PrinterCallback)
-    with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        facts = train(trainer, recipe, checkpoint)
+    try:
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            facts = train(trainer, recipe, checkpoint)
+    except Exception as error:  # optimizers, schedulers and memory speak up when training begins
+        if trainer.state.global_step > 0:
+            raise
+        return failed("train", options, error)
     if options.json and facts is not None:
         print(json.dumps(facts, default=str))
     return 0

@@ -141,9 +141,9 @@ def complete_example(example: Mapping[str, Any]) -> Row:
     """Ids and loss mask of a tokenized item: `loss_mask` as given, else from `labels` (-100: not supervised), else 1s.
 
     Raises:
-        ExampleError: if the lengths differ.
+        ExampleError: if the lengths differ, or an id is no whole number.
     """
-    ids = [int(i) for i in example["input_ids"]]
+    ids = [_token_id(value) for value in example["input_ids"]]
     if example.get("loss_mask") is not None:
         mask = [int(bool(m)) for m in example["loss_mask"]]
     elif example.get("labels") is not None:
@@ -153,6 +153,16 @@ def complete_example(example: Mapping[str, Any]) -> Row:
     if len(mask) != len(ids):
         raise ExampleError(f"an example has {len(ids)} `input_ids` but a mask of length {len(mask)}; make them equal.")
     return ids, mask
+
+
+def _token_id(value: Any) -> int:
+    try:
+        token_id = int(value)
+    except (TypeError, ValueError, OverflowError):
+        token_id = None
+    if token_id is None or token_id != value:  # halves would be cut to other tokens
+        raise ExampleError(f"`input_ids` must be whole numbers, got {value!r}.")
+    return token_id
 
 
 def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

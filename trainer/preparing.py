@@ -173,7 +173,13 @@ def _streamed(dataset: Any, names: list[str], kind: str, how: Tokenizing, report
 def _convert(batch: Mapping[str, list], kind: str, how: Tokenizing) -> dict[str, list]:
     """Examples of a batch of rows; a row that gives none leaves an empty one that says why."""
     made: dict[str, list] = {"input_ids": [], "loss_mask": [], "note": [], "problem": []}
-    for values in zip(*batch.values(), strict=True):
+    try:
+        rows = list(zip(*batch.values(), strict=True))
+    except UnicodeDecodeError as error:  # files are read without a look at this
+        raise ValueError(
+            f"the data hold text that is no UTF-8 ({error}); convert the file, e.g. with iconv."
+        ) from error
+    for values in rows:
         for ids, mask, note, problem in _noted(dict(zip(batch, values, strict=True)), kind, how):
             for name, value in zip(made, (ids, mask, note, problem), strict=True):
                 made[name].append(value)

@@ -56,12 +56,14 @@ class Lab:
         prompts: For it.
         new_tokens: Per prompt.
         pair: Folder of the shipped heads.
+        tokenizer: Of the shipped target.
     """
 
     target: PreTrainedModel
     prompts: list[torch.Tensor]
     new_tokens: int
     pair: Path
+    tokenizer: Any = None
     tiny_target: PreTrainedModel = field(default_factory=tiny_target)
     _kept: dict[Any, Any] = field(default_factory=dict)
 
@@ -83,9 +85,9 @@ class Lab:
         if heads.config.target_adapter is not None:
             target = copy.deepcopy(self.target)
             heads.load_target_adapter(target)
-            return Case(target, heads, self.prompts, self.new_tokens)
+            return Case(target, heads, self.prompts, self.new_tokens, tokenizer=self.tokenizer)
         evidence = self._once("shipped", lambda: gather(self.target, self.prompts, None, self.new_tokens))
-        return Case(self.target, heads, self.prompts, self.new_tokens, evidence=evidence)
+        return Case(self.target, heads, self.prompts, self.new_tokens, evidence=evidence, tokenizer=self.tokenizer)
 
     def recorded(self, name: str) -> Case | None:
         """Heads that were recorded with the authors' code, of a tiny target; `None` where no weights are."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from hf_specheads import AutoDraftHead
-from hf_specheads.diagnosis.alternative import partial_frequencies, partial_rotation
+from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.diagnosis.alternative import partial_frequencies, partial_rotation, put_into_force
 from hf_specheads.diagnosis.doctor import measured_statistics
+from hf_specheads.diagnosis.layouts import reordered
 from hf_specheads.diagnosis.teacher_forced import FIRST_TOKENS, own_text
 from hf_specheads.heads.layers import rotary_embedding
 
 from .lab import Case, Lab, tiny_tokenizer
-from .tiny import LEVELS, PROMPT_TOKENS, fresh_heads, learn, texts_of, tiny_prompts
+from .tiny import LEVELS, fresh_heads, learn, scaling_target, texts_of, tiny_prompts
 
 Plant = Callable[[Case], None]
 
@@ -123,6 +124,87 @@ def swapped_halves(case: Case) -> None:
     weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
 
 
+def settings(**changes: Any) -> Plant:
+    """Other fields of the config, and what is built of them."""
+
+    def plant(case: Case) -> None:
+        put_into_force(case.heads, changes)
+
+    return plant
+
+
+def weights(change: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Plant:
+    """Changes the weights whose names end so."""
+
+    def plant(case: Case) -> None:
+        for name, weight in case.heads.named_parameters():
+            if name.endswith(ends):
+                weight.data = change(weight.data)
+
+    return plant
+
+
+def as_gguf(weight: torch.Tensor, width: int = 64) -> torch.Tensor:
+    """Rows of each attention head as rope over neighbours wants them."""
+    return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def transposed_squares(weight: torch.Tensor) -> torch.Tensor:
+    """Square matrices the other way."""
+    return weight.T.contiguous() if weight.ndim == 2 and weight.shape[0] == weight.shape[1] else weight
+
+
+def gates_exchanged(case: Case) -> None:
+    for module in case.heads.modules():
+        if hasattr(module, "gate_proj"):
+            module.gate_proj.weight, module.up_proj.weight = module.up_proj.weight, module.gate_proj.weight
+
+
+def backwards(*stacks: str) -> Plant:
+    """Layers, specialists or heads in the other order."""
+
+    def plant(case: Case) -> None:
+        count = len(getattr(case.heads, stacks[0]))
+        found = reordered(case.heads, list(stacks), list(range(count))[::-1])
+        for name, weight in {name: weight.clone() for name, weight in found.items()}.items():
+            case.heads.get_parameter(name).data = weight
+
+    return plant
+
+
+def tokens_before(case: Case) -> None:
+    """Files whose blocks read the feature last."""
+    width = case.heads.config.feature_size
+    weights(lambda one: one.roll(-width, dims=1), ".linear.weight", ".residual.weight")(case)
+
+
+def later_map(case: Case) -> None:
+    """Every draft id stands for the token after its own."""
+    last = case.heads.config.vocab_size - 1 - torch.arange(len(case.heads.d2t))
+    case.heads.d2t.copy_((case.heads.d2t + 1).minimum(last))
+
+
+def lost(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor that was not in the file."""
+    return torch.nn.init.normal_(torch.empty_like(weight), std=0.02, generator=torch.Generator().manual_seed(0))
+
+
+def without_adapter(lab: Lab) -> Case:
+    """Heads that were trained together with a target, on the target that it was before."""
+    heads = load_heads(str(lab.pair / "medusa2"), dtype=lab.target.dtype)
+    return Case(lab.target, heads, lab.prompts, lab.new_tokens, tokenizer=lab.tokenizer)
+
+
+def unscaled_embedding(lab: Lab) -> Case:
+    """Heads for a target that scales its embedding, trained on what the embedding is in the file."""
+    target = scaling_target()
+    evidence = texts_of(target, tiny_prompts())
+    heads = learn(fresh_heads(target, "eagle"), evidence)
+    width = heads.config.embedding_size
+    heads.fc.weight.data[:, :width] *= width**0.5
+    return Case(target, heads, tiny_prompts(), 24, 2, evidence)
+
+
 def nothing(case: Case) -> None:
     """The training was it."""
 
@@ -158,11 +240,16 @@ def raw_texts(lab: Lab) -> Case:
 
 
 def unsupervised_beginnings(lab: Lab) -> Case:
-    """The loss mask leaves out the first tokens of every answer."""
-    evidence = lab.texts()
+    """The loss mask leaves out the first tokens of every answer to a chat."""
+    tokenizer = tiny_tokenizer()
+    chats = [[{"role": "user", "content": tokenizer.decode(ids[0])}] for ids in tiny_prompts()]
+    asked = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
+    evidence = texts_of(lab.tiny_target, [torch.tensor([ids]) for ids in asked])
     places = torch.arange(evidence.token_ids.shape[1])[None]
-    later = own_text(evidence, 0) & (places > PROMPT_TOKENS + FIRST_TOKENS)
-    return lab.tiny("eagle3", where=later)
+    starts = torch.tensor(evidence.starts)[:, None]
+    later = own_text(evidence, 0) & (places > starts + FIRST_TOKENS)
+    heads = learn(fresh_heads(lab.tiny_target), evidence, where=later)
+    return Case(lab.tiny_target, heads, chats, 24, 2, evidence, tokenizer)
 
 
 def other_texts(lab: Lab) -> Case:
@@ -237,6 +324,7 @@ def rotate(target: Any) -> Any:
     return target
 
 
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 WINDOW = {"sliding_layers": (0, 1), "sliding_window": 6}
 
 PLANTINGS = (
@@ -244,10 +332,19 @@ PLANTINGS = (
     shipped(1, "hidden states in another order", "eagle3", other_order, "taps"),
     tiny(1, "hidden states one layer up", "dflash", field("feature_layers", (3, 5, 7)), "taps"),
     tiny(1, "hidden states in another order", "dspark", field("feature_layers", LEVELS[::-1]), "taps"),
+    shipped(1, "two of the hidden states exchanged", "eagle3", field("feature_layers", (12, 2, 21)), "taps"),
     shipped(2, "norm_before_residual", "eagle3", flag("norm_before_residual"), "norm flags"),
     shipped(2, "norm_output", "eagle3", flag("norm_output"), "norm flags"),
+    shipped(2, "weights of norms less one", "eagle3", weights(lambda one: one - 1, "norm.weight"), "norm weights"),
     shipped(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), "rope"),
     shipped(3, "rope of base 100", "eagle3", rope(rope_theta=100.0), "rope"),
+    shipped(
+        3,
+        "queries and keys as GGUF has them",
+        "eagle",
+        weights(as_gguf, "q_proj.weight", "k_proj.weight"),
+        "row order",
+    ),
     tiny(3, "rope of base 100", "dflash", rope(rope_theta=100.0), "rope"),
     Planting(3, "rope of a part read as rope of all", "tiny eagle3", partial_rope, ("rope",)),
     shipped(4, "no training", "eagle", untrained, "under-trained"),
@@ -257,14 +354,24 @@ PLANTINGS = (
     Planting(6, "beginnings of answers not supervised", "tiny eagle3", unsupervised_beginnings, ("turns",)),
     shipped(7, "no map of the vocabulary", "eagle3", no_map, "draft vocabulary"),
     shipped(7, "a map of other tokens", "eagle3", another_map, "draft vocabulary"),
+    shipped(7, "a map one token late", "eagle3", later_map, "draft vocabulary"),
     tiny(8, "contexts longer than in training", "eagle3", long_prompts, "context"),
     tiny(8, "a window ignored", "dflash", field("sliding_layers", ()), "window", options=WINDOW),
     shipped(9, "weights of the target rotated", "eagle", rotated_target, "another target"),
+    Planting(9, "the target before it was trained with the heads", "medusa2", without_adapter, ("another target",)),
     Planting(10, "labels off by one", "tiny eagle3", later_labels, ("training labels",)),
     shipped(10, "rows made of their own token", "eagle", own_token, "token shift"),
     tiny(10, "tokens with the feature before", "jetspec", nothing, "token shift", shift=1),
     tiny(10, "tokens with the feature before", "eagle3", nothing, "token shift", shift=1),
     shipped(10, "rows of lm_head shuffled", "eagle3", shuffled_output, "damaged weights", "draft vocabulary"),
+    shipped(10, "gate and up exchanged", "eagle", gates_exchanged, "row order"),
+    shipped(10, "twice the attention heads, half as wide", "eagle", settings(**SHAPE), "attention shape"),
+    shipped(10, "specialists in the other order", "poss3", backwards("layers"), "row order"),
+    shipped(10, "heads in the other order", "medusa", backwards("blocks", "lm_heads"), "row order"),
+    shipped(10, "square matrices transposed", "medusa", weights(transposed_squares, ".weight"), "row order"),
+    shipped(10, "tokens before the feature", "hydra", tokens_before, "row order"),
+    shipped(10, "fc lost", "eagle", weights(lost, "fc.weight"), "training gap"),
+    Planting(10, "embedding not scaled", "tiny eagle", unscaled_embedding, ("embedding scale",)),
     tiny(10, "the slot of the anchor", "dflash", other_slot, "anchor slot"),
     tiny(10, "the slot of the anchor", "dspark", other_slot, "anchor slot"),
     tiny(10, "blocks that see ahead", "jetspec", field("causal", False), "block mask"),

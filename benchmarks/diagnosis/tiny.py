@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.diagnosis.evidence import Evidence, capture, continue_texts
@@ -35,6 +35,19 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.12, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def scaling_target() -> Gemma3ForCausalLM:
+    """Four layers of a target that multiplies its embedding by the root of its width."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.12, eos_token_id=None,
+        bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    target = Gemma3ForCausalLM(config).eval()
+    target.generation_config.eos_token_id = None
+    return target
 
 
 def tiny_prompts(count: int = TEXTS, length: int = PROMPT_TOKENS, seed: int = 0) -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
     """One export: what vLLM makes of it next to what we make of the heads."""
     heads = load_heads(ROOT / "model_cards" / name, dtype=target.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        exported = export_heads(heads, Path(folder) / f"{name}-{to}", to=to, target=target)
+        exported = export_heads(heads, Path(folder) / f"{Path(name).name}-{to}", to=to, target=target)
         speculative = served = None
         if to == "speculators":
             served = str(exported.folder)

@@ -5,7 +5,8 @@
 Of every class that `AutoModelForCausalLM` knows, and that `AutoModelForImageTextToText` does
 (`image-text/MODEL_TYPE`), a tiny random target generates greedily, in fp32, by itself and with heads that know its
 text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains, trees in a batch of
-prompts of different lengths, whose sequences end in different rounds, compiled trees, and trees after a
+prompts of different lengths, whose sequences end in different rounds, compiled trees (the graphs and guards of
+`torch.compile`, run as traced; tests/claims/test_compiled.py has code generated for five of them), and trees after a
 `DynamicCache()` that the caller handed in; prompts are text. Prompts with images are tried where `support.images`
 knows how to make them. Each gives the text of plain generation, or is refused.
 
@@ -57,6 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "own cache": {},
     "image": CHAIN,
 }
+# The graphs, guards and caches of a compiled round without the minutes of a code generator.
+BACKEND = "graphs of `torch.compile` by its backend `eager`, for which no code is generated"
 IMAGE_TEXT = "image-text/"
 NO_IMAGE = "no image here"
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
@@ -221,7 +224,8 @@ def table(result: Result) -> str:
     total = ("all", "", *(_total(result["counts"][kind], built) for kind in KINDS))
     said = [f"{number}. {sentence}" for sentence, number in sentences.items()]
     text = markdown_table(("model type", "class", *KINDS), [total, *rows])
-    facts = footnote(result, f"greedy, fp32, {result['new_tokens']} tokens, random weights", *_engines(result))
+    said = (f"greedy, fp32, {result['new_tokens']} tokens, random weights", f"compiled: {BACKEND}", *_engines(result))
+    facts = footnote(result, *said)
     return "\n".join([text, "Refusals:", "", *said, facts])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
 
 import torch
 
@@ -12,6 +11,7 @@ from ..configuration import DraftHeadConfig
 from ..errors import CheckpointShapeError, HeadConfigError, UnknownFormatError, refuse_wrong_keys
 from ..heads.auto import HEADS, build_config
 from .files import config_file, read_json, weight_files
+from .headers import refuse_odd_target
 from .layouts.detect import LAYOUTS, OURS, TITLES, detect_from_config, detect_from_keys
 from .layouts.fields import RawConfig, Source, Tensors
 from .tensors import Checkpoint, check_dtypes, read_checkpoint
@@ -141,7 +141,7 @@ def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
         raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
     if odd := [key for key in raw_config if callable(getattr(config_class, key, None)) or key.startswith("_")]:
         raise HeadConfigError(f"config.json has {odd[:3]}, which are no fields of a config; remove them.")
-    _check_target(raw_config.get("target"))
+    refuse_odd_target(raw_config.get("target"))
     if raw_config.get("quantization_config") is not None:
         raise HeadConfigError(
             "config.json has a quantization_config: the heads were saved quantised, which is not read; save them as "
@@ -160,20 +160,6 @@ def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
         return build_config(config_class, fields)
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
         raise HeadConfigError(f"config.json is not usable: {error}") from error
-
-
-def _check_target(target: object) -> None:
-    """The identity of the target, as far as it is there, must be one."""
-    if target is None:
-        return
-    fingerprint = target.get("fingerprint") if isinstance(target, dict) else None
-    plain = fingerprint is None or (
-        isinstance(fingerprint, list) and all(isinstance(entry, (int, float)) for entry in fingerprint)
-    )
-    if not isinstance(target, dict) or not plain or not isinstance(target.get("name"), (str, NoneType)):
-        raise HeadConfigError(
-            f"config.json has target={str(target)[:80]}, expected a name and a fingerprint, or null."
-        )
 
 
 def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import struct
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointShapeError, CheckpointValueError, CorruptCheckpointError
 from .files import WeightFiles, needed
+from .headers import read_entries
 from .layouts.keys import D2T, LM_HEAD, T2D
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,7 +35,6 @@ NEVER_READ = ("verifier_lm_head.weight",)
 MAX_TENSORS = 20_000
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**24
-MAX_HEADER_BYTES = 2**25
 MAX_WEIGHT = 65504.0  # largest fp16 number; heads are published in fp16, and damaged bytes give larger ones
 UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
@@ -110,24 +109,10 @@ def read_header(file: Path) -> dict[str, torch.Tensor]:
         CorruptCheckpointError: if it has no proper header.
         CheckpointShapeError, CheckpointValueError: see [`header_tensor`].
     """
-    try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            if size > min(MAX_HEADER_BYTES, file.stat().st_size - 8):
-                raise ValueError(f"a header of {size} bytes")
-            pairs = json.loads(stream.read(size), object_pairs_hook=list)
-    except (OSError, ValueError, RecursionError, struct.error) as error:
-        raise CorruptCheckpointError(
-            f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {error}; download it again."
-        ) from error
-    tensors: dict[str, torch.Tensor] = {}
-    for key, value in pairs if isinstance(pairs, list) else ():
-        entry = dict(value) if isinstance(value, list) and all(isinstance(x, tuple) for x in value) else {}
-        if key in tensors:
-            raise CorruptCheckpointError(f"{file} names the tensor {key} twice; download it again.")
-        if key != "__metadata__":
-            tensors[key] = header_tensor(key, entry.get("dtype"), entry.get("shape"), file.name)
-    return tensors
+    return {
+        key: header_tensor(key, entry.get("dtype"), entry.get("shape"), file.name)
+        for key, entry in read_entries(file).items()
+    }
 
 
 def header_tensor(key: str, dtype: object, shape: object, where: str) -> torch.Tensor:

@@ -7,12 +7,17 @@ loads a folder whole, `--download` a repository, and every tensor is checked.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.headers import glance_at
+from ..checkpoints.layouts.titles import OURS, TITLES
+from ..registration import MODEL_TYPES
 from .arguments import add_heads_arguments, load_heads_from
 from .display import emit, note
 
 if TYPE_CHECKING:
+    from ..checkpoints.headers import Glance
     from ..checkpoints.look import Look
     from ..checkpoints.read import StoredHeads
     from ..heads.base import DraftHead
@@ -23,6 +28,7 @@ SIZES = ("vocab_size", "feature_size", "embedding_size", "hidden_size", "interme
 # Fields of a config.json that hint at a method where the weights cannot be asked.
 HINTS = ("architectures", "model_type", "hydra_num_heads", "medusa_num_heads", "draft_vocab_size",
          "speculators_model_type", "base_model_name_or_path")  # fmt: skip
+VALUES = "values (NaN, damage)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,22 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def describe(heads: DraftHead) -> dict[str, Any]:
     """Facts about loaded heads, as plain values."""
     state = {key: tensor for key, tensor in heads.state_dict().items() if key not in heads.all_tied_weights_keys}
-    facts = _facts(heads.config, type(heads).__name__, state)
+    facts = _facts(heads.config, type(heads).__name__, *_numbers(state))
     return facts if heads._chosen_tree is None else facts | {"tree_config": heads.tree_config.to_dict()}
 
 
-def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What config and tensors say, with or without data in them."""
+def _numbers(tensors: dict[str, Any]) -> tuple[int, str]:
+    """Weights, counted, and the type of most of them."""
     from ..checkpoints.tensors import usual_dtype
 
+    counted = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    return counted, str(usual_dtype(tensors)).removeprefix("torch.")
+
+
+def _facts(config: Any, head_class: str, parameters: int, dtype: str) -> dict[str, Any]:
+    """What the config says, loaded or as its file has it."""
     target = dict(config.target or {})
     fingerprint = "stored" if target.pop("fingerprint", None) else "not stored"
     drafted = getattr(config, "draft_vocab_size", None) or config.pruned_vocab_size
     return {
         "class": head_class,
         "method": config.method,
-        "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
-        "dtype": str(usual_dtype(tensors)).removeprefix("torch."),
+        "parameters": parameters,
+        "dtype": dtype,
         "num_specialists": getattr(config, "num_specialists", 1),
         "positions_per_specialist": getattr(config, "positions_per_specialist", None),
         "trained_positions": getattr(config, "trained_positions", None),
@@ -66,7 +78,6 @@ def _facts(config: Any, head_class: str, tensors: dict[str, Any]) -> dict[str, A
 
 def describe_look(look: Look) -> dict[str, Any]:
     """Facts about heads that were only looked at, as plain values."""
-    from ..checkpoints.layouts.detect import TITLES
     from ..heads.auto import HEADS
 
     found, files = look.found, {name: f"{size:,} bytes" for name, size in look.sizes.items()}
@@ -76,7 +87,7 @@ def describe_look(look: Look) -> dict[str, Any]:
             "files": files,
             "config.json": {name: look.raw_config[name] for name in HINTS if name in look.raw_config},
         }
-    facts = _facts(found.config, HEADS[found.config.model_type].__name__, found.tensors)
+    facts = _facts(found.config, HEADS[found.config.model_type].__name__, *_numbers(found.tensors))
     if look.needed:
         facts |= dict.fromkeys((*look.needed, "trained_positions"))
     return {
@@ -85,11 +96,20 @@ def describe_look(look: Look) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def describe_glance(found: Glance) -> dict[str, Any]:
+    """Facts about heads in our own layout, from their files' first bytes, as plain values."""
+    return {
+        "layout": TITLES[OURS], **_facts(found.config, found.head_class, found.parameters, found.dtype),
+        "files": {name: f"{size:,} bytes" for name, size in found.sizes.items()}, "assumed": list(found.notes),
+        "load_heads_needs": [], "checked": f"the header; open without --check: whether it fits config.json, {VALUES}",
+    }  # fmt: skip
+
+
 def _unchecked(found: StoredHeads) -> str:
     """What headers leave open."""
     if not any(tensor.is_meta for tensor in found.tensors.values()):
         return "all tensors"
-    open_questions = ["values (NaN, damage)", "the fingerprint of the target" if found.layout != "specheads" else None]
+    open_questions = [VALUES, "the fingerprint of the target" if found.layout != "specheads" else None]
     if getattr(found.config, "num_blocks", 1) > 1 and found.layout != "specheads":
         open_questions.append("whether repeated blocks are equal")
     return f"names, shapes and types; open without --check: {', '.join(filter(None, open_questions))}"
@@ -98,10 +118,21 @@ def _unchecked(found: StoredHeads) -> str:
 def run(args: argparse.Namespace) -> int:
     """Looks, or loads so that damage of any kind is an error, and prints the facts."""
     note(args, f"Looking at {args.heads} ...")
+    loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
+    facts = _looked_at(args) | loaded
+    emit(args, facts, "\n".join(f"{name:<26} {_line(value)}" for name, value in facts.items()))
+    return 0
+
+
+def _looked_at(args: argparse.Namespace) -> dict[str, Any]:
+    """What headers tell: of heads as this package saves them at once, without loading torch or transformers."""
+    if not args.load and args.positions_per_specialist is None and Path(args.heads).is_dir():
+        found = glance_at(Path(args.heads), MODEL_TYPES)
+        if found is not None:
+            return describe_glance(found)
     from ..checkpoints.look import look_at
 
-    loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
-    facts = describe_look(
+    return describe_look(
         look_at(
             args.heads,
             revision=args.heads_revision,
@@ -110,9 +141,6 @@ def run(args: argparse.Namespace) -> int:
             download=args.load,
         )
     )
-    facts |= loaded
-    emit(args, facts, "\n".join(f"{name:<26} {_line(value)}" for name, value in facts.items()))
-    return 0
 
 
 def _line(value: Any) -> Any:

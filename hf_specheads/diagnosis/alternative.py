@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..heads.base import DraftHead
@@ -33,6 +34,7 @@ class Alternative:
         modules: Weights that stand in for those of the heads, by their names.
         least: What it must gain at position 1, where it shows the heads more than what is in force.
         rotated: Share of an attention head's width that rope rotates, `None` for all of it.
+        embedding: What the target's embeddings are multiplied by.
     """
 
     setting: str
@@ -46,6 +48,7 @@ class Alternative:
     modules: dict[str, torch.Tensor] = field(default_factory=dict)
     least: float = 0.0
     rotated: float | None = None
+    embedding: float = 1.0
 
     @property
     def what_to_do(self) -> str:
@@ -60,25 +63,39 @@ class Alternative:
 def tried(heads: DraftHead, alternative: Alternative) -> Iterator[None]:
     """While this lasts the heads are as the alternative says; afterwards as they were."""
     with ExitStack() as undo:
-        scale = getattr(heads.config, "embedding_scale", 1.0)
-        for name, value in alternative.changes.items():
-            if name != "feature_layers":  # read by the caller
-                undo.callback(setattr, heads.config, name, getattr(heads.config, name))
-                setattr(heads.config, name, value)
-        if alternative.changes.keys() & {"rope_parameters", "layer_config"}:
-            _swap_rotary(heads, undo)
-        if "embedding_scale" in alternative.changes:
-            _set(heads, "_embedding_factor", heads._embedding_factor * heads.config.embedding_scale / scale, undo)
-        if "norm_before_residual" in alternative.changes:
-            for module in heads.modules():
-                if hasattr(module, "norm_before_residual"):
-                    _set(module, "norm_before_residual", alternative.changes["norm_before_residual"], undo)
-        if alternative.rotated is not None:
-            _rotate_partly(heads, alternative.rotated, undo)
-        for name, weight in alternative.modules.items():
-            parameter = heads.get_parameter(name)
-            _set(parameter, "data", weight.to(parameter), undo)
+        _change(heads, alternative, undo)
         yield
+
+
+def _change(heads: DraftHead, alternative: Alternative, undo: ExitStack) -> None:
+    """Makes heads what the alternative says, and notes how to undo it."""
+    scale = getattr(heads.config, "embedding_scale", 1.0)
+    for name, value in alternative.changes.items():
+        if name != "feature_layers":  # read by the caller
+            _set(heads.config, name, value, undo)
+    _follow(heads, alternative.changes, scale, undo)
+    if alternative.rotated is not None:
+        _rotate_partly(heads, alternative.rotated, undo)
+    for name, weight in alternative.modules.items():
+        parameter = heads.get_parameter(name)
+        _set(parameter, "data", weight.to(parameter), undo)
+
+
+def _follow(heads: DraftHead, changes: dict[str, Any], scale: float, undo: ExitStack) -> None:
+    """What was made of the config's fields when the heads were built."""
+    if changes.keys() & {"rope_parameters", "layer_config", "head_dim"}:
+        _swap_rotary(heads, undo)
+    if "head_dim" in changes:
+        _reshape_attention(heads, undo)
+    if "embedding_scale" in changes:
+        _set(heads, "_embedding_factor", heads._embedding_factor * changes["embedding_scale"] / scale, undo)
+    made = {name: changes[name] for name in changes.keys() & {"norm_before_residual"}}
+    if "hidden_act" in changes:
+        made["act_fn"] = ACT2FN[changes["hidden_act"]]
+    for module in heads.modules():
+        for name, value in made.items():
+            if hasattr(module, name):
+                _set(module, name, value, undo)
 
 
 def _set(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
@@ -94,6 +111,15 @@ def _swap_rotary(heads: DraftHead, undo: ExitStack) -> None:
             if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
                 undo.callback(setattr, parent, name, module)
                 setattr(parent, name, type(module)(config).to(heads.device))
+
+
+def _reshape_attention(heads: DraftHead, undo: ExitStack) -> None:
+    config: Any = heads.config
+    for module in heads.modules():
+        if isinstance(module, DraftAttention):
+            _set(module, "head_dim", config.head_dim, undo)
+            _set(module, "num_key_value_groups", config.num_attention_heads // config.num_key_value_heads, undo)
+            _set(module, "scaling", config.head_dim**-0.5, undo)
 
 
 def _rotate_partly(heads: DraftHead, share: float, undo: ExitStack) -> None:
@@ -134,9 +160,7 @@ def partial_frequencies(width: int, share: float, base: float) -> torch.Tensor:
 
 def put_into_force(heads: DraftHead, changes: dict[str, Any]) -> None:
     """Settles what a config can settle, in the heads as they are and in what they save."""
-    stack = ExitStack()
-    stack.enter_context(tried(heads, Alternative("", "", "", "", changes)))
-    stack.pop_all()  # what was changed stays
+    _change(heads, Alternative("", "", "", "", changes), ExitStack())  # never closed: what was changed stays
     for name, value in changes.items():
         setattr(heads.config, name, value)
     most = heads.max_draft_positions

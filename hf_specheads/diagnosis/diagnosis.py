@@ -81,7 +81,8 @@ class Diagnosis:
             "findings": [one.to_dict() for one in self.findings],
             "hypotheses": [
                 {"setting": trial.alternative.setting, "value": trial.alternative.value,
-                 "in_force": trial.alternative.in_force, "position_1": trial.score.position_1, "tau": trial.score.tau,
+                 "in_force": trial.alternative.in_force, "position_1": trial.score.position_1,
+                 "tau": trial.score.tau if trial.whole else None,
                  "likelihood": trial.score.log_likelihood, "gain": trial.gain.to_dict(),
                  "wins": trial.wins} for trial in facts.trials
             ],
@@ -91,7 +92,7 @@ class Diagnosis:
             "groups": [group.to_dict() for group in self._groups()],
             "label_offsets": {f"{offset:+d}": share for offset, share in facts.labels.items()},
             "stored": facts.stored,
-            "surprise": {"prompts": facts.prompt_surprise, "random_tokens": facts.random_surprise},
+            "surprise": facts.noise and facts.noise.to_dict(),
             "target": self.target_name,
             "heads": self.heads.config.name_or_path,
             "method": self.heads.config.method,
@@ -128,7 +129,7 @@ class Diagnosis:
                       f"({facts.stored['from']}; other prompts)"]  # fmt: skip
         lines += [
             "",
-            "What the files do not prove (position 1, tau, log-likelihood)",
+            "What the files do not prove (position 1, tau, log-likelihood; of hopeless ones, those of position 1)",
             *self._table(),
             "",
             "By group (position 1)",
@@ -145,7 +146,7 @@ class Diagnosis:
         for trial in sorted(self.facts.trials, key=lambda trial: trial.alternative.setting):
             words = f"{trial.alternative.setting}: {trial.alternative.value}"
             mark = "  <- better" if trial.wins else ""
-            lines.append(f"  {words[:57]:58s}{trial.score}{mark}")
+            lines.append(f"  {words[:57]:58s}{trial.score.shown(trial.whole)}{mark}")
         return lines
 
 

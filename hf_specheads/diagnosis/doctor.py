@@ -19,9 +19,21 @@ from ..texts import Text
 from ..tuning.turns import take_turns, timed_generation
 from .diagnosis import Diagnosis
 from .evidence import Evidence, capture, continue_texts, prompts_of
-from .findings import Facts, findings, random_surprise
-from .groups import Group, by_context, by_turn, coverage, given_mode, given_text, group_of, modes, special_tokens
-from .stored import stored_numbers
+from .findings import Facts, findings
+from .groups import (
+    Group,
+    begins_turns,
+    by_context,
+    by_turn,
+    coverage,
+    given_mode,
+    given_text,
+    group_of,
+    modes,
+    special_tokens,
+)
+from .noise import measure_noise
+from .stored import stored_numbers, untouched
 from .teacher_forced import Drafts, draft_everywhere, guessed_text, own_text
 from .trials import Score, label_offsets, mapping_trials, try_all
 
@@ -149,7 +161,6 @@ def measure(
     trials += mapping_trials(heads, drafts, evidence, score)
     text = own_text(evidence, 0)
     own = group_of(given_mode(prompts), drafts, evidence, text)
-    surprise = evidence.surprise[_given_places(evidence)]
     return drafts, Facts(
         score=score,
         trials=trials,
@@ -163,11 +174,12 @@ def measure(
         coverage=coverage(heads, evidence),
         identity=wrong_target or _statistics_differ(heads, evidence),
         stored=stored_numbers(heads),
-        prompt_surprise=float(surprise.mean()) if len(surprise) else 0.0,
-        random_surprise=random_surprise(heads.config.vocab_size),
+        noise=measure_noise(target, evidence, tokenizer),
         free_running=None,
         forced=None,
         train_max_length=heads.config.train_max_length,
+        answers=begins_turns(prompts, tokenizer),
+        untouched=untouched(heads),
     )
 
 
@@ -176,12 +188,6 @@ def _most_positions(heads: DraftHead) -> int:
     most = heads.config.block_size - 1 if heads.trains_at_anchors else heads.max_draft_positions
     depth = heads.tree_config.depth
     return depth if most is None else min(depth, most)
-
-
-def _given_places(evidence: Evidence) -> torch.Tensor:
-    places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
-    starts = torch.tensor(evidence.starts, device=places.device)[:, None]
-    return (places >= 1) & (places < starts)
 
 
 def _statistics_differ(heads: DraftHead, evidence: Evidence) -> str | None:

@@ -8,16 +8,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .groups import Group
+from .noise import Noise
 from .trials import Score, Trial
 
 LOADED, TRAINED_FOR, TRAINED = "loaded wrongly", "trained for something else", "trained too little or wrongly"
+UNKNOWN = "loaded wrongly, by none of the causes that were tried, or trained too little"
 KIND = {
     "taps": LOADED, "norm flags": LOADED, "rope": LOADED, "draft vocabulary": LOADED, "token shift": LOADED,
     "damaged weights": LOADED, "serving": LOADED, "row order": LOADED, "anchor slot": LOADED, "block mask": LOADED,
-    "mask token": LOADED, "embedding scale": LOADED, "window": LOADED, "another target": TRAINED_FOR,
+    "mask token": LOADED, "embedding scale": LOADED, "attention shape": LOADED,
+    "activation": LOADED, "norm weights": LOADED, "window": LOADED, "another target": TRAINED_FOR,
     "mode": TRAINED_FOR, "turns": TRAINED_FOR, "context": TRAINED_FOR, "not text": TRAINED_FOR,
     "coverage": TRAINED_FOR,
-    "under-trained": TRAINED, "training labels": TRAINED, "not its own answers": TRAINED, "training gap": TRAINED,
+    "unexplained": UNKNOWN, "under-trained": TRAINED,
+    "training labels": TRAINED, "not its own answers": TRAINED, "training gap": LOADED,
 }  # fmt: skip
 # Acceptance at position 1 below which heads are of little use: of what the target is sure of, and whatever it is.
 LOW, LOW_ANYWAY = 0.5, 0.1
@@ -26,8 +30,6 @@ TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there t
 LABEL_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.2, 0.25
 GOOD, MUCH = 0.7, 0.15  # acceptance against how sure the target is; a gain that explains by itself
 LEAST_COVERAGE = 0.85
-NO_TEXT = 0.8  # of the surprise of tokens drawn at random
-KNOWS_SOMETHING = 0.1  # how sure a target is that was trained at all
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ class Facts:
         trials: Hypotheses, those about the vocabulary included.
         labels: As [`trials.label_offsets`] says.
         turn: First and later tokens of answers.
+        answers: Whether prompts end where a turn begins, as far as the tokenizer's template tells.
         contexts, modes: Groups; `modes` holds the given one first.
         special, given, own: Special tokens; the prompts' tokens; the target's own tokens.
         coverage: Share of the target's tokens in the draft vocabulary.
         identity: Why the target is another one, or `None`.
         stored: As [`stored.stored_numbers`].
-        prompt_surprise, random_surprise: Mean surprise of the prompts' tokens, and of tokens drawn at random.
+        noise: Whether the prompts are text to the target, `None` where that cannot be known.
+        untouched: Whether the heads' norms and biases are as they are made, `None` if there are none.
         free_running, forced: tau of a chain in rounds, and teacher-forced from every token.
         train_max_length: Of the heads, if known.
     """
@@ -94,11 +98,12 @@ class Facts:
     coverage: float
     identity: str | None
     stored: dict[str, Any]
-    prompt_surprise: float
-    random_surprise: float
+    noise: Noise | None
     free_running: float | None
     forced: float | None
     train_max_length: int | None
+    answers: bool = False
+    untouched: bool | None = None
 
     @property
     def low(self) -> bool:
@@ -131,6 +136,7 @@ def _settings(facts: Facts) -> Iterator[Finding]:
     if not winners:
         return
     best = max(winners, key=lambda trial: (round(trial.score.tau, 1), trial.score.log_likelihood or -math.inf))
+    best = _simplest(best, winners)
     if best.alternative.setting == "lm_head":  # rows that stand for other tokens look like damaged ones
         best = next((trial for trial in winners if trial.alternative.cause == "draft vocabulary"), best)
     one, now = best.alternative, facts.score
@@ -144,6 +150,16 @@ def _settings(facts: Facts) -> Iterator[Finding]:
         dict(one.changes),
         tau=(now.tau, best.score.tau),
     )
+
+
+def _simplest(best: Trial, winners: list[Trial]) -> Trial:
+    """The first winner that the best one is not surely better than: the list begins with what happens most, and of
+    neighbouring hidden states, say, few texts tell little."""
+    for trial in winners:
+        gain = best.score.gain_over(trial.score)
+        if max(gain.length.low, -math.inf if gain.likelihood is None else gain.likelihood.low) <= 0:
+            return trial
+    return best
 
 
 def _explains(trial: Trial, facts: Facts) -> bool:
@@ -194,12 +210,12 @@ def _serving(facts: Facts) -> Iterator[Finding]:
 
 
 def _texts(facts: Facts) -> Iterator[Finding]:
-    surprised = facts.prompt_surprise > NO_TEXT * facts.random_surprise
-    if surprised and facts.given.count >= FEWEST and facts.own.predictability > KNOWS_SOMETHING:
+    noise = facts.noise
+    if noise is not None and noise.found and facts.given.count >= FEWEST:
         yield Finding(
             "not text",
-            f"the prompts surprise the target like tokens drawn at random ({facts.prompt_surprise:.1f} nats a token, "
-            f"random ones have {facts.random_surprise:.1f}): what heads accept after them says nothing",
+            f"the prompts surprise the target like tokens drawn at random ({noise.prompts:.1f} nats a token, random "
+            f"ones {noise.random:.1f}, plain text {noise.known:.1f}): what heads accept after them says nothing",
             "measure on prompts like those in use",
             facts.score.position_1,
             certain=False,
@@ -225,6 +241,8 @@ def _modes(facts: Facts) -> Iterator[Finding]:
 
 
 def _turns(facts: Facts) -> Iterator[Finding]:
+    if not facts.answers:  # beginnings of what else? of any text they are as hard as the prompt is strange
+        return
     early, later = facts.turn
     gap = early.worse_than(later)
     if gap.mean >= TURN_GAP and gap.low >= TURN_GAP / 3 and early.count >= FEWEST:
@@ -309,15 +327,18 @@ def _unexplained(facts: Facts) -> Finding:
             "compare the files with the published ones, and the target with the one trained with",
             score.position_1,
         )
-    seen = f" ({stored['tokens']:,} tokens seen)" if "tokens" in stored else ""
+    seen = f" ({stored['tokens']:,} tokens seen, their files say)" if "tokens" in stored else ""
+    if facts.untouched:
+        return Finding(
+            "under-trained",
+            f"{low}, and norms and biases are as a fresh start leaves them: these heads were not trained",
+            "train them, on the target's own answers; hundreds of thousands of them are usual",
+            score.position_1,
+        )
     return Finding(
-        "under-trained",
-        f"{low}, and no setting makes up for it: trained too little{seen}, or on other texts than its answers",
+        "unexplained",
+        f"{low}, and nothing that was tried makes up for it{seen}",
+        "compare the files with what was trained (which target, which code, all tensors there?); if they are right, "
         "train longer, on the target's own answers; hundreds of thousands of them are usual",
         score.position_1,
     )
-
-
-def random_surprise(vocab_size: int) -> float:
-    """Of tokens drawn at random under a model that thinks all alike."""
-    return math.log(vocab_size)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..bootstrap import Interval, difference_interval, ratio_interval
+from ..bootstrap import Interval, careful, difference_interval, ratio_interval
 from ..heads.base import DraftHead
-from ..texts import Text
+from ..texts import Text, all_token_ids
 from .evidence import Evidence
 from .teacher_forced import FIRST_TOKENS, Drafts, guessed_text, hits, own_text
 
@@ -25,7 +25,8 @@ class Group:
     Attributes:
         name: What is common to them.
         right, guesses: Right ones, and all.
-        expected: Sum of the probabilities that the target gave its own tokens: how easy the text is.
+        expected: Sum of the probabilities that the target gave its own tokens, or, for heads that do not read the
+            token before, both: how easy the text is.
     """
 
     name: str
@@ -50,17 +51,18 @@ class Group:
 
     def worse_than(self, other: Group) -> Interval:
         """By how much less of what the target is sure of is accepted here than there: acceptance less the target's own
-        confidence, so that harder text does not count against the heads."""
+        confidence, so that harder text does not count against the heads. Of few texts the interval is wide."""
         sides = [
             ([e - r for e, r in zip(group.expected, group.right, strict=True)], group.guesses)
             for group in (self, other)
         ]
+        units = min(sum(count > 0 for count in group.guesses) for group in (self, other))
         if len(self.guesses) == len(other.guesses):
-            return difference_interval(sides[0], sides[1])
+            return careful(difference_interval(sides[0], sides[1]), units)
         ours, theirs = ratio_interval(*sides[0]), ratio_interval(*sides[1])
         width = ((ours.mean - ours.low) ** 2 + (theirs.high - theirs.mean) ** 2) ** 0.5
         mean = ours.mean - theirs.mean
-        return Interval(mean, mean - width, mean + width)
+        return careful(Interval(mean, mean - width, mean + width), units)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -73,13 +75,22 @@ def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor)
     """The tokens `where` bool [B, T] says, as far as they were guessed."""
     where = where & (drafts.slots[0] >= 0)
     right = hits(drafts, evidence)[0] & where
-    expected = evidence.confidence.roll(1, dims=1) * where  # of the token before, which says this one
+    expected = foreseeable(drafts, evidence) * where
     return Group(
         name,
         tuple(right.sum(-1).float().tolist()),
         tuple(where.sum(-1).float().tolist()),
         tuple(expected.sum(-1).tolist()),
     )
+
+
+def foreseeable(drafts: Drafts, evidence: Evidence) -> torch.Tensor:
+    """fp32 [B, T], how likely the target made token t, of all tokens between it and what the heads have read: whoever
+    knows the target's probabilities guesses at least as well on texts drawn from them."""
+    likely = torch.ones_like(evidence.confidence)
+    for step in range(1, drafts.unread + 2):
+        likely = likely * evidence.confidence.roll(step, dims=1)  # the token before says this one
+    return likely
 
 
 def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
@@ -119,7 +130,7 @@ def given_text(drafts: Drafts, evidence: Evidence) -> Group:
     starts = torch.tensor(evidence.starts, device=places.device)[:, None]
     where = (places >= 2) & (places < starts) & (drafts.tokens[0] >= 0)
     right = (drafts.tokens[0] == evidence.favourites.roll(1, dims=1)) & where
-    expected = evidence.confidence.roll(1, dims=1) * where
+    expected = foreseeable(drafts, evidence) * where
     columns = (right.float(), where.float(), expected)
     return Group("prompts (not its own text)", *(tuple(column.sum(-1).tolist()) for column in columns))
 
@@ -146,6 +157,23 @@ def modes(prompts: Sequence[Text], tokenizer: Any) -> dict[str, list[Any]]:
 
 def _is_chat(prompt: Any) -> bool:
     return not isinstance(prompt, str) and bool(len(prompt)) and isinstance(prompt[0], Mapping)
+
+
+def begins_turns(prompts: Sequence[Text], tokenizer: Any) -> bool:
+    """Whether an answer begins where the prompts end: they are chats, or end as the tokenizer's template does when it
+    asks for one."""
+    if all(_is_chat(prompt) for prompt in prompts):
+        return True
+    if not getattr(tokenizer, "chat_template", None) or any(_is_chat(prompt) for prompt in prompts):
+        return False
+    chat = [{"role": "user", "content": "text"}]
+    asks, states = (
+        tokenizer.apply_chat_template(chat, add_generation_prompt=asked, return_dict=True)["input_ids"]
+        for asked in (True, False)
+    )
+    question = asks[len(states) :] if asks[: len(states)] == states else []
+    ids = [one[0].tolist() for one in all_token_ids(prompts, tokenizer)]
+    return bool(question) and all(one[-len(question) :] == question for one in ids)
 
 
 def given_mode(prompts: Sequence[Text]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from ..target.projection import output_weight
 from .alternative import Alternative
 from .block_settings import block_settings
 from .evidence import BEFORE_NORM, Level
+from .layouts import layouts
 
 # Rows of EAGLE heads that are equally wide.
 PAIRINGS = ("feature+shifted_token", "feature+token")
 ROPE_BASES = (10000.0, 500000.0, 1000000.0)
 PARTIAL = (0.25, 0.5)
+MOST_TO_PERMUTE = 3
 
 
 # ---------------------------------------------------------------------- what could be otherwise
@@ -36,7 +39,8 @@ def alternatives(heads: DraftHead, target: PreTrainedModel, depth: int, levels: 
         levels: Hidden states that were captured.
     """
     found = [*tap_sets(heads, depth, levels), *flags(heads), *ropes(heads, target), *partial_ropes(heads, target)]
-    return [*found, *shifts(heads), *halves(heads), *borrowed_parts(heads, target), *block_settings(heads, target)]
+    found += [*shifts(heads), *halves(heads), *borrowed_parts(heads, target), *block_settings(heads, target)]
+    return [*found, *layouts(heads, target)]
 
 
 def tap(heads: DraftHead, levels: tuple[Level, ...], what: str) -> Alternative:
@@ -65,6 +69,8 @@ def tap_sets(heads: DraftHead, depth: int, levels: Sequence[Level]) -> list[Alte
         known.setdefault(tuple(level + step for level in ours), f"all {step:+d}")
     if len(ours) > 1:
         known.setdefault(ours[::-1], "the other way round")
+    for other in permutations(ours) if len(ours) <= MOST_TO_PERMUTE else ():
+        known.setdefault(other, "another order")
     if len(ours) == 3:
         known.setdefault((2, depth // 2, depth - 3), "the usual ones")
         known.setdefault((3, depth // 2 + 1, depth - 2), "the usual ones, counted after a layer")

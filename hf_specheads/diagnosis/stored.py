@@ -38,6 +38,13 @@ def stored_numbers(heads: DraftHead, folder: str | Path | None = None) -> dict[s
     return found
 
 
+def untouched(heads: DraftHead) -> bool | None:
+    """Whether nothing that a fresh start makes all alike (weights of norms, biases) differs within itself, as it does
+    after the first step of training; `None` for heads that have no such weights."""
+    alike = [weight for name, weight in heads.named_parameters() if name.endswith(("norm.weight", ".bias"))]
+    return all(bool((weight == weight.flatten()[0]).all()) for weight in alike) if alike else None
+
+
 def _tokens(facts: dict[str, Any], heads: DraftHead) -> int | None:
     """Tokens seen in training, as far as the facts tell; at most, where documents may be shorter."""
     if facts.get("tokens"):

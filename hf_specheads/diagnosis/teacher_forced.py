@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..heads.base import DraftHead
+from ..heads.per_position import PerPositionHead
 from ..unroll.rows import DraftedPass
 from .evidence import Evidence, Level
 
@@ -27,11 +28,13 @@ class Drafts:
         tokens: The same as token ids of the target.
         log_probs: fp32 [P][B, T], logarithm of the draft's probability of token t; NaN where it cannot be drafted, or
             there is no guess.
+        unread: Tokens between the last one the heads read and the one that position 1 guesses.
     """
 
     slots: tuple[torch.Tensor, ...]
     tokens: tuple[torch.Tensor, ...]
     log_probs: tuple[torch.Tensor, ...] = ()
+    unread: int = 0
 
     @property
     def positions(self) -> int:
@@ -46,6 +49,7 @@ def draft_everywhere(
     levels: Sequence[Level],
     positions: int = 1,
     shift: int = 0,
+    embedding: float = 1.0,
 ) -> Drafts:
     """Runs the heads on captured features, many rows at once: the forward that training uses, which is drafting's.
 
@@ -56,13 +60,15 @@ def draft_everywhere(
         levels: Hidden states that make up the features.
         positions: Draft positions.
         shift: Rows get the feature of the token that many tokens before their own (negative: after).
+        embedding: What the target's embeddings are multiplied by.
     """
     features = evidence.features(levels)
     if features is not None and shift:
         features = features.roll(shift, dims=1)
     borrowed = heads.borrowed
     anchors = rounds_in(evidence) if heads.trains_at_anchors else None
-    rows = evidence.rows(features, borrowed.embed_tokens, borrowed.lm_head, anchors)
+    embed = borrowed.embed_tokens if embedding == 1 else lambda ids: borrowed.embed_tokens(ids) * embedding
+    rows = evidence.rows(features, embed, borrowed.lm_head, anchors)
     index, wanted = rows.anchor_rows(), slots_of_token_ids(heads, evidence.token_ids)
     known = (index >= 0) & (rows.documents.gather(1, index.clamp_min(0)) >= 0)
     slots, tokens, log_probs = [], [], []
@@ -78,7 +84,12 @@ def draft_everywhere(
         log_probs.append(_placed(likely, guessed, wanted.shape[1], torch.nan))
         if position + 1 == positions:
             break
-    return Drafts(tuple(slots), tuple(tokens), tuple(log_probs))
+    return Drafts(tuple(slots), tuple(tokens), tuple(log_probs), unread_tokens(heads))
+
+
+def unread_tokens(heads: DraftHead) -> int:
+    """1 for heads of the last feature alone (Medusa, ungrounded Hydra), which do not see the token it led to."""
+    return int(isinstance(heads, PerPositionHead) and not getattr(heads.config, "grounded", False))
 
 
 def _placed(values: torch.Tensor, columns: torch.Tensor, width: int, nothing: float) -> torch.Tensor:

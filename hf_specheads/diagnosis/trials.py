@@ -24,6 +24,7 @@ UNITS = 32  # of text that intervals are drawn over, at least; a piece of a text
 # heads gain at most and mended ones at least is measured by `python -m benchmarks doctor`.
 CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.025, 0.03, 0.1
 SEARCHED_TEXTS, LARGEST_SEARCH = 2, 200
+HOPELESS = -0.1  # nats a token at position 1: what makes texts that much less likely is not looked at further
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,12 @@ class Score:
         return sum(self.likelihood) / max(sum(self.drafted), 1) if self.drafted else None
 
     def __str__(self) -> str:
+        return self.shown()
+
+    def shown(self, whole: bool = True) -> str:
+        """As a row of a table; tau only of all positions."""
         likely = "" if self.log_likelihood is None else f"  {self.log_likelihood:.3f}"
-        return f"{self.position_1:.3f}  {self.tau:.2f}{likely}"
+        return f"{self.position_1:.3f}  {f'{self.tau:.2f}' if whole else '   -'}{likely}"
 
     @property
     def position_1(self) -> float:
@@ -143,11 +148,18 @@ class Gain:
 
 @dataclass(frozen=True)
 class Trial:
-    """An alternative, what it scores, and by how much that is better on texts it was not chosen by."""
+    """An alternative, what it scores, and by how much that is better on texts it was not chosen by.
+
+    Attributes:
+        alternative: What was tried.
+        score, gain: What came of it; of position 1 alone where that was bad enough.
+        whole: Whether later positions were looked at.
+    """
 
     alternative: Alternative
     score: Score
     gain: Gain
+    whole: bool = True
 
     @property
     def wins(self) -> bool:
@@ -161,8 +173,10 @@ def try_all(
     """Every alternative, the best of a search over single hidden states included."""
     found = []
     levels = tuple(evidence.states)
+    first = Score.of(draft_everywhere(heads, evidence, tuple(heads.feature_layers)), evidence)
     for alternative in bar(alternatives(heads, target, evidence.depth, levels), "hypotheses"):
-        found.append(_trial(heads, evidence, alternative, positions, in_force))
+        bad = None if heads.trains_at_anchors else _hopeless(heads, evidence, alternative, first)
+        found.append(bad or _trial(heads, evidence, alternative, positions, in_force))
     searched = search_taps(heads, evidence)
     if searched is None or any(searched.levels == trial.alternative.levels for trial in found):
         return found
@@ -173,6 +187,14 @@ def try_all(
         trial.score.of_texts(SEARCHED_TEXTS).gain_over(one.of_texts(SEARCHED_TEXTS)).is_clear for one in rivals
     )
     return [*found, trial] if clear else found
+
+
+def _hopeless(heads: DraftHead, evidence: Evidence, alternative: Alternative, in_force: Score) -> Trial | None:
+    """An alternative that makes position 1 clearly worse, which later ones depend on; `None` for others."""
+    score = Score.of(drafts_under(heads, evidence, alternative, 1), evidence)
+    gain = score.gain_over(in_force)
+    worse = gain.likelihood is not None and gain.likelihood.mean < HOPELESS
+    return Trial(alternative, score, gain, whole=False) if worse else None
 
 
 def _trial(
@@ -187,7 +209,7 @@ def drafts_under(heads: DraftHead, evidence: Evidence, alternative: Alternative,
     """What the heads draft as the alternative says."""
     levels = alternative.levels or tuple(heads.feature_layers)
     with tried(heads, alternative):
-        return draft_everywhere(heads, evidence, levels, positions, alternative.shift)
+        return draft_everywhere(heads, evidence, levels, positions, alternative.shift, alternative.embedding)
 
 
 def search_taps(heads: DraftHead, evidence: Evidence) -> Alternative | None:
@@ -224,6 +246,8 @@ def mapping_trials(heads: DraftHead, drafts: Drafts, evidence: Evidence, in_forc
     now = "as in the files"
     found = []
     others: dict[str, Any] = {"identity": torch.arange(len(mapping))}
+    last = heads.config.vocab_size - 1
+    others |= {"one token earlier": (mapping - 1).clamp_min(0), "one token later": (mapping + 1).clamp_max(last)}
     offsets = getattr(heads, "d2t", None)
     if offsets is not None:
         others["offsets read as token ids"] = offsets

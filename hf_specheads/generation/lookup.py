@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..cache.slots import to_device
+
 # N-grams looked for: the longest first. A single token says too little about the next one to be worth its nodes.
 LONGEST, SHORTEST = 3, 2
 
@@ -113,4 +115,4 @@ class TextLookup:
         if all(row is None for row in rows):
             return None
         filled = [row or text.token_ids[-1:] * length for row, text in zip(rows, self.texts, strict=True)]
-        return torch.tensor(filled, device=device)
+        return to_device(filled, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..tree.config import DraftTreeConfig
+from ..tree.config import CHILDREN, DraftTreeConfig
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
@@ -12,7 +12,10 @@ DYNAMIC_TREES = ((2, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
 
 
 def trees_to_choose(
-    tree: DraftTreeConfig, deepest: int | None, problem: Callable[[DraftTreeConfig], str | None]
+    tree: DraftTreeConfig,
+    deepest: int | None,
+    problem: Callable[[DraftTreeConfig], str | None],
+    drawn: bool = False,
 ) -> tuple[DraftTreeConfig, ...]:
     """The menu of a call: the tree in force first, then chains by depth, then trees by size.
 
@@ -23,9 +26,16 @@ def trees_to_choose(
         tree: The tree in force.
         deepest: Draft positions the heads have, `None` without limit.
         problem: Says why the heads cannot draft a tree, `None` if they can.
+        drawn: Tokens are sampled, and which random numbers they take is nobody's business: chains that are drawn from
+            the draft are offered beside those of its favourites. (Of a chain's drafts x ~ q the target accepts
+            sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
     """
-    chains = [tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in CHAIN_DEPTHS
-              if depth <= (deepest or depth)]  # fmt: skip
+    chains = [
+        tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, children=children)
+        for children in (CHILDREN if drawn else (tree.children,))
+        for depth in CHAIN_DEPTHS
+        if depth <= (deepest or depth)
+    ]
     wider = [
         tree.replace(depth=depth, top_k=top_k, total_tokens=nodes)
         for depth, top_k, nodes in (DYNAMIC_TREES if tree.kind == "dynamic" else ())

@@ -59,7 +59,8 @@ class Round:
         return len(result.token_ids) if result.cut else result.num_accepted
 
     def nodes(self, sequence: int = 0) -> list[DraftNode]:
-        """The tree of a sequence, parents before their children; empty for the prompt's forward. A host sync."""
+        """The tree of a sequence, parents before their children; empty for the prompt's forward. Copied to the
+        host, which waits for the device."""
         if self.tree is None or sequence not in self.accepted:
             return []
         tree = self.tree.of_sequence(list(self.accepted).index(sequence))

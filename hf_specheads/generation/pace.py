@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..contract import DraftingContract
-from ..tree.config import DraftTreeConfig
+from ..tree.config import CHILDREN, DraftTreeConfig
 from .menu import trees_to_choose
 from .options import DraftingOptions
 
@@ -116,7 +116,7 @@ class Pace:
     Attributes:
         plain: Wall seconds of the latest plain steps.
         tried: Per tree of the menu, see [`Tried`].
-        acceptance: Of chains.
+        acceptance: Of chains, by how their children are chosen.
         rounds: Rounds that drafted.
         debt: Plain steps' worth of time lost to trials, less what has been earned for further ones.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
@@ -126,14 +126,14 @@ class Pace:
         self.menu = tuple(menu)
         self.plain = _recent()
         self.tried = [Tried() for _ in self.menu]
-        self.acceptance = Acceptance()
+        self.acceptance = {children: Acceptance() for children in CHILDREN}
         self.rounds = 0
         self.debt = -FIRST_TRIALS
         self.context = 0
         self._plain_due = 0
         self._rates: dict[int, float] = {}  # what follows from the rounds so far, until the next one
         self._slopes: tuple[float, float] | None = None
-        self._chains_known: bool | None = None
+        self._chains_known: set[str] | None = None
 
     # ------------------------------------------------------------------ what is known
     @property
@@ -156,9 +156,14 @@ class Pace:
         if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT:
             return True
         if self._chains_known is None:
-            timed = [c for c, tried in enumerate(self.tried) if tried.rounds > 1 and self._is_plain_chain(c)]
-            self._chains_known = len(timed) > 1
-        return self._chains_known and self._is_plain_chain(choice)
+            self._chains_known = self._known_kinds()
+        return self._is_plain_chain(choice) and self.menu[choice].children in self._chains_known
+
+    def _known_kinds(self) -> set[str]:
+        """Ways to choose children of which a chain was tried, where two chains of any tell what chains cost."""
+        timed = [self.menu[choice].children for choice, tried in enumerate(self.tried)
+                 if tried.rounds > 1 and self._is_plain_chain(choice)]  # fmt: skip
+        return set(timed) if len(timed) > 1 else set()
 
     def rate(self, choice: int) -> float:
         """Tokens per plain step's time: what a tree that was tried has given, else what it may give."""
@@ -176,7 +181,7 @@ class Pace:
     def tokens(self, choice: int) -> float:
         """Tokens of a round over a tree: on average so far, or expected where it was never tried."""
         if self._is_plain_chain(choice):
-            return self.acceptance.tokens(self.menu[choice].depth)
+            return self._of_chain(choice).tokens(self.menu[choice].depth)
         tried = self.tried[choice]
         return tried.tokens if tried.rounds else self._hoped_tokens(choice)
 
@@ -184,8 +189,8 @@ class Pace:
         """As if [`HOPED_ROUNDS`] more had gone as well as they can."""
         tried, depth = self.tried[choice], self.menu[choice].depth
         if self._is_plain_chain(choice):
-            return self.acceptance.tokens(depth)
-        hoped = max(self.acceptance.tokens(depth, HOPE), tried.tokens)
+            return self._of_chain(choice).tokens(depth)
+        hoped = max(self._of_chain(choice).tokens(depth, HOPE), tried.tokens)
         return (tried.rounds * tried.tokens + HOPED_ROUNDS * hoped) / (tried.rounds + HOPED_ROUNDS)
 
     def cost(self, choice: int) -> float:
@@ -197,6 +202,10 @@ class Pace:
             self._slopes = self._fit_slopes()
         level, node = self._slopes
         return 1.0 + level * tree.depth + node * (tree.num_nodes - 1)
+
+    def _of_chain(self, choice: int) -> Acceptance:
+        """Of chains whose children are chosen like those of a tree."""
+        return self.acceptance[self.menu[choice].children]
 
     def _is_plain_chain(self, choice: int) -> bool:
         tree = self.menu[choice]
@@ -259,11 +268,15 @@ class Pace:
         return min(near, key=lambda choice: self.tried[choice].last) if near else best
 
     def _first_chain(self) -> int | None:
-        """What tells most about all others: a chain of some depth and the shortest, of which there may be one."""
-        chains = sorted(
-            filter(self._is_plain_chain, range(len(self.menu))), key=lambda choice: self.menu[choice].depth
-        )
-        wanted = [*chains[len(chains) // 2 :][:1], *chains[:1]]
+        """What tells most about all others: a chain of some depth and the shortest, of which there may be one; and of
+        chains whose children are chosen in another way, which cost as much, one of some depth."""
+        wanted: list[int] = []
+        for children in CHILDREN:
+            chains = sorted(
+                (c for c, tree in enumerate(self.menu) if self._is_plain_chain(c) and tree.children == children),
+                key=lambda choice: self.menu[choice].depth,
+            )
+            wanted += [*chains[len(chains) // 2 :][:1], *(chains[:1] if not wanted else [])]
         return next((choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS), None)
 
     # ------------------------------------------------------------------ what rounds tell
@@ -291,7 +304,7 @@ class Pace:
         tried.costs.append(cost)
         tried.tokens += (tokens - tried.tokens) * max(1 / ROUNDS_OF_A_MEAN, 1 / tried.rounds)
         if self._is_plain_chain(choice):
-            self.acceptance.record(tree.depth, num_accepted)
+            self._of_chain(choice).record(tree.depth, num_accepted)
         self._rates, self._slopes, self._chains_known = {}, None, None
         # What a trial loses is told by what such rounds usually give: luck levels out.
         lost = 0.0 if choice == best else max(min(cost, 2 * tried.cost) * best_rate - self.tokens(choice), 0.0)
@@ -323,6 +336,8 @@ def pace_of(
     """Costs and gains of a pair under the settings of a call; kept with the heads for the next such call."""
     menu: tuple[DraftTreeConfig, ...] = (options.tree,)
     if options.free_tree and not options.compiled:
-        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem)
+        seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
+        drawn = bool(config.do_sample) and not seeded
+        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn)
     settings = (Pace, batch_size, repr(menu), options.compiled, config.do_sample, config.temperature)
     return heads.memory.setdefault(target, {}).setdefault(settings, Pace(menu))

@@ -96,7 +96,7 @@ class TextCache(DraftCache):
     def roots(self) -> torch.Tensor:
         """Slot of every sequence's root, int64 [B or 1, 1]."""
         known = self.known_lengths()
-        return known[:, None] if isinstance(known, torch.Tensor) else self.text.new_tensor([[known]])
+        return known[:, None] if isinstance(known, torch.Tensor) else self.text.new_full((1, 1), known)
 
     def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
         assert isinstance(other, TextCache)

@@ -56,6 +56,13 @@ def test_batches(measure_pair):
         assert found["plain generate"]["forwards_saved"] == 0
 
 
+def test_streams(measure_pair):
+    sides = measure_pair("stream", ["eagle"], "--max_batch", "2", "--shortest", "3", "--repeats", "2")["sides"]
+    assert list(sides) == ["plain generate", "eagle, static batches", "eagle, stream"]
+    assert sides["plain generate"]["speed_up"] == 1
+    assert all(side["identical"] and 2 * 3 <= side["new_tokens"] <= 2 * 10 for side in sides.values())
+
+
 def test_contexts(measure_pair):
     result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
     assert list(result["lengths"]) == ["2", "3"] and result["num_prompts"] == 2

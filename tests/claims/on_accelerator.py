@@ -18,6 +18,7 @@ from support.heads import random_heads
 from support.stubs import CountForwards
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
+from transformers import CompileConfig
 
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError, load_heads
 from hf_specheads.generation.loop import RoundLoop
@@ -64,13 +65,36 @@ def test_loaded_heads_follow_the_target(method, folders, target):
     expected = text(target)
     batch, _ = batch_of((9, 4, 14))
     rows = target.generate(**on(DEVICE, batch), max_new_tokens=NEW, do_sample=False).tolist()
-    for kind in TREES.values():
+    for kind in (None, *TREES.values()):  # without a tree, rounds choose from a menu
         heads = load_heads(folders[method])
         assert heads.device.type == "cpu"
-        assert text(target, heads.with_tree(**kind.to_dict())) == expected
+        assert text(target, heads if kind is None else heads.with_tree(**kind.to_dict())) == expected
         assert heads.device == DEVICE, "a copy with another tree shares the weights"
         got = target.generate(**on(DEVICE, batch), assistant_model=heads, max_new_tokens=NEW, do_sample=False)
         assert got.tolist() == rows
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", ["eagle", "medusa", "dflash"])
+def test_compiled_rounds(method, folders, monkeypatch):
+    """The graphs as they were traced: an emulation has no code generator."""
+    target = own_target().to(DEVICE)
+    batch, _ = batch_of((9, 4, 14))
+    expected = text(target), target.generate(**on(DEVICE, batch), max_new_tokens=NEW, do_sample=False).tolist()
+    target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
+    heads = load_heads(folders[method])
+    heads.compiled = True
+    got = target.generate(**on(DEVICE, batch), assistant_model=heads, max_new_tokens=NEW, do_sample=False).tolist()
+    assert (text(target, heads), got) == expected
+
+
+@pytest.mark.placement
+def test_what_rounds_copy_and_who_watches_them(folders, target):
+    heads, seen = load_heads(folders["eagle"]).with_tree(kind="chain", depth=3, lookup=3), []
+    heads.on_round = lambda one: seen.append((one.token_ids(), one.nodes()))
+    assert text(target, heads) == text(target)
+    assert [token for tokens, _ in seen for token in tokens] == text(target)[0][-NEW:]
+    assert {len(nodes) for _, nodes in seen} == {0, 4, 7}, "the prompt's forward, rounds without a place to copy, with"
 
 
 @pytest.mark.placement
@@ -196,10 +220,12 @@ def one(device=DEVICE):
 
 @pytest.mark.waiting
 @emulated
-@pytest.mark.parametrize("kind", ["chain", "dynamic"])
+@pytest.mark.parametrize("kind", ["chain", "dynamic", None])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_greedy_round_waits_once(method, kind, folders, target):
-    heads = load_heads(folders[method]).with_tree(**TREES[kind].to_dict())
+    """With a tree, and where rounds choose from a menu and time themselves."""
+    heads = load_heads(folders[method])
+    heads = heads if kind is None else heads.with_tree(**TREES[kind].to_dict())
     for waits, claimed in rounds_of(target, one(), heads):
         assert len(waits) == claimed == 1, waits
 
@@ -224,6 +250,8 @@ CALLS = {
     "typical": ({"verification": "typical"}, {}, SAMPLED, 1),
     "typical, penalty": ({"verification": "typical"}, {}, SAMPLED | {"repetition_penalty": 1.3}, None),
     "gives up": ({}, {"stop_below": 0.05}, {}, None),
+    "looks up": ({}, {"lookup": 3}, {}, 1),
+    "is watched": ({"on_round": lambda seen: seen.token_ids()}, {}, {}, 1),
 }
 
 

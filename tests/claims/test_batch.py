@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 from hf_specheads import UnsupportedGenerationError
 from hf_specheads.cache import target as target_cache
+from hf_specheads.generation.pace import Pace
 
 FEW_SLOTS = 16
 TREE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2-window", "gemma2", "gemma3", "phi3", "mixtral", "gpt2", "gpt-oss")
@@ -170,6 +172,34 @@ def test_scores_and_logits_per_step():
         assert len(getattr(got, name)) == len(getattr(expected, name)) == NEW
         torch.testing.assert_close(torch.stack(getattr(got, name)), torch.stack(getattr(expected, name)),
                                    atol=1e-4, rtol=1e-4)  # fmt: skip
+
+
+def test_rows_are_sampled_from_the_targets_distribution_whatever_is_drafted(monkeypatch):
+    """Round after round another tree of the menu: plain steps, favourites, drawn chains."""
+    target, samples, length, chosen = five_token_target(), 600, 4, []
+    draw = random.Random(0)
+
+    def any_choice(pace: Pace, context: int) -> int:
+        chosen.append(-1 if len(chosen) % 3 == 2 else draw.randrange(len(pace.menu)))
+        return chosen[-1]
+
+    monkeypatch.setattr(Pace, "choose", any_choice)
+    heads = random_heads(target)
+    heads.forget_tree()
+    heads.adaptive = True
+    counts = Counter()
+    torch.manual_seed(5)
+    for _ in range(12):
+        got = target.generate(
+            PROMPT.expand(samples // 12, -1), attention_mask=torch.ones(samples // 12, PROMPT.shape[1]),
+            max_new_tokens=length, do_sample=True, top_k=0, temperature=0.8, assistant_model=heads,
+        )  # fmt: skip
+        counts.update(tuple(row) for row in got[:, PROMPT.shape[1] :].tolist())
+    [pace] = [one for one in heads.memory[target].values() if isinstance(one, Pace)]
+    menus = {pace.menu[choice].children for choice in chosen if choice >= 0}
+    assert menus == {"top_k", "sampled"} and -1 in chosen
+    statistic, freedom = chi_square(counts, target_distribution(target, {"temperature": 0.8}, length), samples)
+    assert statistic < critical_value(freedom)
 
 
 @pytest.mark.parametrize("exact_seed", [True, False])

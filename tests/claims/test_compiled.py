@@ -57,6 +57,19 @@ def test_families(family):
     assert len(graphs) == 2
 
 
+@pytest.mark.slow  # a C++ compiler at work, for half a minute each
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "mixtral"])
+def test_generated_code(family):
+    """Elsewhere graphs run as they were traced; here the default backend writes the code that users run."""
+    torch._dynamo.reset()
+    target = own_target(family)
+    heads = random_heads(target)
+    heads.compiled = True
+    for length in (19, 30):
+        ids = prompt(length, seed=length)
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+
+
 def test_a_batch(target):
     inputs, alone = batch_of((9, 4))
     heads = random_heads(target, "poss")

@@ -19,6 +19,7 @@ from hf_specheads import PossHead, load_heads
 from hf_specheads.cli import COMMANDS, build_parser, main
 from hf_specheads.cli.demo import answer_problem, read_demo_prompts
 from hf_specheads.cli.evaluate import read_prompts
+from hf_specheads.provenance import accelerators
 from hf_specheads.trainer.shipped_pair.chat import answer_text
 
 PROMPTS = [{"name": "one", "prompt": "w5 w6 w7 w8 w9"}, {"name": "two", "prompt": "w50 w40 w30"}]
@@ -202,7 +203,30 @@ def test_env(capsys: pytest.CaptureFixture) -> None:
     assert main(["env"]) == 0
     assert "transformers" in capsys.readouterr().out
     assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["torch"] == torch.__version__
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"] == torch.__version__
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
+    assert built in facts["torch build"] or torch.version.hip or torch.version.xpu
+    assert main(["env", "--json", "--devices"]) == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert asked["torch threads"] == str(torch.get_num_threads())
+    assert set(facts) < set(asked) and asked["accelerators"] == accelerators()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("echo 'GPU of 80 GB'; echo 'another one'", "GPU of 80 GB, another one"),
+     ("exit 9", "not known: nvidia-smi fails"), (None, "none (there is no nvidia-smi here)")],
+)  # fmt: skip
+def test_env_lists_what_nvidia_smi_does(
+    script: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accelerators"].startswith(said)
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture) -> None:

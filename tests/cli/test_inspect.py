@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import VOCAB, eagle_tensors, write_checkpoint
+from support.heads import random_heads
 from support.hub.endpoint import HubEndpoint
 from support.layouts import LAYOUTS
+from support.targets import deep_target
 
 from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.checkpoints.files import WEIGHT_FILES
+from hf_specheads.checkpoints.headers import glance_at
 from hf_specheads.checkpoints.layouts.detect import TITLES
 from hf_specheads.checkpoints.look import look_at
 from hf_specheads.cli import main
+from hf_specheads.cli.inspect import describe_glance, describe_look
 from hf_specheads.errors import CheckpointValueError, HeadLoadError
+from hf_specheads.heads.auto import METHODS
+from hf_specheads.registration import MODEL_TYPES
 
 
 def inspect(capsys: pytest.CaptureFixture, *arguments: object) -> dict[str, Any]:
@@ -64,6 +70,51 @@ def test_no_weight_is_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert "NaN or infinities" in capsys.readouterr().err
     with pytest.raises(CheckpointValueError):
         main(["--debug", "inspect", str(folder), "--check"])
+
+
+def write_heads(method: str, folder: Path, **changes: Any) -> Path:
+    """Heads of a method as this package saves them, with fields of their config.json changed."""
+    random_heads(deep_target(), method).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"draft-lm", "lookup"}))  # which have no weights
+def test_a_glance_tells_what_a_closer_look_tells(method: str, tmp_path: Path) -> None:
+    """Without torch, of heads as this package saves them."""
+    folder = write_heads(method, tmp_path)
+    glance, look = glance_at(folder, MODEL_TYPES), look_at(folder)
+    assert glance is not None
+    told, looked = describe_glance(glance), json.loads(json.dumps(describe_look(look)))
+    assert told | {"checked": ""} == looked | {"checked": ""}
+    assert list(told) == list(looked) and "open without --check" in told["checked"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"vocab_size": "many"}, "config.json"), ({"model_type": "specheads_next"}, "newer version"),
+     ({"quantization_config": {}}, "quantis"), ({"target": {"name": 3}}, "expected a name"),
+     ({"tuned": [{}]}, ""), ({"tree_config": []}, "")],
+)  # fmt: skip
+def test_what_is_odd_gets_a_closer_look(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_heads("eagle", tmp_path, **changes)
+    assert glance_at(folder, MODEL_TYPES) is None
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 2
+    assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "longer", "no header"])
+def test_damaged_files_get_a_closer_look(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = write_heads("eagle", tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes({"cut short": whole[:-100], "longer": whole + b"x", "no header": whole[:5]}[damage])
+    assert glance_at(tmp_path, MODEL_TYPES) is None
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "no safetensors file" in capsys.readouterr().err
 
 
 def test_after_loading(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

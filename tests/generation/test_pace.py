@@ -14,10 +14,12 @@ from support.heads import random_heads
 from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
+from transformers import GenerationConfig
 
 from hf_specheads import DraftTreeConfig
 from hf_specheads.generation import loop
 from hf_specheads.generation.menu import trees_to_choose
+from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import (
     MOST_DEBT,
     PLAIN,
@@ -26,6 +28,7 @@ from hf_specheads.generation.pace import (
     TRIAL_SHARE,
     Acceptance,
     Pace,
+    pace_of,
 )
 from hf_specheads.tree.default import CPU_TREE
 
@@ -34,13 +37,14 @@ NEW = 28
 
 @dataclass
 class World:
-    """What rounds cost, in plain steps, and how often a draft is accepted."""
+    """What rounds cost, in plain steps, and how often a draft is accepted: a favourite, and one that was drawn."""
 
     accepted: float
     level: float
     node: float
     seed: int = 0
     noise: float = 0.03
+    drawn: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -52,7 +56,8 @@ class World:
     def num_accepted(self, tree: DraftTreeConfig) -> int:
         """Siblings save a part of what the favourite misses."""
         siblings = tree.num_nodes / (tree.depth + 1)
-        share = 1 - (1 - self.accepted) * (0.45 + 0.55 / siblings)
+        accepted = self.drawn if tree.children == "sampled" else self.accepted
+        share = 1 - (1 - accepted) * (0.45 + 0.55 / siblings)
         return next((depth for depth in range(tree.depth) if self.random.random() > share), tree.depth)
 
     def rate(self, tree: DraftTreeConfig, rounds: int = 2000) -> float:
@@ -229,6 +234,38 @@ def test_the_menu(tree, deepest):
     assert all(one.depth <= (deepest or 8) for one in menu[1:])
     if tree.kind == "chain":
         assert {one.kind for one in menu} == {"chain"}
+
+
+@pytest.mark.parametrize(("accepted", "drawn"), [(0.3, 0.8), (0.8, 0.3), (0.55, 0.6)])
+def test_children_are_drawn_where_that_is_accepted_more(accepted, drawn):
+    menu = trees_to_choose(
+        CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5), None, lambda tree: None, drawn=True
+    )
+    assert {one.children for one in menu} == {"top_k", "sampled"}
+    best = max(World(accepted, *CHEAP, noise=0, drawn=drawn).rate(tree) for tree in menu)
+    rates = []
+    for seed in range(3):
+        pace, world = Pace(menu), World(accepted, *CHEAP, seed=seed, drawn=drawn)
+        simulate(pace, 200, world)
+        tokens, seconds = simulate(pace, 400, world)
+        rates.append(tokens / seconds)
+        if abs(accepted - drawn) > 0.1:
+            assert menu[pace.best].children == ("sampled" if drawn > accepted else "top_k")
+    assert sum(rates) / 3 >= 0.92 * best
+
+
+def test_children_are_drawn_where_no_seed_speaks_against_it():
+    target, heads = shared_target("llama"), random_heads(shared_target("llama"), "eagle").bind(shared_target("llama"))
+    heads.forget_tree()
+
+    def kinds(batch: int, sampled: bool) -> set[str]:
+        pace = pace_of(heads, target, DraftingOptions.of(heads), batch, GenerationConfig(do_sample=sampled))
+        return {one.children for one in pace.menu}
+
+    assert kinds(1, True) == kinds(1, False) == kinds(4, False) == {"top_k"}
+    assert kinds(4, True) == {"top_k", "sampled"}
+    heads.exact_seed = False
+    assert kinds(1, True) == {"top_k", "sampled"}
 
 
 class Clock:

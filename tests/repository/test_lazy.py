@@ -16,6 +16,7 @@ from hf_specheads.cli import COMMANDS
 from hf_specheads.heads.auto import HEADS
 from hf_specheads.registration import MODEL_TYPES
 
+SHIPPED = Path(__file__).resolve().parents[2] / "model_cards" / "eagle3"
 HEAVY = ("torch", "transformers", "peft", "datasets", "matplotlib", "accelerate", "huggingface_hub", "numpy")
 
 
@@ -84,9 +85,10 @@ def test_help_loads_neither_torch_nor_transformers(command: str | None) -> None:
     assert not heavy(loaded_by(main(*([command] if command else []), "--help")))
 
 
-def test_env_loads_torch_alone() -> None:
-    """Which knows the devices."""
-    assert heavy(loaded_by(main("env"))) <= {"torch", "numpy"}
+def test_what_is_asked_in_passing_waits_for_no_library() -> None:
+    """Versions, and what heads are: by metadata, `config.json` and the first bytes of the weights."""
+    both = f"{main('env')}; {main('inspect', str(SHIPPED))}"
+    assert not heavy(loaded_by(both))
 
 
 def test_a_wrong_option_is_told_at_once() -> None:

@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 import transformers
 
-from hf_specheads.trainer import building
+from hf_specheads.trainer import DraftHeadTrainer, building
 from hf_specheads.trainer.__main__ import main
 from hf_specheads.trainer.recipe import RecipeError, read_recipe
 from hf_specheads.trainer.sources import DataSource, is_path
@@ -32,6 +32,7 @@ EARLY = {
         "train_data={folder}/column.jsonl",
         "one of ['messages', 'conversations', 'prompt and completion', 'text', 'input_ids'] is needed",
     ),
+    "data in another encoding": ("train_data={folder}/latin.jsonl", "text that is no UTF-8"),
     "unknown split": ("train_data.split=test", "cannot be read"),
     "data as a number": ("train_data=3", "data must be a path or a mapping"),
     "too few data": ("eval_examples=99", "eval_examples=99"),
@@ -63,6 +64,8 @@ LATE = {
     "unknown field of heads": ("heads.num_specialist=2", "num_specialist"),
     "impossible heads": ("heads.num_specialists=0", "num_specialists"),
     "text that is none": ("train_data={folder}/numbers_as_text.jsonl", "every `text` of the data must be a string"),
+    "ids that are none": ("train_data={folder}/halves.jsonl", "`input_ids` must be whole numbers, got 1.5"),
+    "words for ids": ("train_data={folder}/words.jsonl", "`input_ids` must be whole numbers, got 'w1'"),
     "a target as heads": ("from_heads={folder}/target", "target"),
 }
 
@@ -83,8 +86,11 @@ def folder(workspace, heads, tmp_path: Path) -> Path:
         "column.jsonl": json.dumps({"question": "w1"}),
         "chats.jsonl": "\n".join([json.dumps(CHAT)] * 20),
         "numbers_as_text.jsonl": "\n".join([json.dumps({"text": 5})] * 20),
+        "halves.jsonl": "\n".join([json.dumps({"input_ids": [1.5, 2]})] * 20),
+        "words.jsonl": "\n".join([json.dumps({"input_ids": ["w1", "w2"]})] * 20),
     }.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "latin.jsonl").write_bytes(json.dumps({"text": "caf?"}).encode().replace(b"?", b"\xe9") * 20)
     return tmp_path
 
 
@@ -117,6 +123,30 @@ def test_wrong_for_this_target(workspace, folder, capsys, monkeypatch, case: str
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     change, words = LATE[case]
     assert words in error_of(workspace, folder, change, capsys)
+
+
+def test_what_only_the_first_step_tells(workspace, folder, capsys) -> None:
+    """Optimizers look at their arguments when training begins."""
+    words = [*workspace.options, f"output_dir={folder / 'run'}", "learning_rate=-1"]
+    assert main(words) == 2
+    assert "specheads train: error: Invalid learning rate: -1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        main([*words, "--debug"])
+
+
+def test_an_error_after_the_first_step_shows_where(workspace, folder, monkeypatch) -> None:
+    """Which is no fault of the input, and nobody should have to train again to see it."""
+    step, steps = DraftHeadTrainer.training_step, []
+
+    def third_fails(self, *args, **kwargs):
+        steps.append(1)
+        if len(steps) == 3:
+            raise ValueError("a defect")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DraftHeadTrainer, "training_step", third_fails)
+    with pytest.raises(ValueError, match="a defect"):
+        main([*workspace.options, f"output_dir={folder / 'run'}", "gradient_accumulation_steps=1"])
 
 
 @pytest.mark.parametrize(

@@ -20,30 +20,14 @@ from .medusa import read as medusa
 from .peagle import read as peagle
 from .speculators import keys as speculators_keys
 from .speculators import read as speculators
+from .titles import DFLASH, EAGLE, EAGLE3, HYDRA, MEDUSA, NATIVE, OURS, PEAGLE, POSS, SPECULATORS, TITLES
 
-OURS = "specheads"
-DFLASH = "dflash"
-EAGLE = "eagle"
-EAGLE3 = "eagle3"
-HYDRA = "hydra"
-MEDUSA = "medusa"
-PEAGLE = "peagle"
-POSS = "poss"
-NATIVE = "native"
-SPECULATORS = "speculators"
 # The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
 # order. A new layout adds its module here.
 LAYOUTS = {
     SPECULATORS: speculators, DFLASH: dflash, HYDRA: hydra, MEDUSA: medusa, PEAGLE: peagle, EAGLE3: eagle3,
     POSS: eagle, EAGLE: eagle,
 }  # fmt: skip
-TITLES = {
-    OURS: "this package's own layout", NATIVE: "the checkpoint of the target they belong to",
-    SPECULATORS: "the layout of speculators", HYDRA: "Hydra's layout",
-    MEDUSA: "a layout of Medusa", EAGLE3: "EAGLE-3's layout", PEAGLE: "P-EAGLE's layout",
-    POSS: "PosS's layout", EAGLE: "EAGLE's layout", DFLASH: "the layout of block drafters",
-}  # fmt: skip
-
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -1,0 +1,68 @@
+"""How long commands that only answer take, and what the import of the package adds to that of an auto class.
+
+    python -m benchmarks answers
+
+Seconds of processors, the least of several runs: start of Python and imports are part of them, and they hardly depend
+on what else a machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+
+from hf_specheads.cli import COMMANDS
+
+from ..results import Result, footnote, markdown_table, number
+
+SOURCES = ("hf_specheads/cli",)
+AUTO = "from transformers import AutoModelForCausalLM"
+IMPORTS = ("import hf_specheads", AUTO, f"import hf_specheads; {AUTO}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The heads, and how often."""
+    parser.add_argument("--heads", default="model_cards/eagle3", help="heads to inspect: folder")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, of which the least counts")
+
+
+def measure(args: argparse.Namespace) -> Result:
+    """Every command and every import."""
+    commands = [["--help"], ["env"], ["inspect", args.heads], *([name, "--help"] for name in COMMANDS)]
+    spent = {" ".join(words): seconds_of(["-m", "hf_specheads", *words], args.repeats) for words in commands}
+    return {"commands": spent, "imports": {code: seconds_of(["-c", code], args.repeats) for code in IMPORTS},
+            "repeats": args.repeats}  # fmt: skip
+
+
+def seconds_of(words: list[str], repeats: int) -> float:
+    """Least seconds of processors that a fresh interpreter takes."""
+    spent = []
+    for _ in range(repeats):
+        before = _processor_seconds()
+        subprocess.run([sys.executable, *words], capture_output=True, check=True)
+        spent.append(_processor_seconds() - before)
+    return min(spent)
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def texts_agree(result: Result) -> bool:
+    """Whether all commands answer within a second."""
+    return max(result["commands"].values()) < 1
+
+
+def table(result: Result) -> str:
+    """One row per command, the slowest of the helps alone, and per import."""
+    helps = {name: spent for name, spent in result["commands"].items() if name.endswith(" --help")}
+    slowest = max(helps, key=lambda name: helps[name])
+    shown = {name: spent for name, spent in result["commands"].items() if name not in helps or name == slowest}
+    rows = [(f"`specheads {name}`" + f", the slowest of {len(helps)}" * (name == slowest), number(spent, 2))
+            for name, spent in shown.items()]  # fmt: skip
+    rows += [(f"`{code}`", number(spent, 2)) for code, spent in result["imports"].items()]
+    said = f"least of {result['repeats']} runs"
+    return f"{markdown_table(('', 'processor seconds'), rows)}\n{footnote(result, said)}"

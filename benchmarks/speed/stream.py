@@ -1,0 +1,118 @@
+"""Requests of mixed lengths, served until all are done: a stream of rounds against static batches.
+
+    python -m benchmarks stream --heads model_cards/poss3 --max_batch 8
+
+A static batch runs until its longest text ends, so tokens past a request's own limit are computed and thrown away, and
+not counted. In a stream the next request takes the place of a text that has ended. Limits are drawn between
+`--shortest` and `--max_new_tokens`, the same for all sides; requests come in the same order to all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specheads import DraftHead, generate_stream
+from hf_specheads.tuning.turns import generate_text, take_turns
+
+from ..results import Result, footnote, markdown_table, number, same_text, speed_up
+from ..setup import Inputs, add_generation_arguments, load_pair, padded, settings
+from ..sides import PLAIN, TO_THE_END
+
+Texts = list[list[int]]
+Serve = Callable[[], Texts]
+
+
+@dataclass(frozen=True)
+class Served:
+    """All requests, once: their texts, and the wall seconds that took."""
+
+    texts: Texts
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, the requests and how many are served at a time."""
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out", "functions"])
+    parser.add_argument("--max_batch", type=int, default=8, help="sequences at a time")
+    parser.add_argument("--shortest", type=int, default=16, help="smallest limit of new tokens of a request")
+
+
+def in_static_batches(
+    target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, **options: Any
+) -> Texts:
+    """Batch after batch, each until its longest text ends."""
+    texts: Texts = []
+    for start in range(0, len(prompts), size):
+        inputs, own = padded(prompts[start : start + size]), limits[start : start + size]
+        found = generate_text(target, inputs, max_new_tokens=max(own), **TO_THE_END, **options)
+        new_ids = found[:, inputs["input_ids"].shape[1] :].tolist()
+        texts += [row[:limit] for row, limit in zip(new_ids, own, strict=True)]
+    return texts
+
+
+def in_a_stream(
+    target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, heads: DraftHead
+) -> Texts:
+    """Requests take the places of those that have ended."""
+    requests = ({**inputs, "max_new_tokens": limit} for inputs, limit in zip(prompts, limits, strict=True))
+    found = generate_stream(target, heads, requests, size, do_sample=False, **TO_THE_END)
+    return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Plain static batches, static batches with heads, and streams with heads, in turns."""
+    target, heads, prompts = load_pair(args)
+    draw = random.Random(0)
+    limits = [draw.randint(args.shortest, args.max_new_tokens) for _ in prompts]
+    call = (target, prompts, limits, args.max_batch)
+    serve: dict[str, Serve] = {PLAIN: lambda: in_static_batches(*call)}
+    for name, one in heads.items():
+        serve[f"{name}, static batches"] = lambda one=one: in_static_batches(*call, assistant_model=one)  # type: ignore[misc]
+        serve[f"{name}, stream"] = lambda one=one: in_a_stream(*call, one)  # type: ignore[misc]
+
+    def run(name: str, _: Any, turn: int) -> Served:
+        started = time.perf_counter()
+        texts = serve[name]()
+        return Served(texts, time.perf_counter() - started)
+
+    runs = {
+        name: [repeat for [repeat] in found] for name, found in take_turns(serve, [None], run, args.repeats).items()
+    }
+    return {
+        **settings(args, prompts),
+        "max_batch": args.max_batch,
+        "limits": [min(limits), max(limits)],
+        "sides": {name: summarise(mine, runs[PLAIN]) for name, mine in runs.items()},
+    }
+
+
+def summarise(runs: list[Served], plain: list[Served]) -> dict[str, Any]:
+    """Tokens per second that were asked for, next to plain static batches in the same turn."""
+    tokens = sum(map(len, runs[0].texts))
+    ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(runs, plain, strict=True)]
+    return {
+        "tokens_per_second": statistics.median(tokens / one.seconds for one in runs),
+        "speed_up": statistics.median(ratios),
+        "speed_up_range": [min(ratios), max(ratios)],
+        "new_tokens": tokens,
+        "identical": runs[0].texts == plain[0].texts,
+    }
+
+
+def table(result: Result) -> str:
+    """A row per side."""
+    rows = [[f"{name}, static batches" if name == PLAIN else name, number(side["tokens_per_second"], 0),
+             speed_up(side), same_text(side)] for name, side in result["sides"].items()]  # fmt: skip
+    low, high = result["limits"]
+    return markdown_table(["", "tokens/s", "over plain static batches", "same text"], rows) + footnote(
+        result, f"Greedy, {result['dtype']}, {result['num_prompts']} requests for {low} to {high} new tokens, at most "
+        f"{result['max_batch']} at a time, median of {result['repeats']} repeats in turns",
+    )  # fmt: skip
