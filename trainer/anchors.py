@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,10 @@ def anchors_of(heads: TrainingContract, batch: dict[str, torch.Tensor], most: in
 
 
 def count_rounds(
-    heads: TrainingContract, batches: Sequence[dict[str, torch.Tensor]], args: DraftHeadTrainingArguments, device: Any
+    heads: TrainingContract,
+    batches: Sequence[dict[str, torch.Tensor]],
+    args: DraftHeadTrainingArguments,
+    device: torch.device,
 ) -> torch.Tensor:
     """Rows where rounds start, fp32 scalar, summed over processes: all supervised ones of the batches, or as many as
     [`anchors_of`] draws."""

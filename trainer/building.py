@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_specheads import AutoDraftHead, load_heads
@@ -19,6 +19,7 @@ from hf_specheads.heads.auto import METHODS
 from .arguments import DraftHeadTrainingArguments
 from .gradients import first_process_first
 from .joint import JointTrainer, JointTrainingArguments
+from .packing import Examples
 from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
 from .recipe import Recipe
 from .sharding import share_here
@@ -58,7 +59,7 @@ def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
         return sources, held_out.select(range(min(recipe.eval_examples or len(held_out), len(held_out))))
     if recipe.eval_examples == 0:
         return sources, None
-    train = sources[0]
+    train: Any = sources[0]
     if not hasattr(train, "__len__"):
         held_out = _read(train, recipe.eval_examples)
         return [train.skip(recipe.eval_examples), *sources[1:]], held_out
@@ -78,7 +79,7 @@ def _read(stream: Any, count: int) -> Any:
     return Dataset.from_list(list(stream.take(count)))
 
 
-def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> Any:
+def mix(datasets: Sequence[Examples], weights: Sequence[float | None], seed: int) -> Examples:
     """Prepared data sets as one: by weights, drawn until every example of all has come; else all of them.
 
     Raises:
@@ -103,8 +104,12 @@ def mix(datasets: Sequence[Any], weights: Sequence[float | None], seed: int) -> 
 
 
 def prepare_sources(
-    recipe: Recipe, sources: Sequence[Any], tokenizer: Any, args: DraftHeadTrainingArguments, report: DataReport
-) -> Any:
+    recipe: Recipe,
+    sources: Sequence[Examples],
+    tokenizer: PreTrainedTokenizerBase,
+    args: DraftHeadTrainingArguments,
+    report: DataReport,
+) -> Examples:
     """All training data as examples, mixed."""
     prepared = [
         prepare_dataset(
@@ -152,7 +157,7 @@ def torch_dtype(key: str, name: str) -> torch.dtype:
     return dtype
 
 
-def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
+def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBase:
     """The target's tokenizer, which is the first that is asked for of the target.
 
     Raises:
@@ -176,7 +181,7 @@ def load_tokenizer(recipe: Recipe, *datasets: Any) -> Any:
     return tokenizer
 
 
-def load_target(recipe: Recipe) -> Any:
+def load_target(recipe: Recipe) -> PreTrainedModel:
     """The target, placed and quantised as the recipe says.
 
     Raises:

@@ -17,10 +17,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
+Written = TypeVar("Written")  # messages, tools, or a value in them
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 THINKING = re.compile(r"\s*(?:<think>(?P<inside>.*?))?</think>\s*", re.DOTALL)
@@ -47,7 +48,7 @@ class Segment:
     generated: bool
 
 
-def chat_problem(messages: Any) -> str | None:
+def chat_problem(messages: object) -> str | None:
     """What is wrong with the messages of a chat, `None` if nothing is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"{messages!r}"
@@ -106,13 +107,14 @@ def tokenize_chat(
     return [encode(segments, tokenizer) for segments in ([whole] if whole is not None else map(_as_segments, turns))]
 
 
-def without_missing(value: Any) -> Any:
+def without_missing(value: Written) -> Written:
     """Messages or tools as they were written: data sets in columns give every mapping the fields of all, `None` where
     it had none, which templates would write out."""
     if isinstance(value, Mapping):
-        return {name: without_missing(item) for name, item in value.items() if item is not None or name == "content"}
+        kept = {name: without_missing(item) for name, item in value.items() if item is not None or name == "content"}
+        return cast(Written, kept)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [without_missing(item) for item in value]
+        return cast(Written, [without_missing(item) for item in value])
     return value
 
 

@@ -76,7 +76,7 @@ def _conversations(row: Mapping[str, Any], how: Tokenizing) -> list[Row]:
     return _chat(messages_of(row["conversations"]), row, how)
 
 
-def messages_of(conversation: Any) -> list[dict[str, Any]]:
+def messages_of(conversation: object) -> list[dict[str, Any]]:
     """Messages of a ShareGPT conversation, `{from, value}` each; what has roles already stays as it is.
 
     Raises:

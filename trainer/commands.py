@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 Counts = dict[str, int]
 
 
-def add_output_options(parser: Any, printed: str = "counts", hidden: str = "no progress") -> None:
+def add_output_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, printed: str = "counts", hidden: str = "no progress"
+) -> None:
     """`--json`, `--quiet` and `--debug`, to a parser or a group of one."""
     parser.add_argument(
         "--json", action="store_true", help=f"print the {printed} as JSON, and nothing else, to stdout"

@@ -16,10 +16,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .commands import add_output_options, write_folder
+from .packing import Examples
 from .sources import DataSource
+
+if TYPE_CHECKING:
+    from .shards import ShardFolder
+    from .target_features import FrozenTarget
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -114,7 +119,9 @@ def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     return target, layers
 
 
-def fill(folder: Any, data: Any, frozen: Any, layers: tuple[int, ...], args: argparse.Namespace) -> None:
+def fill(
+    folder: ShardFolder, data: Examples, frozen: FrozenTarget, layers: tuple[int, ...], args: argparse.Namespace
+) -> None:
     """Writes the shards that are not there yet; several processes share them out."""
     from tqdm import tqdm
 

@@ -32,7 +32,11 @@ class OtherRunError(ValueError):
 
 
 def run_identity(
-    heads: DraftHead, args: DraftHeadTrainingArguments, num_passes: int, data: Any, custom_optimizer: str | None = None
+    heads: DraftHead,
+    args: DraftHeadTrainingArguments,
+    num_passes: int,
+    data: object,
+    custom_optimizer: str | None = None,
 ) -> dict[str, Any]:
     """What makes a run the same run, as plain values, with their digest.
 
@@ -56,7 +60,7 @@ def run_identity(
     return {"digest": digest(values), "values": values}
 
 
-def data_identity(data: Any) -> str | None:
+def data_identity(data: object) -> str | None:
     """Length and digest of the first and last examples; `None` where nobody knows (a stream)."""
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__") or not len(data):
         return None
@@ -65,7 +69,7 @@ def data_identity(data: Any) -> str | None:
     return f"{len(data)} examples, {digest(ids)}"
 
 
-def digest(values: Any) -> str:
+def digest(values: object) -> str:
     """16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

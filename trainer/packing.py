@@ -5,7 +5,12 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+Examples: TypeAlias = "Dataset | IterableDataset"  # a data set, or a stream of one
 
 ROWS_AT_ONCE = 10_000  # examples among which fitting ones are looked for
 ROWS_OF_A_STREAM = 512
@@ -36,7 +41,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted((sorted(row) for row in rows), key=lambda row: row[0])
 
 
-def pack_dataset(dataset: Any, max_length: int) -> Any:
+def pack_dataset(dataset: Examples, max_length: int) -> Examples:
     """Rows of up to `max_length` tokens, each of whole examples, from a prepared data set or stream.
 
     Adds the column `lengths`, of the examples of a row, by which the collator tells them apart.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from .arguments import DraftHeadTrainingArguments
 from .chats import ExampleError
 from .columns import Tokenizing, rows_of
-from .packing import pack_dataset
+from .packing import Examples, pack_dataset
 from .sources import KINDS_OF_DATA, kind_of
 
 Noted = tuple[list[int], list[int], int, str | None]  # ids, loss mask, what became of it, why it cannot be read
@@ -64,7 +64,7 @@ class DataReport:
 
 
 def prepare_dataset(
-    dataset: Any,
+    dataset: Examples,
     tokenizer: PreTrainedTokenizerBase | None,
     max_length: int,
     *,
@@ -127,7 +127,7 @@ def prepare_dataset(
 
 def prepare_for(
     args: DraftHeadTrainingArguments,
-    dataset: Any,
+    dataset: Examples | dict[str, Examples] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     report: DataReport | None = None,
     pack: bool = False,
@@ -151,7 +151,7 @@ def prepare_for(
     return pack_dataset(prepared, args.max_length) if packs else prepared
 
 
-def known_as_prepared(dataset: Any, max_length: int) -> Any:
+def known_as_prepared(dataset: Examples, max_length: int) -> Examples:
     """The same data set, which [`prepare_dataset`] will leave as it is: for mixtures of prepared ones."""
     _prepared[dataset] = max_length
     return dataset

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import add_output_options, write_folder
+from .packing import Examples
 from .sources import DataSource
 
 ROWS_PER_SHARD = 500
@@ -115,7 +116,7 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
     return {name: found[name] for name in ("rows", "success", "error", "skipped", "generations", "tokens")}
 
 
-def load_rows(args: argparse.Namespace) -> Any:
+def load_rows(args: argparse.Namespace) -> Examples:
     """The data set; any with chats or prompts.
 
     Raises:

@@ -7,9 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .packing import Examples
 from .shards import kind_of_folder
+
+if TYPE_CHECKING:
+    from .stored_features import StoredFeatures
 
 KINDS_OF_DATA = ["messages", "conversations", "prompt and completion", "text", "input_ids"]
 DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -103,7 +107,7 @@ class DataSource:
         if is_file and Path(self.path).is_file() and not Path(self.path).stat().st_size:
             raise RecipeError(f"the data file {self.path!r} is empty.")
 
-    def load(self) -> Any:
+    def load(self) -> Examples | StoredFeatures:
         """The `datasets.Dataset`, or the stored features of a folder that holds some.
 
         Raises:
@@ -127,7 +131,7 @@ class DataSource:
         except (OSError, ValueError, KeyError) as error:
             raise RecipeError(f"data {self.path!r} cannot be read: {error}") from error
 
-    def load_raw(self) -> Any:
+    def load_raw(self) -> Examples:
         """The same, whatever columns it has.
 
         Raises:

@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.identity import fingerprints_match, target_identity
 
+from .arguments import DraftHeadTrainingArguments
 from .data import PaddedCollator
+from .packing import Examples
 from .shards import ShardFolder, read_manifest
 
 KIND = "features"
@@ -139,7 +141,11 @@ def write_shard(folder: ShardFolder, index: int, examples: Sequence[Mapping[str,
 
 
 def collator_of(
-    datasets: Sequence[Any], heads: DraftHead, target: PreTrainedModel, pad_token_id: int, args: Any
+    datasets: Sequence[Dataset | Examples],
+    heads: DraftHead,
+    target: PreTrainedModel,
+    pad_token_id: int,
+    args: DraftHeadTrainingArguments,
 ) -> FeatureCollator | None:
     """The collator for data sets some of which are stored features, after looking at these; `None` if none is.
 

@@ -26,6 +26,7 @@ from .guards import StepGuard
 from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
+from .packing import Examples
 from .preparing import DataReport, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
@@ -329,7 +330,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 logs["skipped_steps"] = self._step_guard.skipped
         super().log(logs, start_time)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Examples | None = None) -> torch.utils.data.DataLoader:
         """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
         even = self.accelerator.even_batches
         self.accelerator.even_batches = self.args.shard_target  # whose processes run the target together

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ..version import __version__
 from . import (
@@ -20,19 +21,17 @@ from . import (
     env,
     evaluate,
     export,
-    features,
     figures,
     generate,
     inspect,
     push,
-    regenerate,
-    train,
     tune,
 )
 from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress
+from .handed_over import HANDED_OVER
 
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "demo": demo,
     "app": app,
     "generate": generate,
@@ -41,9 +40,7 @@ COMMANDS = {
     "diff": diff,
     "doctor": doctor,
     "figures": figures,
-    "regenerate": regenerate,
-    "features": features,
-    "train": train,
+    **{name: HANDED_OVER[name] for name in ("regenerate", "features", "train")},
     "inspect": inspect,
     "convert": convert,
     "export": export,
@@ -51,8 +48,6 @@ COMMANDS = {
     "tune": tune,
     "env": env,
 }
-
-HANDED_OVER = {"train": "hf_specheads.trainer", "regenerate": regenerate.MODULE, "features": features.MODULE}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 for a failed check, 2 for wrong input.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and (module := HANDED_OVER.get(argv[0])):  # all its arguments, --help included, are the trainer's
-        return train.hand_over(argv[1:], argv[0], module)
+    if argv and argv[0] in HANDED_OVER:
+        return HANDED_OVER[argv[0]].hand_over(argv[1:])
     args = build_parser().parse_args(argv)
     try:
         if args.quiet or not sys.stderr.isatty():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from ..cache.draft import DraftCache
 from ..cache.rooms import Rooms
@@ -131,7 +131,9 @@ class CompiledRounds:
             cache.outlive_step()
         return drafted
 
-    def verify(self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
+    def verify(
+        self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
+    ) -> ModelOutput:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
         shapes = (tuple(tree.token_ids.shape), cache.capacity, tree.max_depth, repr(hidden_states))
         # Views of other strides would be compiled anew.

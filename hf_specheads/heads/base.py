@@ -321,7 +321,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         heads.placement = placement
         return (heads, info) if output_loading_info else heads
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]  # by keyword only
         """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
         machine. Target weights are never saved, but an adapter is that the target was trained with together with
         these heads. A model card is written beside the weights; a README.md that is there keeps its text."""

@@ -9,6 +9,7 @@ root and the drafted tokens are appended during a round and dropped at its end.
 
 import inspect
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -393,6 +394,6 @@ class DraftLanguageModel(DraftHead):
         return {name: fields[name] for name in (*LLAMA_FIELDS, "language_model") if name in fields}
 
     # ------------------------------------------------------------------ saving
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # by keyword only
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         """As in [`DraftHead`]; tensors keep our names, not those of the wrapped family's original files."""
-        return super().save_pretrained(save_directory, **{"save_original_format": False, **kwargs})
+        super().save_pretrained(save_directory, **{"save_original_format": False, **kwargs})

@@ -168,7 +168,7 @@ class MtpHead(DraftHead):
         states: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,
+        past_key_values: MtpCache | None = None,
     ) -> torch.Tensor:
         """One MTP layer over rows to append: the only forward, for prefill, drafting and training.
 

@@ -11,6 +11,7 @@ from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.default import default_tree, machine_key, tuned_tree, without_machine
 from ..tuning.tune import TuningResult, tune
+from ..tuning.turns import Prompts
 
 
 class TreeChoice(DraftingContract, nn.Module):
@@ -55,7 +56,7 @@ class TreeChoice(DraftingContract, nn.Module):
             self.config.tree_config = self._chosen_tree.to_dict()
             self.config.tuned = without_machine(self.config.tuned, machine_key(self.device, self.dtype)) or None
 
-    def tune(self, target: PreTrainedModel, prompts: Any, **options: Any) -> TuningResult:
+    def tune(self, target: PreTrainedModel, prompts: Prompts, **options: Any) -> TuningResult:
         """Measures which draft tree is fastest with this target on this machine, and uses it from now on:
 
             print(heads.tune(target, prompts, tokenizer=tokenizer))
