@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hf_specheads import diagnose
@@ -25,9 +26,11 @@ from ..results import Result, footnote, markdown_table, number, percent
 from ..setup import display_name, load_prompts, load_target
 from .lab import Case, Lab, recorded_names
 from .plantings import PLANTINGS, Planting
-from .tiny import METHOD_OPTIONS
+from .tiny import METHOD_OPTIONS, tiny_target
 
 SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
+OTHER_TARGETS, OTHER_METHODS = (1, 2, 3), ("eagle3", "dflash")
+PLANTED_AGAIN = ("labels off by one, tiny eagle3", "hidden states one layer up, tiny dflash")
 MEASURES = ("position_1", "tau", "likelihood")
 
 
@@ -55,8 +58,8 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
         sound[name] = said(examined(case))
         tell(f"sound {name}: {sound[name]['causes']}")
     planted = []
-    for planting in (one for one in PLANTINGS if shipped != one.heads.startswith("tiny")):
-        planted.append(_row(planting, examined(planting.make(lab))))
+    for planting, where in _plantings(lab, shipped):
+        planted.append(_row(planting, examined(planting.make(where))))
         tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
         "of": args.of, "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
@@ -83,6 +86,26 @@ def _sound_tiny(lab: Lab) -> Iterator[tuple[str, Case]]:
             yield f"recorded {name}", case
     for method in ("eagle", *METHOD_OPTIONS):
         yield f"tiny {method}", lab.tiny(method)
+    for seed, other in _others(lab):
+        for method in OTHER_METHODS:
+            yield f"tiny {method} of target {seed}", other.tiny(method)
+
+
+def _others(lab: Lab) -> Iterator[tuple[int, Lab]]:
+    """Other tiny targets than the one thresholds were looked at on."""
+    for seed in OTHER_TARGETS:
+        yield seed, Lab(lab.target, lab.prompts, lab.new_tokens, lab.pair, tiny_target=tiny_target(seed))
+
+
+def _plantings(lab: Lab, shipped: bool) -> Iterator[tuple[Planting, Lab]]:
+    """In the pair asked for; of tiny ones, some again on other targets."""
+    for one in PLANTINGS:
+        if shipped != one.heads.startswith("tiny"):
+            yield one, lab
+    for seed, other in () if shipped else _others(lab):
+        for one in PLANTINGS:
+            if f"{one.planted}, {one.heads}" in PLANTED_AGAIN:
+                yield replace(one, heads=f"{one.heads} of target {seed}"), other
 
 
 def examined(case: Case) -> Diagnosis:

@@ -79,8 +79,10 @@ def _hypotheses(found: Diagnosis, hypotheses: Sequence[dict[str, Any]]) -> str:
     return _table(("setting", "position 1", "tau", "log-likelihood"), rows, marked)
 
 
-def _scored(name: str, position_1: float, tau: float, likelihood: float | None) -> tuple[str, ...]:
-    return name, f"{position_1:.3f}", f"{tau:.2f}", "" if likelihood is None else f"{likelihood:.3f}"
+def _scored(name: str, position_1: float, tau: float | None, likelihood: float | None) -> tuple[str, ...]:
+    """A row; tau is not known of what was hopeless at position 1."""
+    return (name, f"{position_1:.3f}", "" if tau is None else f"{tau:.2f}",
+            "" if likelihood is None else f"{likelihood:.3f}")  # fmt: skip
 
 
 def _groups(groups: Iterable[dict[str, Any]]) -> str:

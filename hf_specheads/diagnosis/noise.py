@@ -49,8 +49,9 @@ class Noise:
         return self.told and self.share.low > 0.5
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON, which has no infinity: of a single prompt no interval is known."""
+        ends = {name: value if math.isfinite(value) else None for name, value in asdict(self.share).items()}
+        return {**asdict(self), "share": ends}
 
 
 def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -> Noise | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -38,6 +39,9 @@ def test_a_target_that_knows_no_text_is_not_asked_whether_prompts_are(deep, evid
     assert measure_noise(deep, evidence, tiny_tokenizer()) is None  # our words are none of its
     found = measure_noise(deep, evidence, letters)
     assert found is not None and not found.told and not found.found
+    one = measure_noise(deep, evidence.part([0]), letters)
+    assert one is not None and not one.found
+    assert "Infinity" not in json.dumps(one.to_dict()) and one.to_dict()["share"]["low"] is None
 
 
 def letters(text: str) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.diagnosis.tiny import LEVELS, tiny_prompts
 from hf_specheads import AutoDraftHead, DraftHead, WrongTargetError, diagnose, load_heads
 from hf_specheads.cli import main
+from hf_specheads.diagnosis.alternative import put_into_force
 from hf_specheads.diagnosis.diagnosis import Diagnosis
 from hf_specheads.diagnosis.doctor import measured_statistics
 from hf_specheads.diagnosis.teacher_forced import own_text
@@ -92,6 +94,19 @@ def test_a_map_that_should_be_the_identity(deep, learnt) -> None:
     heads.d2t += torch.arange(90) // 45  # of another slice
     found = examine(deep, heads)
     assert found.findings[0].cause == "draft vocabulary" and "identity" in found.findings[0].said, str(found)
+
+
+def test_what_is_put_into_force_stays(deep, learnt) -> None:
+    """Also what was built of the config: the heads as they are, not only the files written of them."""
+    heads = learnt()
+    right = heads.rotary_emb.inv_freq.clone()
+    for base in (100.0, 10000.0):
+        put_into_force(heads, {"rope_parameters": {"rope_type": "default", "rope_theta": base}})
+        gc.collect()
+        assert torch.equal(heads.rotary_emb.inv_freq, right) is (base == 10000.0)
+    put_into_force(heads, {"norm_before_residual": True})
+    gc.collect()
+    assert heads.layers[0].norm_before_residual and heads.config.norm_before_residual
 
 
 def test_a_random_lm_head(deep, learnt) -> None:
