@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_specheads import AutoDraftHead, load_heads
+from hf_specheads.checkpoints.fetch import HUB_ERRORS
 from hf_specheads.heads.auto import METHODS
 
 from .arguments import DraftHeadTrainingArguments
@@ -235,16 +238,33 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
         options["draft_vocab_size"] = len(options["draft_token_ids"])
     heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
     trainer_class: type[DraftHeadTrainer] = JointTrainer if recipe.trains_target else DraftHeadTrainer
-    trainer = trainer_class(
-        model=heads,
-        target=target,
-        args=args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-    )
+    with naming_the_hub(args):
+        trainer = trainer_class(
+            model=heads,
+            target=target,
+            args=args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+        )
     trainer.data_report = report
     return trainer
+
+
+@contextmanager
+def naming_the_hub(args: DraftHeadTrainingArguments) -> Iterator[None]:
+    """A trainer that will push makes its repository at once; says so where the Hub does not answer or refuses.
+
+    Raises:
+        RecipeError: with the Hub's reason.
+    """
+    try:
+        yield
+    except (*HUB_ERRORS[:2], OfflineModeIsEnabled) as error:
+        raise RecipeError(
+            f"push_to_hub=true, and the Hub cannot be asked for the repository {args.hub_model_id!r}: {error}; leave "
+            "push_to_hub out, and `specheads push` the heads later."
+        ) from error
 
 
 def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:

@@ -31,19 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> Result:
     """Every command and every import."""
     commands = [["--help"], ["env"], ["inspect", args.heads], *([name, "--help"] for name in COMMANDS)]
-    spent = {" ".join(words): seconds_of(["-m", "hf_specheads", *words], args.repeats) for words in commands}
-    return {"commands": spent, "imports": {code: seconds_of(["-c", code], args.repeats) for code in IMPORTS},
-            "repeats": args.repeats}  # fmt: skip
+    spent = least_seconds({" ".join(words): ["-m", "hf_specheads", *words] for words in commands}, args.repeats)
+    imports = least_seconds({code: ["-c", code] for code in IMPORTS}, args.repeats)
+    return {"commands": spent, "imports": imports, "repeats": args.repeats}
 
 
-def seconds_of(words: list[str], repeats: int) -> float:
-    """Least seconds of processors that a fresh interpreter takes."""
-    spent = []
+def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:
+    """Least seconds of processors that a fresh interpreter takes for each; they take turns."""
+    spent: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        before = _processor_seconds()
-        subprocess.run([sys.executable, *words], capture_output=True, check=True)
-        spent.append(_processor_seconds() - before)
-    return min(spent)
+        for name, words in runs.items():
+            before = _processor_seconds()
+            subprocess.run([sys.executable, *words], capture_output=True, check=True)
+            spent[name].append(_processor_seconds() - before)
+    return {name: min(seconds) for name, seconds in spent.items()}
 
 
 def _processor_seconds() -> float:

@@ -187,6 +187,28 @@ def test_requests_are_asked_for_when_there_is_a_place() -> None:
     assert found != sorted(found) and asked == list(range(len(alone)))
 
 
+def test_texts_go_on_while_nobody_waits() -> None:
+    """Requests that come one by one, long after each other."""
+    target, alone = shared_target("llama"), prompts((7, 5, 9))
+    late = [alone[0], None, None, alone[1], *[None] * 40, alone[2]]
+    found = list(generate_stream(target, random_heads(target, "eagle"), late, 2, max_new_tokens=9, do_sample=False))
+    assert texts_of(found) == alone_texts(target, alone, max_new_tokens=9)
+
+
+def test_heads_that_train_learn_nothing_from_it() -> None:
+    """No graph of a round is kept, whoever has gradients on."""
+    target, alone = shared_target("llama"), prompts((7, 5))
+    heads = random_heads(target, "eagle")
+    stream = generate_stream(target, heads, alone, 2, max_new_tokens=12, do_sample=False)
+    caches = []
+    heads.on_round = lambda _: caches.append(stream.gi_frame.f_locals["self"].loop)
+    list(stream)
+    assert all(p.requires_grad for p in heads.parameters())
+    states = [loop.rows.features for loop in caches if loop.rows is not None]
+    states += [layer.keys for loop in caches for layer in loop.candidates.draft_cache.layers]
+    assert states and not any(state.requires_grad for state in states)
+
+
 def test_what_is_a_request(tokenizer: Any) -> None:
     target, heads = shared_target("llama"), random_heads(shared_target("llama"), "eagle")
     ids = random_prompt(7)

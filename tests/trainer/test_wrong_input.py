@@ -61,6 +61,7 @@ EARLY = {
 }
 LATE = {
     "no Hub": ("target=somebody/something", "the target 'somebody/something' cannot be loaded: We couldn't connect"),
+    "no Hub to push to": ("push_to_hub=true", "and the Hub cannot be asked for the repository"),
     "unknown field of heads": ("heads.num_specialist=2", "num_specialist"),
     "impossible heads": ("heads.num_specialists=0", "num_specialists"),
     "text that is none": ("train_data={folder}/numbers_as_text.jsonl", "every `text` of the data must be a string"),
