@@ -133,7 +133,7 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
         theirs = ask_vllm(args, served, speculative, prompts)
     mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
     entry = {
-        "heads": name,
+        "heads": Path(name).name,
         "to": to,
         "draft_positions": positions,
         "texts": len(prompts),

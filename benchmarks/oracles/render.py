@@ -11,7 +11,7 @@ from typing import Any
 from ..results import RESULTS, markdown_table
 
 FOLDER = RESULTS / "oracles"
-NAMES = ("vllm", "vllm_bfloat16", "speculators", "speculators_loads", "speculators_eagle")
+NAMES = ("vllm", "vllm_bfloat16", "vllm_blocks", "speculators", "speculators_loads", "speculators_eagle")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -114,6 +114,7 @@ def tables() -> dict[str, str]:
     made = {
         "vllm": vllm_table(found["vllm"]),
         "vllm_bfloat16": vllm_table(found["vllm_bfloat16"]),
+        "vllm_blocks": vllm_table(found["vllm_blocks"]),
         "poss": poss_table(found["vllm"]),
         "speculators": speculators_table(found["speculators"]),
         "speculators_loads": speculators_loads_table(found["speculators_loads"]),

@@ -33,7 +33,7 @@ from .verification.accepted import Accepted
 
 OF_A_CALL = ("assistant_model", "streamer", "custom_generate", "past_key_values", "inputs", "input_ids")
 OF_A_REQUEST = "max_new_tokens"
-_NONE = object()
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ def generate_stream(
         print(text.index, tokenizer.decode(text.token_ids))
     ```
 
-    A request is asked for when a place is free, so `requests` may be a queue that goes on for ever. Texts are handed
-    out as they end. Greedy text equals `target.generate` of the request alone (up to ties, as in every batch); sampled
-    text has its distribution, whatever else is in the batch, but not its seed. The tree is chosen round by round, by
-    the number of sequences, where nobody has assigned one. Statistics of all rounds are in `heads.last_stats`.
+    A request is asked for when a place is free, so `requests` may be a queue that goes on for ever; where it has
+    nobody waiting it gives `None`, and is asked again after the next round. Texts are handed out as they end. Greedy
+    text equals `target.generate` of the request alone (up to ties, as in every batch); sampled text has its
+    distribution, whatever else is in the batch, but not its seed. The tree is chosen round by round, by the number of
+    sequences, where nobody has assigned one. Statistics of all rounds are in `heads.last_stats`.
 
     Args:
         target: The target.
         heads: Heads made for it.
         requests: What a tokenizer returns for one text without padding (`input_ids` of shape [T] or [1, T]), or such
             token ids alone; more inputs (images) as the target takes them. A request's own `max_new_tokens` goes
-            before that of the call.
+            before that of the call. `None`: nobody waits at the moment.
         max_batch: Sequences in a round.
         **options: For `generate`, of all requests. `stop_strings` wants the `tokenizer` too.
 
@@ -105,10 +106,11 @@ class _Stream:
             waiting = True
             while waiting or self.is_busy:
                 while waiting and not self.is_full:
-                    request = next(requests, _NONE)
-                    waiting = request is not _NONE
-                    if waiting:
-                        self.admit(request)
+                    request = next(requests, _END)
+                    waiting = request is not _END
+                    if request is None or not waiting:
+                        break
+                    self.admit(request)
                 if self.loop is not None:
                     self.loop.step()
                     yield from self.loop.take_finished()
@@ -202,6 +204,7 @@ class StreamLoop(RoundLoop):
         return len(self.texts.active) - len(self.texts.ended)
 
     # ------------------------------------------------------------------ newcomers
+    @torch.no_grad()
     def take_in(self, request: int, newcomer: RoundLoop, rows: NewRows, seconds: float) -> None:
         """A request whose prompt was read takes a free place, unless its first token was its last.
 

@@ -187,6 +187,31 @@ def test_requests_are_asked_for_when_there_is_a_place() -> None:
     assert found != sorted(found) and asked == list(range(len(alone)))
 
 
+def test_texts_go_on_while_nobody_waits() -> None:
+    """Requests that come one by one, long after each other."""
+    target, alone = shared_target("llama"), prompts((7, 5, 9))
+    late = [alone[0], None, None, alone[1], *[None] * 40, alone[2]]
+    found = list(generate_stream(target, random_heads(target, "eagle"), late, 2, max_new_tokens=9, do_sample=False))
+    assert texts_of(found) == alone_texts(target, alone, max_new_tokens=9)
+
+
+def test_heads_that_train_learn_nothing_from_it() -> None:
+    """No graph of a round is kept, whoever has gradients on."""
+    target, alone = shared_target("llama"), prompts((7, 5))
+    heads = random_heads(target, "eagle")
+    stream, with_graph = generate_stream(target, heads, alone, 2, max_new_tokens=12, do_sample=False), []
+
+    def look(_: Any) -> None:
+        loop = stream.gi_frame.f_locals["self"].loop
+        if loop.rows is not None:
+            states = [loop.rows.features, *(layer.keys for layer in loop.candidates.draft_cache.layers)]
+            with_graph.extend(state.requires_grad for state in states)
+
+    heads.on_round = look
+    assert len(list(stream)) == 2
+    assert with_graph and not any(with_graph) and all(p.requires_grad for p in heads.parameters())
+
+
 def test_what_is_a_request(tokenizer: Any) -> None:
     target, heads = shared_target("llama"), random_heads(shared_target("llama"), "eagle")
     ids = random_prompt(7)

@@ -1,0 +1,45 @@
+"""Briefly trained block drafters for the shipped target, to be exported and served by other engines.
+
+    python -m benchmarks.oracles.block_heads FOLDER
+    python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --heads FOLDER/dflash --to speculators \
+        --limit 2 --max_new_tokens 48 --output benchmarks/results/oracles/vllm_blocks.json
+
+Forty steps on eight texts of the target: enough that some drafts are accepted and others are not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specheads import AutoDraftHead
+from hf_specheads.diagnosis.evidence import capture, continue_texts
+
+from ..diagnosis.tiny import learn
+from ..results import ROOT
+from ..setup import load_prompts
+
+SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 12, 21), "block_size": 5}
+CHAIN = {"kind": "chain", "depth": 4, "top_k": 1, "total_tokens": 5}
+NEW_TOKENS, STEPS, RATE = 48, 40, 2e-3
+
+
+def main(folder: Path, methods: tuple[str, ...] = ("dflash",)) -> None:
+    """Trains and saves them."""
+    place = ROOT / "model_cards" / "target"
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    target = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    prompts = [prompt["input_ids"] for prompt in load_prompts(["held_out", "functions"], tokenizer, 4)]
+    texts = continue_texts(target, prompts, NEW_TOKENS)
+    evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
+    for method in methods:
+        torch.manual_seed(0)
+        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **SIZES).bind(target, follow=False)
+        learn(heads, evidence, steps=STEPS, passes=CHAIN["depth"], rate=RATE).save_pretrained(folder / method)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
