@@ -157,7 +157,10 @@ def test_processors_see_their_own_text() -> None:
     assert texts_of(found) == alone_texts(target, alone, **options)
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0.8}, {"temperature": 1.2, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param({"temperature": 0.8}, marks=pytest.mark.slow), {"temperature": 1.2, "repetition_penalty": 1.3}],
+)
 def test_sampled_texts_have_the_targets_distribution(setting: dict[str, float]) -> None:
     target, samples = five_token_target(), 300
     heads = random_heads(target, "eagle", DraftTreeConfig(depth=2, top_k=2, total_tokens=5))
