@@ -20,7 +20,7 @@ from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 from transformers import CompileConfig
 
-from hf_specheads import AutoDraftHead, UnsupportedGenerationError, load_heads
+from hf_specheads import AutoDraftHead, UnsupportedGenerationError, generate_stream, load_heads
 from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.metrics import wait_for
@@ -72,6 +72,19 @@ def test_loaded_heads_follow_the_target(method, folders, target):
         assert heads.device == DEVICE, "a copy with another tree shares the weights"
         got = target.generate(**on(DEVICE, batch), assistant_model=heads, max_new_tokens=NEW, do_sample=False)
         assert got.tolist() == rows
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("method", ["eagle", "medusa", "mtp", "lookup"])
+@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
+def test_streams(devices, method, folders, target):
+    """Requests come from the host, and take the places of others."""
+    if len(devices) > 1:
+        target = spread([DEVICE, torch.device("cpu")])
+    _, alone = batch_of((9, 4, 14, 6))
+    expected = [plain(target, ids.to(target.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
+    found = generate_stream(target, load_heads(folders[method]), alone, 2, max_new_tokens=NEW, do_sample=False)
+    assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == expected
 
 
 @pytest.mark.placement
