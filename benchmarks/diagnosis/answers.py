@@ -37,10 +37,10 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:
-    """Least seconds of processors that a fresh interpreter takes for each; they take turns."""
+    """Least seconds of processors that a fresh interpreter takes for each; they take turns, forwards and backwards."""
     spent: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, words in runs.items():
+    for turn in range(repeats):
+        for name, words in list(runs.items())[:: 1 if turn % 2 else -1]:
             before = _processor_seconds()
             subprocess.run([sys.executable, *words], capture_output=True, check=True)
             spent[name].append(_processor_seconds() - before)
