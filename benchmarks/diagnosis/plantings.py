@@ -13,7 +13,7 @@ from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.diagnosis.alternative import partial_frequencies, partial_rotation, put_into_force
 from hf_specheads.diagnosis.doctor import measured_statistics
 from hf_specheads.diagnosis.layouts import reordered
-from hf_specheads.diagnosis.teacher_forced import FIRST_TOKENS, own_text
+from hf_specheads.diagnosis.teacher_forced import FIRST_TOKENS
 from hf_specheads.heads.layers import rotary_embedding
 
 from .lab import Case, Lab, tiny_tokenizer
@@ -239,16 +239,15 @@ def raw_texts(lab: Lab) -> Case:
     return Case(lab.tiny_target, heads, texts, 24, 2, tokenizer=tokenizer)
 
 
-def unsupervised_beginnings(lab: Lab) -> Case:
-    """The loss mask leaves out the first tokens of every answer to a chat."""
-    tokenizer = tiny_tokenizer()
+def other_template(lab: Lab) -> Case:
+    """The template of the training put a block of its own before every answer to a chat, and it was supervised."""
+    tokenizer, block = tiny_tokenizer(), 13
     chats = [[{"role": "user", "content": tokenizer.decode(ids[0])}] for ids in tiny_prompts()]
     asked = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
     evidence = texts_of(lab.tiny_target, [torch.tensor([ids]) for ids in asked])
-    places = torch.arange(evidence.token_ids.shape[1])[None]
-    starts = torch.tensor(evidence.starts)[:, None]
-    later = own_text(evidence, 0) & (places > starts + FIRST_TOKENS)
-    heads = learn(fresh_heads(lab.tiny_target), evidence, where=later)
+    places, starts = torch.arange(evidence.token_ids.shape[1])[None], torch.tensor(evidence.starts)[:, None]
+    labels = evidence.token_ids.masked_fill(places <= starts + FIRST_TOKENS, block)
+    heads = learn(fresh_heads(lab.tiny_target), evidence, labels=labels)
     return Case(lab.tiny_target, heads, chats, 24, 2, evidence, tokenizer)
 
 
@@ -351,7 +350,7 @@ PLANTINGS = (
     Planting(4, "trained on texts of others", "tiny eagle3", other_texts, ("not its own answers",)),
     shipped(5, "prompts of random tokens", "eagle", random_prompts, "not text"),
     Planting(5, "trained on chats, asked for raw text", "tiny eagle3", raw_texts, ("mode",)),
-    Planting(6, "beginnings of answers not supervised", "tiny eagle3", unsupervised_beginnings, ("turns",)),
+    Planting(6, "beginnings of answers of another template", "tiny eagle3", other_template, ("turns",)),
     shipped(7, "no map of the vocabulary", "eagle3", no_map, "draft vocabulary"),
     shipped(7, "a map of other tokens", "eagle3", another_map, "draft vocabulary"),
     shipped(7, "a map one token late", "eagle3", later_map, "draft vocabulary"),

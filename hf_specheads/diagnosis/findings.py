@@ -9,7 +9,7 @@ from typing import Any
 
 from .groups import Group
 from .noise import Noise
-from .trials import Score, Trial
+from .trials import CLEAR_LENGTH, Score, Trial
 
 LOADED, TRAINED_FOR, TRAINED = "loaded wrongly", "trained for something else", "trained too little or wrongly"
 UNKNOWN = "loaded wrongly, by none of the causes that were tried, or trained too little"
@@ -115,7 +115,8 @@ def findings(facts: Facts) -> list[Finding]:
     """Causes, the most certain first. Silent where nothing is wrong."""
     elsewhere = [*_modes(facts), *_policy(facts)]
     settings = [one for one in _settings(facts) if not _good_elsewhere(one, elsewhere)]
-    found = [*_identity(facts), *_labels(facts, settings), *settings, *_serving(facts)]
+    labels = list(_labels(facts, settings))  # which say more than any setting, if anything
+    found = [*_identity(facts), *labels, *(() if labels else settings), *_serving(facts)]
     explained = bool(found)
     found += [*_texts(facts), *(one for one in elsewhere if one.cause == "mode" or not explained)]
     found += [*_turns(facts), *_contexts(facts), *_coverage(facts)]
@@ -153,11 +154,12 @@ def _settings(facts: Facts) -> Iterator[Finding]:
 
 
 def _simplest(best: Trial, winners: list[Trial]) -> Trial:
-    """The first winner that the best one is not surely better than: the list begins with what happens most, and of
-    neighbouring hidden states, say, few texts tell little."""
+    """The first winner that the best one is neither much nor surely better than: the list begins with what happens
+    most, and of neighbouring hidden states, say, few texts tell little."""
     for trial in winners:
         gain = best.score.gain_over(trial.score)
-        if max(gain.length.low, -math.inf if gain.likelihood is None else gain.likelihood.low) <= 0:
+        surely = max(gain.length.low, -math.inf if gain.likelihood is None else gain.likelihood.low) > 0
+        if gain.length.mean < CLEAR_LENGTH and not surely:
             return trial
     return best
 
