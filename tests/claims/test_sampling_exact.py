@@ -213,9 +213,7 @@ CHI_SQUARE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c in ("repetition", "many bonus tokens") else SLOW) for c in CHI_SQUARE]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "many bonus tokens" else SLOW) for c in CHI_SQUARE])
 def test_sampled_distribution(case):
     exact_seed, setting, tree = CHI_SQUARE[case]
     statistic, critical = sampled_statistic(exact_seed, setting, **tree)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.batches import alone_texts, greedy
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
-from support.heads import random_heads
+from support.heads import METHODS_BY_KIND, random_heads
 from support.stubs import CountForwards, StubCache, StubHead
 from support.targets import prompt as random_prompt
 from support.targets import shared_target
@@ -20,7 +20,6 @@ from support.trees import TREES
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_stream
-from hf_specheads.heads.auto import METHODS
 
 LENGTHS = (7, 19, 2, 12, 5, 19, 9)
 BUDGETS = (14, 5, 22, 1, 9, 17, 11)
@@ -82,7 +81,7 @@ def test_every_text_is_its_own(family: str, max_batch: int) -> None:
         assert sum(n + 1 for n in one.num_accepted) == len(one.token_ids) - 1  # the prompt's forward gave the first
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("hass", "jetspec")])
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 def test_every_method(method: str) -> None:
     target, alone = shared_target("llama"), prompts((7, 1, 12, 5))
     heads = random_heads(target, method, TREES["dynamic"])
@@ -91,7 +90,15 @@ def test_every_method(method: str) -> None:
     assert texts_of(found) == wanted
 
 
-@pytest.mark.parametrize("method", ["eagle", "poss", "eagle3", "hydra", "dflash", "mtp", "draft-lm"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle",
+        "hydra",
+        "dflash",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("poss", "eagle3", "mtp", "draft-lm")),
+    ],
+)
 def test_drafts_do_not_depend_on_the_place(method: str) -> None:
     """Heads draft for a text what they draft for it alone: nothing of who had the place before, or sits beside."""
     target, alone = shared_target("llama"), prompts((7, 12, 5, 9))
