@@ -29,6 +29,7 @@ def test_tiny_heads_are_planted_in(measure, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "PLANTINGS", chosen)
     monkeypatch.setattr(doctor, "recorded_names", list)
     monkeypatch.setattr(doctor, "METHOD_OPTIONS", {})
+    monkeypatch.setattr(doctor, "OTHER_TARGETS", ())
     result = measure("doctor", "--of", "tiny", written="doctor_tiny")
     assert set(result["sound"]) == {"tiny eagle"} and result["false_alarms"] == 0
     assert result["named"] == 1 and result["planted"][0]["causes"][0] == "training labels"
