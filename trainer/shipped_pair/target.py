@@ -106,11 +106,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
-    parser.add_argument("--block_size", type=int, default=400)
+    parser.add_argument("--block_size", type=int, default=512)
     parser.add_argument("--batch_size", type=int, default=10)
-    parser.add_argument("--matrix_lr", type=float, default=0.02)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--text_share", type=float, default=0.05, help="of the blocks that are library text alone")
+    parser.add_argument("--matrix_lr", type=float, default=0.01)
+    parser.add_argument("--learning_rate", type=float, default=1.5e-3)
+    parser.add_argument("--decay_share", type=float, default=0.5, help="of the steps, at the end, with falling rates")
+    parser.add_argument("--text_share", type=float, default=0.03, help="of the blocks that are library text alone")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
@@ -142,7 +143,7 @@ def build_trainer(
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
             lr_scheduler_type="warmup_stable_decay",  # a run can be ended anywhere: call it with fewer `--max_steps`
-            lr_scheduler_kwargs={"num_decay_steps": args.max_steps // 4},
+            lr_scheduler_kwargs={"num_decay_steps": int(args.max_steps * args.decay_share)},
             warmup_steps=30,
             max_grad_norm=1.0,
             logging_steps=20,
