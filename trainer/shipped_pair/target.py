@@ -213,7 +213,7 @@ def main() -> None:
         "tokens_seen": steps * args.batch_size * args.block_size + before.get("tokens_seen", 0),
         "flops": trainer.state.total_flos + before.get("flops", 0),
         "hours": round(hours, 3),
-        "held_out": held_out,
+        "held_out_loss": held_out["eval_loss"],
         "right_answers": answered(final, tokenizer, args.answers_per_family),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v != float("inf")},
     }
