@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.acceptance import acceptance, n_alpha, training_curve
+from benchmarks.acceptance import acceptance, n_alpha, questions, training_curve
 from hf_specheads import AutoDraftHead
 
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
@@ -36,7 +36,7 @@ def test_acceptance_reports_every_mode_tree_and_depth(measure_pair, pair):
     assert "training_flops" not in heads["eagle"]
     cell = heads["eagle"]["measured"]["greedy"]["chain"]["3"]
     assert cell["identical"] and cell["interval"][0] <= cell["acceptance_length"] <= cell["interval"][1]
-    tokens, rounds = acceptance.counts_from(cell["counts"])
+    tokens, rounds = questions.counts_from(cell["counts"])
     assert sum(tokens) / sum(rounds) == pytest.approx(cell["acceptance_length"], rel=1e-4)
 
 
@@ -57,7 +57,31 @@ def test_heads_are_told_apart_by_prompts_that_agree_on_the_difference():
     assert acceptance.told_apart(cell(better), cell(worse), "6")
     assert not acceptance.told_apart(cell(noisy), cell(worse), "6")
     assert not acceptance.told_apart(cell(worse), cell(worse), "6")
-    assert acceptance.difference(cell(better), cell(worse), "6").mean == pytest.approx(0.1)
+    assert questions.difference(cell(better), cell(worse), "6").mean == pytest.approx(0.1)
+
+
+def test_questions_are_answered_by_seed_where_both_heads_were_measured():
+    def head(tokens):
+        counts = " ".join(f"{count}/10" for count in tokens)
+        return {"measured": {"greedy": {"chain": {depth: {"counts": counts} for depth in ("4", "8")}}}}
+
+    worse, better = [30, 50, 20, 40] * 10, [31, 51, 21, 41] * 10
+    heads = {"hass": head(better), "eagle": head(worse), "hass-seed1": head(worse), "eagle-seed1": head(worse)}
+    heads |= {"poss3-seed1": head(worse), "medusa": head(worse)}
+    provenance = {"processor": "one", "threads": 1, "commit": "abc", "uncommitted_changes": False, "command": "x",
+                  "date": "today", "versions": {"torch": "2", "transformers": "5"}}  # fmt: skip
+    result = {"modes": ["greedy"], "trees": {"chain": {}}, "depths": [4, 8], "heads": heads, "num_prompts": 40}
+    lines = questions.answers_table({**result, "provenance": provenance}).splitlines()
+    first = "| HASS over EAGLE, equal compute | 0.10 (0.10 to 0.10) | 0.10 (0.10 to 0.10) | ahead |"
+    assert first in lines
+    answered = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
+    assert answered == [
+        "HASS over EAGLE, equal compute",
+        "HASS over EAGLE, equal compute, seed 1",
+        "POSS-3 over EAGLE, equal compute, seed 1",
+        "POSS-3 over HASS, equal compute, seed 1",
+    ]
+    assert sum(line.endswith("| not told apart |") for line in lines) == 3
 
 
 def test_groups_of_prompts_have_their_own_acceptance(measure_pair, pair):
@@ -66,7 +90,7 @@ def test_groups_of_prompts_have_their_own_acceptance(measure_pair, pair):
     result = measure_pair("acceptance", ["eagle"], "--depths", "2", "--trees", "chain")
     cell = result["heads"]["eagle"]["measured"]["greedy"]["chain"]["2"]
     assert list(cell["groups"]) == ["a", "not thinking", "b", "thinking"]
-    tokens, rounds = acceptance.counts_from(cell["counts"])
+    tokens, rounds = questions.counts_from(cell["counts"])
     assert cell["groups"]["a"] == pytest.approx((tokens[0] + tokens[2]) / (rounds[0] + rounds[2]), rel=1e-4)
     assert cell["groups"]["thinking"] == pytest.approx(tokens[1] / rounds[1], rel=1e-4)
 

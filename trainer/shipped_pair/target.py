@@ -106,11 +106,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
-    parser.add_argument("--block_size", type=int, default=400)
-    parser.add_argument("--batch_size", type=int, default=10)
-    parser.add_argument("--matrix_lr", type=float, default=0.02)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--text_share", type=float, default=0.05, help="of the blocks that are library text alone")
+    parser.add_argument("--block_size", type=int, default=320)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--matrix_lr", type=float, default=0.003)
+    parser.add_argument("--learning_rate", type=float, default=6e-4)
+    parser.add_argument("--decay_share", type=float, default=0.85, help="of the steps, at the end, with falling rates")
+    parser.add_argument("--text_share", type=float, default=0.03, help="of the blocks that are library text alone")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
@@ -142,7 +143,7 @@ def build_trainer(
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
             lr_scheduler_type="warmup_stable_decay",  # a run can be ended anywhere: call it with fewer `--max_steps`
-            lr_scheduler_kwargs={"num_decay_steps": args.max_steps // 4},
+            lr_scheduler_kwargs={"num_decay_steps": int(args.max_steps * args.decay_share)},
             warmup_steps=30,
             max_grad_norm=1.0,
             logging_steps=20,
@@ -212,7 +213,7 @@ def main() -> None:
         "tokens_seen": steps * args.batch_size * args.block_size + before.get("tokens_seen", 0),
         "flops": trainer.state.total_flos + before.get("flops", 0),
         "hours": round(hours, 3),
-        "held_out": held_out,
+        "held_out_loss": held_out["eval_loss"],
         "right_answers": answered(final, tokenizer, args.answers_per_family),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v != float("inf")},
     }
