@@ -95,7 +95,7 @@ def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 20
 def with_tokenizer(
     target: LlamaForCausalLM, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
 ) -> LlamaForCausalLM:
-    """A trained target for another tokenizer: each of its tokens is embedded as the mean of what `theirs` makes of it.
+    """A trained target for another tokenizer: a token that `theirs` lacks is embedded as the mean of its parts there.
 
     Args:
         target: The trained target, fp32, with a tied `lm_head`.
@@ -103,12 +103,10 @@ def with_tokenizer(
         ours: The tokenizer to come.
     """
     known, vocabulary = theirs.get_vocab(), ours.get_vocab()
-    special = {index for token, index in vocabulary.items() if token in known and token.startswith("<")}
-    names = {index: token for token, index in vocabulary.items()}
     old = target.get_input_embeddings().weight.detach().clone()
     rows = torch.empty(len(ours), old.shape[1])
-    for index in range(len(ours)):
-        same = [known[names[index]]] if index in special else theirs(ours.decode([index]))["input_ids"]
+    for token, index in vocabulary.items():
+        same = [known[token]] if token in known else theirs(ours.decode([index]))["input_ids"]
         rows[index] = old[same].mean(dim=0)
     target.resize_token_embeddings(len(ours), mean_resizing=False)
     with torch.no_grad():

@@ -29,8 +29,8 @@ each else end entries every first following for from give has have here how if i
 less list me minutes more my name names no not now number numbers of on one or order out please row rows self
 sentence shows so some starts steps table take takes text than that the their them then there they this to two up
 use value was what when where which who will with work would write yes you your
-""".split()
-PIECES = rf" (?:{'|'.join(COMMON_WORDS)})(?![A-Za-z_])| ?\n[ \n]*| +|[A-Za-z]+|[0-9]|[^A-Za-z0-9\s]+ ?|\s+"
+"""
+PIECES = rf" (?:{'|'.join(COMMON_WORDS.split())})(?![A-Za-z_])| ?\n[ \n]*| +|[A-Za-z]+|[0-9]|[^A-Za-z0-9\s]+ ?|\s+"
 EXAMPLES_PER_FAMILY = 2000
 TEXT_SHARE = 0.35  # of the characters are standard-library text: chats decide what is one token
 MODEL_MAX_LENGTH = 2048
