@@ -1,8 +1,8 @@
 """Layers of a target that are alike are compiled once: the compiler meets the first, and calls its code for the rest.
 
-A target of many layers is mostly the same layer many times, and a compiler that is shown all of them traces, lowers
-and schedules each anew. `torch.compiler.nested_compile_region` lets it see one; what it is told to be alike it does
-not look at again, so the answer is ours: two layers are alike if they consist of the same classes with the same settings,
+A target is mostly the same layer many times, and a compiler that is shown all of them traces, lowers and schedules
+each anew. `torch.compiler.nested_compile_region` lets it see one. What it is told to be alike it does not look at
+again, so the answer is ours: two layers are alike if they consist of the same classes with the same settings,
 and of tensors of the same kind. What a layer does with its own number beyond finding its slots in the cache, no such
 comparison tells; whoever uses the outcome compares its first logits with those of the target itself.
 
