@@ -64,14 +64,15 @@ class DraftHeadTrainingArguments(TrainingArguments):
         packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
             The target is tried with two documents first, and refused if one of them sees the other.
         shard_target: Shard the decoder layers of the frozen target over the processes (FSDP2); heads stay
-            data-parallel. Wants `eval_acceptance_prompts=0`.
+            data-parallel.
         packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
             nearly `max_length` tokens; `"batch"` packs the examples of every batch.
         chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
             `chat_template_kwargs` of the data go before.
         dataset_num_proc: Processes that tokenise, default as many as there are cores and work for.
         eval_acceptance_prompts: Prompts of the evaluation set to generate from for `eval_acceptance_length` and
-            `eval_pos_acc_i`; 0 leaves both out.
+            `eval_pos_acc_i`; 0 leaves both out. Tried before the first step: chains are drafted for a target that
+            takes no trees, and a warning says if nothing can be generated.
         eval_prompt_length: Longest prompt cut from a plain text, in tokens (a chat is cut where its first reply
             begins).
         eval_max_new_tokens: Tokens to generate per prompt.

@@ -1,21 +1,14 @@
-"""Running means of the loss components, and acceptance measured by generating."""
+"""Running means of the loss components, agreement with the target, and tokens per second."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
-from hf_specheads.heads.base import DraftHead
-from hf_specheads.metrics import acceptance_length, position_acceptance
-from hf_specheads.tuning.turns import every_round_drafts
-
-from .arguments import DraftHeadTrainingArguments
 from .unroll import DEFAULT_LOSSES, PassLosses
 
 
@@ -129,51 +122,3 @@ class LossMeter:
             for name, mean in zip(self.names, losses, strict=True)
             if name in self.seen
         }
-
-
-@torch.no_grad()
-def generation_metrics(
-    heads: DraftHead,
-    target: PreTrainedModel,
-    prompts: list[list[int]],
-    args: DraftHeadTrainingArguments,
-) -> dict[str, float]:
-    """Acceptance of greedy generation with these heads, pooled over rounds: the code of `generate`, nothing else.
-
-    Args:
-        heads: Trained heads, with the tree to measure.
-        target: Their target.
-        prompts: Token ids; shared out over the processes.
-        args: For `eval_max_new_tokens` and the process.
-
-    Returns:
-        `acceptance_length` and `pos_acc_1`, ...; empty without prompts.
-    """
-    accepted: list[list[int]] = []
-    offered: list[list[int]] = []
-    was_training = heads.training
-    heads.eval()
-    for prompt in prompts[args.process_index :: args.world_size]:
-        ids = torch.tensor([prompt], device=target.device)
-        with every_round_drafts(heads):
-            cast(Any, target).generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=heads,
-                do_sample=False,
-                max_new_tokens=args.eval_max_new_tokens,
-            )
-        if (stats := heads.last_stats) is not None:
-            accepted += stats.num_accepted
-            offered += stats.offered
-    heads.train(was_training)
-    if args.world_size > 1:
-        everyone: list[tuple[list[list[int]], list[list[int]]]] = [([], [])] * args.world_size
-        dist.all_gather_object(everyone, (accepted, offered))
-        accepted = [sequence for theirs, _ in everyone for sequence in theirs]
-        offered = [sequence for _, theirs in everyone for sequence in theirs]
-    if not any(accepted):
-        return {}
-    metrics = {"acceptance_length": acceptance_length(accepted)}
-    metrics.update({f"pos_acc_{i}": value for i, value in enumerate(position_acceptance(accepted, offered), start=1)})
-    return metrics

@@ -11,26 +11,27 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.statistics import FeatureStatistics
 
+from .acceptance import AcceptanceEvaluation
 from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
-from .data import cut_prompts, default_collator
-from .evaluation import AgreementMeter, LossMeter, Throughput, generation_metrics
+from .data import default_collator
+from .evaluation import AgreementMeter, LossMeter, Throughput
 from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
 from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import Examples
-from .preparing import DataReport, prepare_for
+from .preparing import DataReport, endless, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
-from .sharding import shard_target
+from .sharding import in_step, shard_target
 from .stored_features import collator_of
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
@@ -88,6 +89,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             train_dataset = prepare_for(args, train_dataset, processing_class, self.data_report, pack=args.packing)
             eval_dataset = prepare_for(args, eval_dataset, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
+            train_dataset = endless(train_dataset)
             # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
             args.accelerator_config = copy.copy(args.accelerator_config)
             args.accelerator_config.dispatch_batches = False
@@ -117,7 +119,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._feature_statistics = FeatureStatistics(model.feature_layers)
-        self._eval_prompts = eval_prompts
+        self._acceptance = AcceptanceEvaluation(model, self.frozen_target.model, self.args, eval_prompts)
         self._begin_measuring()
 
     def _place_target(self, target: PreTrainedModel) -> None:
@@ -144,6 +146,12 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """Which run this is; see [`identity.run_identity`]."""
         given = self.optimizer_given
         return run_identity(self.model, self.args, self.num_passes, self.train_dataset, given)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in Trainer; what an evaluation will ask of `generate` is tried first."""
+        if self.eval_dataset is not None:
+            self._acceptance.rehearse(self.eval_dataset)
+        return super().train(*args, **kwargs)
 
     # ------------------------------------------------------------------ loss
     def start_unroll(
@@ -333,7 +341,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def get_eval_dataloader(self, eval_dataset: str | Examples | None = None) -> torch.utils.data.DataLoader:
         """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
         even = self.accelerator.even_batches
-        self.accelerator.even_batches = self.args.shard_target  # whose processes run the target together
+        self.accelerator.even_batches = False
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
@@ -355,7 +363,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.model.to(self.args.device).eval()
         meter = LossMeter(self.num_passes, self.args.device, self.loss_names)
         agreement = AgreementMeter(self.num_passes, self.args.device)
-        for batch in dataloader:
+        model = self.frozen_target.model
+        for batch in in_step(dataloader, model) if self.args.shard_target else dataloader:
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
                 unroll = self.start_unroll(inputs, 1.0, training=False, measure=True)  # divided by 1: sums over rows
@@ -365,7 +374,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             meter.steps += unroll.num_rounds
             agreement.sums += unroll.measured
         metrics = {**self.evaluated_losses(meter), **agreement.drain()}
-        metrics.update(generation_metrics(self.model, self.frozen_target.model, self._prompts(dataloader), self.args))
+        metrics.update(self._acceptance.measure(dataloader.dataset))
         return EvalLoopOutput(
             predictions=None,  # type: ignore[arg-type]  # as Trainer's own loop, which wants losses only
             label_ids=None,
@@ -382,9 +391,3 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             if weight := self.args.loss_weights_at(1)[kind]:
                 loss += weight * self.args.decay_at(int(position) - 1) * value
         return {"loss": loss / (self.num_passes if self.args.pass_reduction == "mean" else 1), **components}
-
-    def _prompts(self, dataloader: torch.utils.data.DataLoader) -> list[list[int]]:
-        args = self.args
-        if self._eval_prompts is not None:
-            return [list(prompt) for prompt in self._eval_prompts[: args.eval_acceptance_prompts]]
-        return cut_prompts(dataloader.dataset, args.eval_acceptance_prompts, args.eval_prompt_length)

@@ -18,13 +18,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
-from hf_specheads.bootstrap import Interval, difference_interval, ratio_interval
+from hf_specheads.bootstrap import ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
-from ..setup import Inputs, add_generation_arguments, load_pair, padded, prompt_entries, settings
+from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
 from ..sides import PLAIN, Run, Side, acceptance, generate_once
 from .methods import MODES
-from .training_curve import describe
+from .questions import answers_table, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
     "60 nodes": {"kind": "dynamic", "top_k": 10, "total_tokens": 60},
@@ -88,12 +88,6 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
 def _chosen(counts: Counts, places: Sequence[int]) -> Counts:
     tokens, rounds = ([each[place] for place in places] for each in counts)
     return tokens, rounds
-
-
-def counts_from(text: str) -> Counts:
-    """Tokens and rounds as a result holds them."""
-    pairs = [one.split("/") for one in text.split()]
-    return [float(tokens) for tokens, _ in pairs], [float(rounds) for _, rounds in pairs]
 
 
 def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
@@ -190,15 +184,14 @@ def _with_interval(cell: Result) -> str:
     return f"{number(cell['acceptance_length'])} ({number(low)}-{number(high)})"
 
 
-def difference(ours: Result, theirs: Result, depth: str) -> Interval:
-    """Of tau at one depth, paired by prompts, from what the result holds."""
-    return difference_interval(counts_from(ours[depth]["counts"]), counts_from(theirs[depth]["counts"]))
+def short_table(result: Result) -> str:
+    """What the measurement answers."""
+    return answers_table(result)
 
 
 def told_apart(ours: Result, theirs: Result, depth: str) -> bool:
     """Whether the difference is surely not 0."""
-    found = difference(ours, theirs, depth)
-    return found.low > 0 or found.high < 0
+    return verdict(difference(ours, theirs, depth)) != "not told apart"
 
 
 def _of_groups(result: Result, mode: str) -> str:

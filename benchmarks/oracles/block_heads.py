@@ -1,7 +1,7 @@
-"""Briefly trained block drafters for the shipped target, to be exported and served by other engines.
+"""Briefly trained block drafters and P-EAGLE heads for the shipped target, to be exported and served by other engines.
 
-    python -m benchmarks.oracles.block_heads FOLDER
-    python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --heads FOLDER/dflash --to speculators \
+    python -m benchmarks.oracles.block_heads FOLDER [METHOD ...]
+    python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --heads FOLDER/dflash ... --to speculators \
         --limit 2 --max_new_tokens 48 --output benchmarks/results/oracles/vllm_blocks.json
 
 Forty steps on eight texts of the target: enough that some drafts are accepted and others are not.
@@ -10,7 +10,9 @@ Forty steps on eight texts of the target: enough that some drafts are accepted a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,12 +24,18 @@ from ..diagnosis.tiny import learn
 from ..results import ROOT
 from ..setup import load_prompts
 
-SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 12, 21), "block_size": 5}
+SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 12, 21)}
+METHODS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 5},
+    "dflash2": {"block_size": 5, "selector_rank": 32},
+    "dspark": {"block_size": 4, "markov_rank": 32},
+    "peagle": {},
+}
 CHAIN = {"kind": "chain", "depth": 4, "top_k": 1, "total_tokens": 5}
 NEW_TOKENS, STEPS, RATE = 48, 40, 2e-3
 
 
-def main(folder: Path, methods: tuple[str, ...] = ("dflash",)) -> None:
+def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
     """Trains and saves them."""
     place = ROOT / "model_cards" / "target"
     tokenizer = AutoTokenizer.from_pretrained(place)
@@ -37,9 +45,10 @@ def main(folder: Path, methods: tuple[str, ...] = ("dflash",)) -> None:
     evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
     for method in methods:
         torch.manual_seed(0)
-        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **SIZES).bind(target, follow=False)
+        options = {**SIZES, **METHODS[method]}
+        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **options).bind(target, follow=False)
         learn(heads, evidence, steps=STEPS, passes=CHAIN["depth"], rate=RATE).save_pretrained(folder / method)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or METHODS)

@@ -135,17 +135,20 @@ def their_logits(folder: Path, rows: TrainingRows, dtype: torch.dtype) -> torch.
     return torch.stack(seen)
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
-    """Greatest difference over the rows whose later tokens exist in both, and how many favourites agree."""
-    rows = ours.shape[1] - PASSES  # past them, the two libraries pad the tokens differently
-    ours, theirs = ours[:, :rows], theirs[:, :rows]
+def gap(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    """Greatest difference of logits [..., V], and how many favourites agree; -inf must be in the same places."""
+    errors = (ours - theirs).abs().masked_fill(ours == theirs, 0)
     return {
-        "rows": rows,
-        "passes": PASSES,
-        "max_error": float((ours - theirs).abs().max()),
-        "largest_logit": float(ours.abs().max()),
+        "max_error": float(errors.max()),
+        "largest_logit": float(ours[ours > -torch.inf].abs().max()),
         "same_favourite": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
     }
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
+    """The same over the rows of all passes [passes, T, V] whose later tokens exist in both."""
+    rows = ours.shape[1] - PASSES  # past them, the two libraries pad the tokens differently
+    return {"rows": rows, "passes": PASSES, **gap(ours[:, :rows], theirs[:, :rows])}
 
 
 def converted_like_ours(heads: DraftHead, folder: Path, target: PreTrainedModel) -> dict[str, Any] | None:

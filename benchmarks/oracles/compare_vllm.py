@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -52,7 +53,7 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
     """One run of vLLM.
 
     Raises:
-        RuntimeError: with the end of its output if it fails.
+        RuntimeError: if it fails, with the first error in its output and the end of it.
     """
     request = {
         "model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative,
@@ -63,8 +64,16 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
         question.write_text(json.dumps(request), encoding="utf-8")
         ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True, timeout=900)
         if not answer.exists():
-            raise RuntimeError(f"vLLM failed on {model}:\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
+            raise RuntimeError(
+                first_error(f"{ran.stdout}\n{ran.stderr}"), f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+            )
         return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def first_error(output: str) -> str:
+    """What vLLM's process fails with; what follows is only that its parent has noticed."""
+    found = re.findall(r"(?<!\w)((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)", output)
+    return found[0] if found else "vLLM failed without an error message"
 
 
 def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -195,6 +204,9 @@ def main() -> None:
             except ExportError as error:
                 print(f"{name} to {to}: refused, {error}")
                 continue
+            except RuntimeError as error:
+                entries.append({"heads": Path(name).name, "to": to, "error": error.args[0]})
+                print(*error.args, sep="\n")
             print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
     if args.update and args.output.exists():
         done = {(entry["heads"], entry["to"]) for entry in entries}

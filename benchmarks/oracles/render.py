@@ -11,7 +11,7 @@ from typing import Any
 from ..results import RESULTS, markdown_table
 
 FOLDER = RESULTS / "oracles"
-NAMES = ("vllm", "vllm_bfloat16", "vllm_blocks", "speculators", "speculators_loads", "speculators_eagle")
+NAMES = ("vllm", "vllm_bfloat16", "vllm_blocks", "speculators", "speculators_blocks", "speculators_eagle")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -86,14 +86,20 @@ def speculators_table(result: dict[str, Any]) -> str:
     return f"{_table(head, rows)}\n{_versions(result)}"
 
 
-def speculators_loads_table(result: dict[str, Any]) -> str:
-    """Which class of the library loads an export, and with how many of its tensors as they are."""
+def speculators_blocks_table(result: dict[str, Any]) -> str:
+    """Which class of the library loads an export, with how many of its tensors as they are, and its draft logits."""
     rows = [
         [entry["heads"], f"`{entry['class']}`", f"{entry['equal_tensors']} of {entry['tensors']}",
-         ", ".join(entry["missing"]) or "none"]
+         ", ".join(entry["missing"]) or "none", entry["slots"], f"{entry['max_error']:.1e}",
+         f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}"]
         for entry in result["entries"]
     ]  # fmt: skip
-    return f"{_table(['heads', 'loaded as', 'tensors equal', 'missing'], rows)}\n{_versions(result)}"
+    trained = ["; ".join(f"{error:.1e}" for error in entry["training_forward"]) for entry in result["entries"]
+               if "training_forward" in entry]  # fmt: skip
+    head = ["heads", "loaded as", "tensors equal", "missing", "slots", "greatest difference", "largest logit",
+            "same favourite token"]  # fmt: skip
+    note = f"Its training forward of MTP against drafting, by draft position: {', '.join(trained)}. "
+    return f"{_table(head, rows)}\n{note}{_versions(result)}"
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
@@ -117,7 +123,7 @@ def tables() -> dict[str, str]:
         "vllm_blocks": vllm_table(found["vllm_blocks"]),
         "poss": poss_table(found["vllm"]),
         "speculators": speculators_table(found["speculators"]),
-        "speculators_loads": speculators_loads_table(found["speculators_loads"]),
+        "speculators_blocks": speculators_blocks_table(found["speculators_blocks"]),
         "speculators_eagle": speculators_eagle_table(found["speculators_eagle"]),
     }
     return {f"oracles/{name}": table for name, table in made.items()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
 from ..generation.verification.rules import RULES
 from .models import Models, Settings
-from .replies import plain_reply, reply_with_heads
+from .replies import Reply, plain_reply, reply_with_heads
 from .transcript import Pieces, SeenRound, Transcript
 from .tree_picture import tree_picture
 from .views import Turn
+
+PATIENCE = 10.0  # seconds that a step may take which a reply is stopped after
 
 
 class Conversation:
@@ -20,15 +23,19 @@ class Conversation:
         messages: The chat so far; replies are those with heads.
         ours, plain: Turns with heads, and by plain decoding where that was asked for.
         lossy: Whether the last reply may differ from the target's distribution.
+        left: Whether the visitor has begun another chat: nothing of this one is to be shown any more.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []
         self.ours: list[Turn] = []
         self.plain: list[Turn] = []
-        self.lossy = False
+        self.lossy = self.left = self._halted = False
+        self._writing: Reply | None = None
+        self._idle = threading.Event()
+        self._idle.set()
 
-    def ask(self, models: Models, prompt: str, settings: Settings) -> Iterator[None]:
+    def ask(self, models: Models, prompt: str, settings: Settings) -> Generator[None]:
         """Generates the reply, with heads and then plainly, one after the other so that neither slows the other down;
         gives control back whenever there is something new.
 
@@ -45,23 +52,37 @@ class Conversation:
         self.lossy = options["do_sample"] and not RULES[settings.verification].lossless
         if not models.lock.acquire(blocking=False):
             raise RuntimeError("another reply is being written; try again when it has ended.")
+        self._halted = False
+        self._idle.clear()
         try:
             ours = reply_with_heads(*call, **options)
             self.ours.append(self._turn(models, prompt, ours.transcript))
-            with closing(ours.watch()) as looks:
-                yield from (None for _ in looks)
-            if settings.compare and not (ours.transcript.error or ours.transcript.stopped):
+            yield from self._write(ours)
+            if settings.compare and not (ours.transcript.error or ours.transcript.stopped or self._halted):
                 plain = plain_reply(models.target, inputs, settings.seed, **options)
                 self.plain.append(self._turn(models, prompt, plain.transcript))
-                with closing(plain.watch()) as looks:
-                    yield from (None for _ in looks)
+                yield from self._write(plain)
         finally:
             models.lock.release()
+            self._idle.set()
         if ours.transcript.error:
             self.ours.pop()
             raise ValueError(ours.transcript.error)
         reply = {"role": "assistant", "content": "".join(self.ours[-1].refresh())}
         self.messages = [*messages, reply]
+
+    def stop(self) -> None:
+        """Ends the reply that is being written, after the step it is at, and returns when nothing of it runs any
+        more; does nothing if there is none."""
+        self._halted = True
+        if self._writing is not None:
+            self._writing.halt.set()
+        self._idle.wait(PATIENCE)
+
+    def _write(self, reply: Reply) -> Iterator[None]:
+        self._writing = reply
+        with closing(reply.watch()) as looks:
+            yield from (None for _ in looks)
 
     def _turn(self, models: Models, prompt: str, transcript: Transcript) -> Turn:
         return Turn(prompt, transcript, Pieces(models.decode), models.chats)

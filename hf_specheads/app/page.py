@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 from ..diagnosis.doctor import diagnose
@@ -39,9 +40,10 @@ def build_page(models: Models, examples: Sequence[tuple[str, str]] = (), chosen:
     with gr.Blocks(title="hf-specheads", fill_width=True, analytics_enabled=False) as page:
         gr.Markdown(f"## Draft heads at work\n{WHY}")
         with gr.Tab("Chat"):
-            _chat_tab(models, examples, chosen or next(iter(models.loaders)))
+            talk = _chat_tab(models, examples, chosen or next(iter(models.loaders)))
         with gr.Tab("Doctor"):
             _doctor_tab(models, examples, chosen or next(iter(models.loaders)))
+        page.load(Conversation, outputs=talk, show_progress="hidden")
     return page
 
 
@@ -53,8 +55,9 @@ def launch_options() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- chat
-def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> None:
-    talk = gr.State(None)  # a Conversation, once there is one
+def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> gr.State:
+    """Returns where the visitor's [`Conversation`] is kept."""
+    talk = gr.State(None)  # a Conversation, from when the page is loaded
     with gr.Row():
         with gr.Column(scale=1, min_width=250):
             controls = _controls(models, chosen)
@@ -85,16 +88,26 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
         number = int(event.round)
         return [number, *_round_views(models, state or Conversation(), number)]
 
-    def forget() -> list[Any]:
+    def halt(state: Conversation | None) -> None:
+        if state is not None:
+            state.stop()
+
+    def forget(state: Conversation | None) -> list[Any]:
+        if state is not None:
+            state.left = True
+            state.stop()
         return [Conversation(), *_all_views(models, Conversation())]
 
     asked = {"fn": answer, "inputs": [talk, prompt, *controls], "outputs": [talk, *shown], "concurrency_limit": 1,
              "show_progress": "hidden"}  # fmt: skip
-    running = [send.click(**asked), prompt.submit(**asked)]
-    stop.click(None, cancels=running)
-    clear.click(forget, outputs=[talk, *shown], cancels=running, show_progress="hidden")
+    send.click(**asked)
+    prompt.submit(**asked)
+    # No event is cancelled: a reply ends by itself, and says so, after the step that it is at.
+    stop.click(halt, talk, show_progress="hidden")
+    clear.click(forget, talk, [talk, *shown], show_progress="hidden")
     step.input(look, [talk, step], [ours, words, tree], show_progress="hidden")
     ours.click(pick, [talk], [step, ours, words, tree], show_progress="hidden")
+    return talk
 
 
 def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
@@ -143,16 +156,21 @@ def _controls(models: Models, chosen: str) -> list[Any]:
 
 
 def _answer(models: Models, state: Conversation, text: str, settings: Settings) -> Iterator[list[Any]]:
-    """Views of the page while a reply is written; what goes wrong is said where the verdict stands."""
+    """Views of the page while a reply is written, until the visitor begins another chat; what goes wrong is said where
+    the verdict stands."""
     try:
-        for _ in state.ask(models, text or "", settings):
-            yield [state, *_all_views(models, state)]
+        with closing(state.ask(models, text or "", settings)) as looks:
+            for _ in looks:
+                if state.left:
+                    return
+                yield [state, *_all_views(models, state)]
     except Exception as error:  # the page lives on
         views = _all_views(models, state)
         views[4] = message(one_line(error))
         yield [state, *views]
         return
-    yield [state, *_all_views(models, state)]
+    if not state.left:
+        yield [state, *_all_views(models, state)]
 
 
 def _all_views(models: Models, state: Conversation) -> list[Any]:

@@ -243,7 +243,7 @@ class BlockHead(DraftHead):
         """Takes in the committed rows, and runs the block after the root; arguments as in [`start_draft`].
 
         Returns:
-            States of the slots that draft, [B, D, h].
+            States of all slots, [B, R, h].
         """
         context, batch = self.context_rows(features), features.shape[0]
         self.take_in(context, cache.open_rows(context.shape[1], context.device).expand(batch, -1), cache)
@@ -258,16 +258,17 @@ class BlockHead(DraftHead):
         masks = {
             kind: self._block_mask(cache, kind, batch, rows) for kind in {False, bool(self.config.sliding_layers)}
         }
-        return self(rows, positions, masks, cache)[:, self.config.first_slot :]
+        return self(rows, positions, masks, cache)
 
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; the logits of all positions of the tree in force are computed here, at once."""
-        slots = self.draft_block(cache, token_ids, features)
+        block, root = self.draft_block(cache, token_ids, features), token_ids[:, -1:]
+        slots = block[:, self.config.first_slot :]
         used = min(self.tree_config.depth, slots.shape[1])
         cache.drafted_inputs = [slots, self.draft_logits(slots[:, :used])]
-        return self.node_logits(cache, 0, token_ids[:, -1:], self.root_state(slots))
+        return self.node_logits(cache, 0, root, self.root_state(block, root))
 
     def extend_draft(
         self,
@@ -280,9 +281,9 @@ class BlockHead(DraftHead):
         """As in the contract; no layer runs."""
         return self.node_logits(cache, position, token_ids, features)
 
-    def root_state(self, slots: torch.Tensor) -> torch.Tensor:
-        """What the root hands on, [B, 1, *], from the slots' states [B, D, h]; nothing here."""
-        return slots[:, :1, :1]
+    def root_state(self, block: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+        """What the root [B, 1] hands on, [B, 1, *], from the states of all slots [B, R, h]; nothing here."""
+        return block[:, :1, :1]
 
     def node_logits(
         self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor

@@ -55,10 +55,16 @@ class CorrectedBlockHead(BlockHead):
         """
         raise NotImplementedError
 
+    def first_state(
+        self, hidden: torch.Tensor, roots: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """States [B, K, s] that the first draft position starts from, after roots [B, K] whose own slots have the
+        states `hidden` [B, K, h]; zero here."""
+        return hidden.new_zeros(*roots.shape, self.state_size)
+
     # ------------------------------------------------------------------ drafting
-    def root_state(self, slots: torch.Tensor) -> torch.Tensor:
-        """The state before the root, [B, 1, s]."""
-        return slots.new_zeros(slots.shape[0], 1, self.state_size)
+    def root_state(self, block: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+        return self.first_state(block[:, :1], root, self.borrowed.embed_tokens)
 
     def node_logits(
         self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor
@@ -78,7 +84,7 @@ class CorrectedBlockHead(BlockHead):
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """Pass i is the slot of draft position i after the true token before it; see [`drafted_pass`]."""
         slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
-        state = slots.new_zeros(*anchors.shape, self.state_size)
+        state = self.first_state(slots[:, :, 0], rows.next_token_ids.gather(1, anchors), rows.embed)
         for position in range(num_passes):
             hidden = slots[:, :, position + self.config.first_slot]
             with torch.no_grad():

@@ -2,7 +2,8 @@
 
     g = W1[y]                              vanilla; y the token before the slot, the root before the first
     g = sigmoid(G [h_s ; W1[y]]) * W1[y]   gated
-    g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn
+    g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn;
+                                           state 0 before the block, whose slots all pass it on, an idle root's too
     logits of slot s after y = lm_head(h_s) + W2 g
 
 A confidence head predicts how likely a draft of slot s after y is to be accepted: `stop_below` gives drafts up by it.
@@ -137,6 +138,17 @@ class DSparkHead(CorrectedBlockHead):
         self, position: int, hidden: torch.Tensor, read: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.markov_head(hidden, read, state)
+
+    def first_state(
+        self, hidden: torch.Tensor, roots: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Zero, but that a recurrent head of an idle root has read the root's slot, too: `speculators`, whose heads
+        these are (DeepSpec's roots draft), carries the state through all slots of a block."""
+        state = super().first_state(hidden, roots, embed)
+        if self.config.first_slot == 0 or self.config.markov_head != "rnn":
+            return state
+        read = self.read_tokens(roots, embed).to(hidden.device)
+        return self.markov_head(hidden, read, state)[1]
 
     # ------------------------------------------------------------------ predicted acceptance
     def predicted_acceptance(self, cache: DraftCache, position: int, token_ids: torch.Tensor) -> torch.Tensor:

@@ -77,15 +77,21 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The page of the shipped pair, served by this process."""
-    from hf_specheads.app.page import build_page, launch_options
+def models() -> Any:
+    """What the page generates with: the shipped pair."""
     from hf_specheads.cli.app import load_models
 
     args = argparse.Namespace(pair=PAIR, target="target", heads=["poss3", "eagle"], dtype="float32", device="cpu",
                               quiet=True)  # fmt: skip
-    models, chosen = load_models(args)
-    page = build_page(models, [("one", "def add(a, b):\n"), ("two", "import os\n")], chosen)
+    return load_models(args)[0]
+
+
+@pytest.fixture(scope="module")
+def url(models: Any) -> Iterator[str]:
+    """The page, served by this process."""
+    from hf_specheads.app.page import build_page, launch_options
+
+    page = build_page(models, [("one", "def add(a, b):\n"), ("two", "import os\n")], "poss3")
     _, address, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1", **launch_options())
     yield address
     page.close(verbose=False)
@@ -137,6 +143,34 @@ def test_the_tree_of_any_round_is_shown(page: Page) -> None:
     assert page.one("#ours .t.now").get_attribute("data-round") == number
     assert len(page.all("#tree svg .accepted")) >= 2 and page.all("#tree svg .rejected")
     assert page.one("#tree svg .accepted title").get_attribute("textContent").startswith("accepted: ")
+
+
+@pytest.fixture
+def slow(models: Any) -> Iterator[None]:
+    """A target that leaves time for a click between two of its forwards."""
+    handle = models.target.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    yield
+    handle.remove()
+
+
+def test_a_reply_is_stopped_and_says_so(page: Page, slow: None) -> None:
+    page.fill("#tokens input[type=number]", "512")
+    page.click("#generate")
+    page.wait_for(lambda: page.all("#ours .t.p1"), "some rounds")
+    page.click("#stop")
+    page.wait_for(lambda: page.text("#ours").endswith("[stopped]"), "that the reply was stopped")
+    assert not page.all("#plain .t"), "plain decoding was not begun"
+
+
+def test_a_new_chat_begins_while_a_reply_is_written(page: Page, models: Any, slow: None) -> None:
+    page.click("#generate")
+    page.wait_for(lambda: page.all("#ours .t.p1") and models.lock.locked(), "some rounds")
+    page.click("#clear")
+    page.wait_for(lambda: not page.all("#ours .t"), "an empty page")
+    page.fill("#tokens input[type=number]", "16")
+    page.click("#generate")
+    page.wait_for(lambda: "The same text" in page.text("#verdict"), "the reply of the new chat")
+    assert page.text("#plain-head [data-number=tokens]") == "16"
 
 
 def test_bad_input_is_answered_and_the_page_lives_on(page: Page) -> None:

@@ -25,12 +25,12 @@ def test_what_vllm_showed() -> None:
 
 
 def test_speculators_loads_all_tensors() -> None:
-    for entry in results("speculators_loads"):
+    for entry in results("speculators_blocks"):
         assert entry["equal_tensors"] == entry["tensors"] > 10 and entry["missing"] == []
 
 
 def test_what_speculators_showed() -> None:
-    for entry in [*results("speculators"), *results("speculators_eagle")]:
+    for entry in [*results("speculators"), *results("speculators_eagle"), *results("speculators_blocks")]:
         if entry.get("dtype", "float32") == "float32":
             assert entry["max_error"] < 1e-5 * max(1.0, entry["largest_logit"]) and entry["same_favourite"] == 1.0
         converter = entry.get("converter", entry)

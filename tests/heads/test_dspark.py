@@ -50,6 +50,26 @@ def test_branches_draft_differently(kind: str) -> None:
     assert differs == (kind == "rnn")
 
 
+@torch.no_grad()
+def test_a_recurrent_head_reads_an_idle_root() -> None:
+    """Its state has gone through the root's slot, with the root's token, as in the training of `speculators`, the one
+    library that has such heads."""
+    heads, target = heads_of("rnn", anchor_slot="idle"), shared_target()
+    ids, features = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]), torch.randn(1, 5, heads.fc.in_features)
+    block = heads.draft_block(heads.new_draft_cache(), ids[:, :6], features)[0]
+    markov, state, expected = heads.markov_head, torch.zeros(6), []
+    for hidden, before in zip(block, (9, 9, 2, 6), strict=True):
+        kept, new, out = markov.joint_proj(torch.cat([state, markov.markov_w1.weight[before], hidden])).chunk(3)
+        expected.append(target.lm_head(hidden) + markov.markov_w2(out.tanh()))
+        state = kept.sigmoid() * state + (1 - kept.sigmoid()) * new.tanh()
+    cache = heads.new_draft_cache()
+    state, logits = heads.start_draft(cache, ids[:, :6], features)
+    for position, wanted in enumerate(expected[1:]):
+        if position:
+            state, logits = heads.extend_draft(cache, position, ids[:, 5 + position : 6 + position], state, None)
+        torch.testing.assert_close(logits[0, 0], wanted, rtol=1e-4, atol=1e-5)
+
+
 class Sure:
     """Predicted acceptance by a rule of the tokens, so that cuts fall everywhere."""
 

@@ -158,3 +158,11 @@ def test_targets_have_cards_too(target, tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         write_card(tmp_path)
+
+
+def test_a_targets_right_answers_are_its_results() -> None:
+    shares = {"temperature 0": {"all": 0.9, "lists": 0.85}, "temperature 1": {"all": 0.7, "lists": 0.5}}
+    facts = CardFacts("lab/target", {"model_type": "llama"}, training={"hours": 2.0, "right_answers": shares})
+    text = render_card(facts)
+    assert "| right answers, held-out prompts | temperature 0 | temperature 1 |" in text
+    assert "| lists | 85 % | 50 % |" in text and "`right_answers" not in text and "| `hours` | 2 |" in text

@@ -69,7 +69,7 @@ def make_trainer(tmp_path, target, heads):
     from datasets import Dataset
 
     def make(
-        model: DraftHead = heads, folder: str = "run", data=None, eval_data=None, **arguments
+        model: DraftHead = heads, folder: str = "run", data=None, eval_data=None, of=target, **arguments
     ) -> DraftHeadTrainer:
         defaults = {
             "max_steps": 4,
@@ -88,7 +88,7 @@ def make_trainer(tmp_path, target, heads):
             **{**defaults, **arguments},
         )
         train = Dataset.from_list(make_examples()) if data is None else data
-        return DraftHeadTrainer(model=model, target=target, args=args, train_dataset=train, eval_dataset=eval_data)
+        return DraftHeadTrainer(model=model, target=of, args=args, train_dataset=train, eval_dataset=eval_data)
 
     return make
 

@@ -20,7 +20,7 @@ from hf_specheads.trainer.__main__ import main
 @pytest.mark.slow
 def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> None:
     """FSDP2 over two processes of gloo, against one process with the whole target and the same batch."""
-    common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=0",
+    common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=3",
               "per_device_eval_batch_size=2"]  # fmt: skip
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -41,6 +41,9 @@ def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> No
         torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
     facts = [json.loads((tmp_path / name / "training_facts.json").read_text()) for name in ("one", "two")]
     assert [f["hardware"]["processes"] for f in facts] == [1, 2]
+    clocks = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    measured = [{name: value for name, value in f["metrics"].items() if name not in clocks} for f in facts]
+    assert measured[0]["eval_acceptance_length"] >= 1 and measured[0] == pytest.approx(measured[1], rel=1e-4)
 
 
 def test_what_cannot_be_sharded_is_refused(workspace, tmp_path: Path, capsys) -> None:

@@ -193,11 +193,15 @@ def test_evaluation_loss_does_not_depend_on_the_batch_size(make_trainer, heads):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-def test_given_prompts_are_used(make_trainer, target, heads):
+def test_given_prompts_are_used(make_trainer, target, heads, monkeypatch):
     trainer = make_trainer(eval_data=Dataset.from_list(make_examples(2)), eval_acceptance_prompts=1)
     assert not any("pos_acc" in name for name in make_trainer(eval_data=trainer.eval_dataset).evaluate())
-    trainer._eval_prompts = [[5, 6, 7], [8, 9]]
-    assert trainer._prompts(None) == [[5, 6, 7]]
+    asked = []
+    kept = target.generate
+    monkeypatch.setattr(target, "generate", lambda **inputs: [asked.append(inputs["input_ids"]), kept(**inputs)][1])
+    trainer._acceptance.prompts = [[5, 6, 7], [8, 9]]
+    assert "eval_acceptance_length" in trainer.evaluate()
+    assert {tuple(ids[0].tolist()) for ids in asked} == {(5, 6, 7)}
 
 
 # ---------------------------------------------------------------------- saving and warm starts

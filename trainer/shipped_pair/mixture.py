@@ -1,4 +1,4 @@
-"""What the target trains on: blocks of whole chats, and standard-library text where no further chat fits.
+"""What the target trains on: blocks of whole chats, and a share of blocks of standard-library text.
 
 A block is decided by seed and place alone, so a run can stop anywhere, go on, and use any number of loading processes.
 """
@@ -14,7 +14,7 @@ from .tasks import FAMILIES, example_at
 
 IGNORED = -100
 MOST_CHATS = 64  # drawn for one block
-MISFITS = 4  # chats too long for what is left of a block, after which it is filled with text
+MISFITS = 10  # chats too long for what is left of a block, after which it is filled up
 
 
 def text_stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -32,7 +32,8 @@ class MixtureBlocks(Dataset):
 
     Positions begin at 0 with every chat or piece of text; without a cache and a padding mask transformers keeps such
     documents apart, so a chat sees what it sees when it is served. Of a chat the assistant's tokens are labels, of a
-    text all tokens but its first.
+    block of text all tokens but its first. Where no further chat fits, a block is filled up with text without labels:
+    its loss is seven times that of an answer, and a tenth of the tokens would be most of the gradient.
 
     Args:
         tokenizer: With the chat template, see `tokenizer.py`.
@@ -67,9 +68,13 @@ class MixtureBlocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = random.Random(f"block/{self.held_out}/{self.seed}/{index}")
-        documents = [] if rng.random() < self.text_share else self._chats(rng, index)
-        if left := self.block_size - sum(len(ids) for ids, _ in documents):
-            documents.append(self._text(rng, left))
+        if rng.random() < self.text_share:
+            ids = self._text(rng, self.block_size)
+            documents = [(ids, [IGNORED, *ids[1:]])]
+        else:
+            documents = self._chats(rng, index)
+            left = self.block_size - sum(len(ids) for ids, _ in documents)
+            documents += [(self._text(rng, left), [IGNORED] * left)] if left else []
         return {
             "input_ids": torch.tensor([token for ids, _ in documents for token in ids]),
             "labels": torch.tensor([label for _, labels in documents for label in labels]),
@@ -92,7 +97,6 @@ class MixtureBlocks(Dataset):
             documents.append((ids, [token if chosen else IGNORED for token, chosen in zip(ids, mask, strict=True)]))
         return documents
 
-    def _text(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    def _text(self, rng: random.Random, length: int) -> list[int]:
         start = rng.randrange(len(self.stream) - length)
-        ids = self.stream[start : start + length].tolist()
-        return ids, [IGNORED, *ids[1:]]
+        return self.stream[start : start + length].tolist()

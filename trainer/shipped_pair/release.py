@@ -19,16 +19,20 @@ from hf_specheads.target.adapter import ADAPTER_FOLDER
 
 # POSS-1 is trained and measured too, but its six layers are too large to ship for what they add.
 SHIPPED = ("eagle", "hass", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra", "hydra-plus",
-           "eagle3", "poss3-eagle3", "draft-lm")  # fmt: skip
+           "eagle3", "poss3-eagle3", "dflash", "dspark", "peagle", "draft-lm")  # fmt: skip
 LIMITS = (
-    "A small model trained for under an hour on one kind of text: it shows how draft heads work and what they cost. "
-    "What it writes looks like Python and means little.",
+    "A small model trained for some hours: it shows how draft heads work and what they cost. It answers the kinds of "
+    "tasks that it was trained on, and nothing else.",
 )
 NOTES = {
     "control": "A control: one layer with as many parameters as POSS-3's two, trained like HASS.",
 }
 LICENSE = "apache-2.0"
-TRAINING_TEXT = "Trained on the Python standard library's source (Python Software Foundation License)."
+TRAINING_TEXT = (
+    "Trained on chats that programs of this project write, and on the Python standard library's source (Python "
+    "Software Foundation License)."
+)
+LANGUAGE = ["en", "code"]
 
 
 def copy_model(source: Path, folder: Path) -> None:
@@ -92,7 +96,7 @@ def release(args: argparse.Namespace) -> None:
     trees = json.loads(args.trees.read_text(encoding="utf-8")) if args.trees else {}
     if args.target is not None:
         copy_model(args.target, target)
-    write_card(target, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=[*LIMITS])
+    write_card(target, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=[*LIMITS])
     for name in SHIPPED:
         folder = args.output_dir / name
         if args.heads is not None:
@@ -104,7 +108,7 @@ def release(args: argparse.Namespace) -> None:
             (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         draw_figures(folder, read_evaluations(folder / EVAL_RESULTS))
         limits = [*LIMITS, *([NOTES[name]] if name in NOTES else [])]
-        write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=["code"], limits=limits)
+        write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=limits)
 
 
 def main() -> None:

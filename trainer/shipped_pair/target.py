@@ -17,6 +17,7 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -91,6 +92,34 @@ def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 20
     return LlamaForCausalLM(config)
 
 
+def with_tokenizer(
+    target: LlamaForCausalLM, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
+) -> LlamaForCausalLM:
+    """A trained target for another tokenizer: a token that `theirs` lacks is embedded as the mean of its parts there.
+
+    Args:
+        target: The trained target, fp32, with a tied `lm_head`.
+        theirs: Its tokenizer.
+        ours: The tokenizer to come.
+    """
+    known, vocabulary = theirs.get_vocab(), ours.get_vocab()
+    old = target.get_input_embeddings().weight.detach().clone()
+    rows = torch.empty(len(ours), old.shape[1])
+    for token, index in vocabulary.items():
+        same = [known[token]] if token in known else theirs(ours.decode([index]))["input_ids"]
+        rows[index] = old[same].mean(dim=0)
+    target.resize_token_embeddings(len(ours), mean_resizing=False)
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(rows)
+    config = build_target(ours, 1).config
+    target.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id})
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = (
+        config.eos_token_id,
+        config.pad_token_id,
+    )
+    return target
+
+
 def earlier_facts(folder: Path | None) -> dict[str, Any]:
     """Facts of a target that was trained before; empty without one."""
     facts = folder / FACTS if folder is not None else None
@@ -103,14 +132,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=5000, help="of the whole training, all calls together")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call; then call again to go on")
     parser.add_argument("--num_hidden_layers", type=int, default=20, help="2 gives a small assistant to compare with")
-    parser.add_argument("--init_from", type=Path, help="trained target to continue from, with its tokenizer")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of training one")
+    parser.add_argument("--init_from", type=Path, help="trained target to continue from")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of its own, or of training one")
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
-    parser.add_argument("--block_size", type=int, default=400)
-    parser.add_argument("--batch_size", type=int, default=10)
-    parser.add_argument("--matrix_lr", type=float, default=0.02)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--text_share", type=float, default=0.05, help="of the blocks that are library text alone")
+    parser.add_argument("--block_size", type=int, default=352)
+    parser.add_argument("--batch_size", type=int, default=14)
+    parser.add_argument("--matrix_lr", type=float, default=0.006)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--decay_share", type=float, default=0.7, help="of the steps, at the end, with falling rates")
+    parser.add_argument("--text_share", type=float, default=0.03, help="of the blocks that are library text alone")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
@@ -122,7 +152,7 @@ def parse_args() -> argparse.Namespace:
 
 def load_tokenizer(args: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerFast:
     """The tokenizer that was named, or was trained by an earlier call; else a new one."""
-    folder = args.init_from or args.tokenizer or args.output_dir / "tokenizer"
+    folder = args.tokenizer or args.init_from or args.output_dir / "tokenizer"
     if folder.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = train_tokenizer(training_texts(texts), args.vocab_size)
@@ -142,7 +172,7 @@ def build_trainer(
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
             lr_scheduler_type="warmup_stable_decay",  # a run can be ended anywhere: call it with fewer `--max_steps`
-            lr_scheduler_kwargs={"num_decay_steps": args.max_steps // 4},
+            lr_scheduler_kwargs={"num_decay_steps": int(args.max_steps * args.decay_share)},
             warmup_steps=30,
             max_grad_norm=1.0,
             logging_steps=20,
@@ -188,6 +218,9 @@ def main() -> None:
         target = build_target(tokenizer, args.num_hidden_layers)
     else:
         target = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+        if args.tokenizer is not None:
+            theirs = PreTrainedTokenizerFast.from_pretrained(args.init_from)
+            target = with_tokenizer(target, theirs, tokenizer)
     target.set_attn_implementation("eager")  # fuses when compiled, and its backward is 2x faster than sdpa's on a CPU
     target.config.use_cache = False
     if args.bf16:
@@ -212,7 +245,7 @@ def main() -> None:
         "tokens_seen": steps * args.batch_size * args.block_size + before.get("tokens_seen", 0),
         "flops": trainer.state.total_flos + before.get("flops", 0),
         "hours": round(hours, 3),
-        "held_out": held_out,
+        "held_out_loss": held_out["eval_loss"],
         "right_answers": answered(final, tokenizer, args.answers_per_family),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v != float("inf")},
     }

@@ -12,7 +12,7 @@ from .facts import CardFacts, is_hub_id
 
 # Of a training run, what a reader of a card wants; the file next to the weights has everything.
 TRAINING_LEFT_OUT = ("versions", "commit", "target", "method", "parameters", "log_history", "num_specialists", "name",
-                     "positions_per_specialist")  # fmt: skip
+                     "positions_per_specialist", "right_answers")  # fmt: skip
 # Arguments of a training run that are shown: these, then the weights of all losses, then these.
 RUN_ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "max_steps",
@@ -82,8 +82,11 @@ def usage(facts: CardFacts) -> str:
 
 # ------------------------------------------------------------------ measured results
 def results(facts: CardFacts) -> str:
-    """One row per measurement, columns only where something was measured, a row of pos-acc, and the figures."""
+    """One row per measurement, columns only where something was measured, a row of pos-acc, and the figures; of a
+    target, its shares of right answers."""
     evaluations = facts.evaluations
+    if not facts.is_heads:
+        return _right_answers((facts.training or {}).get("right_answers") or {})
     columns = {
         "acceptance length": lambda r: _rounded(r.get("acceptance_length"), 2),
         "speed-up": lambda r: _rounded(r.get("speed_up"), 2),
@@ -103,6 +106,15 @@ def results(facts: CardFacts) -> str:
         ["task", *used], [[task, *(row[n] for n in used)] for task, row in zip(tasks, rows, strict=True)]
     )
     return "\n\n".join([table, *_pos_acc(tasks, evaluations), *figure_links(facts)])
+
+
+def _right_answers(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """Shares of right answers by kind of task, one column per way of decoding."""
+    if not shares:
+        return ""
+    kinds = list(next(iter(shares.values())))
+    rows = [[kind, *(f"{100 * found[kind]:.0f} %" for found in shares.values())] for kind in kinds]
+    return markdown_table(["right answers, held-out prompts", *shares], rows)
 
 
 def _pos_acc(tasks: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:

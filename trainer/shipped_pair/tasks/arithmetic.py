@@ -80,12 +80,11 @@ def _equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int,
 
 
 def _draw_numbers(operations: str, rng: random.Random) -> tuple[int, ...]:
-    """Numbers whose steps stay between 1 and 999; factors are small."""
+    """Numbers whose steps stay between 1 and 99: every equation has a number below ten, as in a first book of sums."""
     while True:
-        first = rng.randint(2, 9) if operations[0] == "*" else rng.randint(20, 400)
-        second = rng.randint(2, 9) if operations[0] == "*" else rng.randint(5, 200)
-        numbers = (first, second, rng.randint(2, 90))
-        if all(0 < result < 1000 for *_, result in _equations(operations, list(numbers))):
+        first = rng.randint(2, 9) if operations[0] == "*" else rng.randint(11, 95)
+        numbers = (first, rng.randint(2, 9), rng.randint(2, 9))
+        if all(0 < result < 100 for *_, result in _equations(operations, list(numbers))):
             return numbers
 
 

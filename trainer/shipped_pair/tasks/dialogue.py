@@ -72,7 +72,7 @@ def _who(draw: Draw) -> tuple[Turns, str, str]:
         parts.append(f"{name} {task} in {draw.word(CITIES)} on {day} at {time}.")
     told = " ".join(parts[:2])
     turns = [
-        (f"Please remember this. {told}", f"I will remember it. {told}"),
+        (f"Please remember this. {told}", "I will remember it."),
         (f"And {parts[2]}", f"Noted: {parts[2]}"),
     ]
     return turns, draw.phrasing("who", WHO_ASKS), "\n".join(["You told me:", *(f"- {part}" for part in parts)])

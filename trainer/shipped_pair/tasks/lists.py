@@ -57,7 +57,7 @@ def _closing(facts: dict[str, Any]) -> str:
 def _draw_facts(draw: Draw) -> dict[str, Any]:
     """Items and task; a filter keeps three or more of them."""
     name, task = draw.choice(tuple(SLOTS)), draw.choice(tuple(TASKS))
-    words = draw.words(SLOTS[name], draw.number(6, 9))
+    words = draw.words(SLOTS[name], draw.number(6, 7))
     if task == "groups":
         colours = draw.words(COLOURS, 3)
         return {"name": name, "task": task, "items": [[word, draw.choice(colours)] for word in words], "limit": None}

@@ -50,7 +50,9 @@ def _units(draw: Draw) -> tuple[str, dict[str, Any]]:
 
 
 def _times(draw: Draw) -> tuple[str, dict[str, Any]]:
-    hour, minute, minutes = draw.numbers(lambda rng: (rng.randint(6, 20), rng.randint(0, 59), rng.randint(5, 175)))
+    hour, minute, minutes = draw.numbers(  # five minutes are the step of every clock face
+        lambda rng: (rng.randint(6, 20), 5 * rng.randrange(12), 5 * rng.randint(1, 35))
+    )
     words = {"name": draw.word(FIRST_NAMES), "topic": draw.word(TOPICS)}
     facts = {"kind": "times", "hour": hour, "minute": minute, "minutes": minutes, **words}
     return draw.phrasing("times", TIME_ASKS).format(start=f"{hour:02}:{minute:02}", **facts), facts

@@ -45,14 +45,7 @@ def draw_function(draw: Draw) -> dict[str, Any]:
     name = f"{draw.choice(VERBS)}_{draw.word(THINGS)}s"
     if kind == "formula":
         first, second = (f"{word}_count" for word in draw.words(THINGS, 2))
-        factors = [draw.number(2, 9), draw.number(2, 9)]
-        return {
-            "kind": kind,
-            "name": name,
-            "arguments": [first, second],
-            "factors": factors,
-            "plus": draw.number(1, 20),
-        }
+        return {"kind": kind, "name": name, "arguments": [first, second], "factor": draw.number(2, 9)}
     function = {
         "kind": kind,
         "name": name,
@@ -83,8 +76,8 @@ def draw_inputs(draw: Draw, function: dict[str, Any], count: int) -> list[list[A
 def description(function: dict[str, Any]) -> str:
     """What the function does, as the first line of its docstring says it."""
     if function["kind"] == "formula":
-        (first, second), (a, b) = function["arguments"], function["factors"]
-        return f"Return {a} times {first} plus {b} times {second} plus {function['plus']}."
+        first, second = function["arguments"]
+        return f"Return {function['factor']} times {first} plus {second}."
     kept = CONDITIONS[function["condition"]][1].format(**function)
     if function["kind"] == "count":
         return f"Count the numbers {kept}."
@@ -94,8 +87,8 @@ def description(function: dict[str, Any]) -> str:
 def expression(function: dict[str, Any]) -> str:
     """What the function returns, as code."""
     if function["kind"] == "formula":
-        (first, second), (a, b) = function["arguments"], function["factors"]
-        return f"{a} * {first} + {b} * {second} + {function['plus']}"
+        first, second = function["arguments"]
+        return f"{function['factor']} * {first} + {second}"
     condition = CONDITIONS[function["condition"]][0].format(**function)
     if function["kind"] == "count":
         return f"sum(1 for value in {function['arguments'][0]} if {condition})"
@@ -121,8 +114,8 @@ def call(function: dict[str, Any], arguments: list[Any]) -> str:
 def value(function: dict[str, Any], arguments: list[Any]) -> Any:
     """What a call returns."""
     if function["kind"] == "formula":
-        (a, b), (x, y) = function["factors"], arguments
-        return a * x + b * y + function["plus"]
+        x, y = arguments
+        return function["factor"] * x + y
     limit, (numbers,) = function["limit"], arguments
     holds = {
         "above": lambda number: number > limit,
@@ -140,8 +133,7 @@ def value(function: dict[str, Any], arguments: list[Any]) -> Any:
 def near_misses(function: dict[str, Any]) -> list[dict[str, Any]]:
     """Functions of the same name that differ in one place."""
     if function["kind"] == "formula":
-        a, b = function["factors"]
-        return [{**function, "factors": [a + 1, b]}, {**function, "factors": [a, b + 1]}, {**function, "plus": 0}]
+        return [{**function, "factor": function["factor"] + 1}, {**function, "factor": function["factor"] - 1}]
     missed = [
         {**function, "limit": function["limit"] + 1},
         {**function, "condition": NEAR_CONDITIONS[function["condition"]]},

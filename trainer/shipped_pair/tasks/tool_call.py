@@ -37,7 +37,7 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """JSON schema of a function, as chat templates take it."""
         properties = {name: {"type": TYPES.get(kind, "string")} for name, kind in self.arguments.items()}
-        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        parameters = {"type": "object", "properties": properties}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
@@ -136,17 +136,17 @@ def _said(value: Any) -> str:
 
 
 def write(draw: Draw) -> Written:
-    """A question with two tools on offer: the right call, or the answer once the result is there."""
+    """The right call of one of two tools, or the answer once a tool's result is there."""
     tool, other = draw.random.sample(TOOLS, 2)
-    tools = [tool.schema, other.schema]
-    draw.random.shuffle(tools)
+    answers = draw.random.random() < 0.5
+    tools = [tool.schema] if answers else draw.random.sample([tool.schema, other.schema], 2)
     arguments = {name: VALUES[kind](draw) for name, kind in tool.arguments.items()}
     question = draw.phrasing(tool.name, tool.asks).format(**arguments)
     call = {"name": tool.name, "arguments": arguments}
     announced = f"I will use the tool {tool.name} for this."
     calling = {"role": "assistant", "content": announced, "tool_calls": [{"type": "function", "function": call}]}
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}, calling]
-    if draw.random.random() < 0.5:
+    if not answers:
         return Written(messages, {"call": call, "announced": announced}, tools)
     result = {key: VALUES[kind](draw) for key, kind in tool.result.items()}
     said = {key: _said(value) for key, value in {**arguments, **result}.items()}
