@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -17,11 +18,16 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
+from transformers.utils import ModelOutput
 
-TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+STATIC_LAYERS = (StaticLayer, StaticSlidingWindowLayer)
+GROWING_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+TREE_CACHE_LAYERS = (*GROWING_LAYERS, *STATIC_LAYERS)
 # Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
-CHAIN_CACHE_LAYERS = (*TREE_CACHE_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
+CHAIN_CACHE_LAYERS = (*GROWING_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
 # Layers whose state can be kept and restored as a whole.
 RECURRENT_CACHE_LAYERS = (
     *CHAIN_CACHE_LAYERS,
@@ -75,6 +81,33 @@ def _layer_problem(cache: Cache, known: tuple[type, ...], by_name: set[str] | fr
     return None
 
 
+def is_static(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has buffers of a fixed size, written in place."""
+    return isinstance(layer, STATIC_LAYERS)
+
+
+def rows_of(layer: CacheLayerMixin, name: str, tokens: int) -> torch.Tensor:
+    """What a layer holds of so many tokens, [B, heads, rows, width]; of a sliding layer the newest.
+
+    Args:
+        layer: One that trees are verified with.
+        name: `keys` or `values`.
+        tokens: That it has seen.
+    """
+    rows: torch.Tensor = getattr(layer, name)
+    return rows[:, :, :tokens] if is_static(layer) else rows
+
+
+def hold_rows(layer: StaticLayer, name: str, rows: torch.Tensor, tokens: int) -> None:
+    """Writes so many tokens, the first rows [B, heads, >= tokens, width], into a static layer that held fewer."""
+    newest = min(tokens, layer.max_cache_len)
+    getattr(layer, name)[:, :, :newest] = rows[:, :, tokens - newest : tokens]
+    if newest == tokens:  # past its window a sliding layer looks at the number of the host only
+        layer.cumulative_length.fill_(tokens)
+    if isinstance(layer, StaticSlidingWindowLayer):
+        layer.cumulative_length_int = tokens
+
+
 def contents_of(layer: CacheLayerMixin) -> dict[str, Any]:
     """What a cache layer needs to forget a forward: its length where rows are only appended, else its attributes, as
     they are now (tensors are never written in place while the past is recorded)."""
@@ -96,6 +129,15 @@ def contents_with_states(layer: CacheLayerMixin) -> dict[str, Any]:
     return contents
 
 
+def whole_contents(layer: CacheLayerMixin) -> dict[str, Any]:
+    """What goes back to now after sequences have been left out, too: everything a layer has, its states copied."""
+    contents = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for name in ("conv_states", "recurrent_states"):
+            contents[name] = {index: None if s is None else s.clone() for index, s in contents[name].items()}
+    return contents
+
+
 def restore(layer: CacheLayerMixin, contents: dict[str, Any]) -> None:
     """Goes back to what [`contents_of`] or [`contents_with_states`] has kept."""
     vars(layer).update({name: value for name, value in contents.items() if name != "length"})
@@ -112,3 +154,32 @@ def own_rows(layer: CacheLayerMixin) -> None:
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
                 states[name] = value.clone()
+
+
+def read_on(
+    target: PreTrainedModel,
+    name: str,
+    cache: Cache,
+    padding_mask: torch.Tensor | None,
+    first_positions: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    **asked: Any,
+) -> ModelOutput:
+    """The target's stock forward over tokens after those in its cache.
+
+    Args:
+        target: The target.
+        name: Under which name its forward takes the cache.
+        cache: transformers' cache.
+        padding_mask: int or bool [B, T], 0 on padding among the tokens in the cache; `None` without padding.
+        first_positions: [B, 1] or [3, B, 1], position of the first token; `None` for targets that take none.
+        token_ids: int64 [B, Q].
+        asked: Further arguments of the forward.
+    """
+    inputs: dict[str, Any] = {name: cache, "use_cache": True, "return_dict": True}
+    rows = token_ids.shape[1]
+    if padding_mask is not None:
+        inputs["attention_mask"] = torch.nn.functional.pad(padding_mask, (0, rows), value=1)
+    if first_positions is not None:
+        inputs["position_ids"] = first_positions + torch.arange(rows, device=first_positions.device)
+    return target(token_ids, **inputs, **asked)

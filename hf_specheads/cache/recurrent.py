@@ -4,6 +4,9 @@ A recurrent state holds the whole text, and no token can be taken out of it. So 
 states are kept. If all of the chain is accepted, generation goes on from the states after it. Otherwise those from
 before are restored, and the *next* forward begins with the tokens that were accepted: a wider forward, and no
 additional one. All layers go back together, as all of them get these tokens again.
+
+The sequences of a batch accept different numbers of tokens, and wait for each other: the states hold what all of them
+have, and each begins its next forward with what it has beyond.
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
 )
 from transformers.utils import ModelOutput
 
 from ..tree.draft_tree import DraftTree
-from .layers import contents_with_states, own_rows, restore
+from .layers import contents_with_states, own_rows, read_on, restore, whole_contents
+from .slots import to_device
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 # Accepted tokens that wait to be caught up with; beyond, a forward that drafts nothing does it.
 MOST_WAITING = 16
+# Tokens that a sequence of a batch may be ahead of the slowest.
+MOST_AHEAD = 32
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str:
@@ -36,51 +41,44 @@ def cache_name(model_kwargs: dict[str, Any]) -> str:
 def tokens_in(cache: Cache, otherwise: int = 0) -> int:
     """Tokens that a cache holds; layers that are recurrent only do not count them."""
     counts = not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-    return cache.get_seq_length() if counts else otherwise
-
-
-def holds_tokens(cache: Cache) -> bool:
-    """Whether a cache holds any tokens."""
-    return tokens_in(cache) > 0 or any(
-        any(layer.has_previous_state.values())
-        for layer in cache.layers
-        if isinstance(layer, LinearAttentionCacheLayerMixin)
-    )
+    return int(cache.get_seq_length()) if counts else otherwise
 
 
 @dataclass
 class _Forward:
-    """The last forward: what it was given, and the way back.
+    """The last forward over a chain: what it was given, and the way back.
 
     Attributes:
-        token_ids: int64 [1, Q], tokens caught up with, then the nodes.
-        first: Tokens before them.
-        position: [1, 1] or [3, 1, 1], position of the first; `None` for targets that take none.
-        nodes: How many of them are nodes.
-        kept: How many of the tokens belong to the text.
+        token_ids: int64 [B, Q], tokens caught up with, then the nodes, filled up behind where others have more.
         before: Contents of all layers before it.
     """
 
     token_ids: torch.Tensor
-    first: int
-    position: torch.Tensor | None
-    nodes: int
-    kept: int
     before: list[dict[str, Any]]
 
 
 class RecurrentCache:
-    """transformers' own cache with the way back to the states before the last forward; batch size 1.
+    """transformers' own cache with the way back to the states before the last forward.
+
+    The states of all sequences of a batch hold the same number of tokens always. A sequence that has accepted more
+    than others waits with the difference: in the next forward its chain begins later, and what is behind the shorter
+    ones changes nothing before it. So no kernel has to heed a mask, and the keys and values of attention layers lie
+    in the same rows for all.
 
     Args:
         stock: transformers' cache after the prefill.
         target: The target.
         name: Under which name its forward takes the cache.
-        padding_mask: int or bool [1, P], 0 on padding of the prompt; `None` without padding.
-        root_positions: [1, 1] or [3, 1, 1], position of the token after the prompt.
+        padding_mask: int or bool [B, P], 0 on padding of the prompt; `None` without padding.
+        root_positions: [B, 1] or [3, B, 1], position of the token after the prompt.
         takes_positions: Whether the target takes positions.
         tokens: Tokens of the prompt, counted as the caller counts them.
         is_seen: Whether somebody looks at the cache after the generation; otherwise nothing is caught up with then.
+        batch: Sequences B.
+
+    Attributes:
+        counts: Tokens of every sequence, those that the states do not hold yet included.
+        base: Tokens in the states, of every sequence.
     """
 
     def __init__(
@@ -93,68 +91,97 @@ class RecurrentCache:
         takes_positions: bool,
         tokens: int,
         is_seen: bool = True,
+        batch: int = 1,
     ):
         self.stock, self.target, self.name, self.padding_mask = stock, target, name, padding_mask
-        self.root_positions = root_positions if takes_positions else None
-        self.counts = [tokens]
+        self.after_prompt = root_positions if takes_positions else None
+        self.prompt = self.base = tokens
+        self.counts = [tokens] * batch
         self.is_seen = is_seen
+        self.prompt_contents: list[dict[str, Any]] | None = None
+        if is_seen and batch > 1:  # sequences that end leave the batch, and all belong to what is given back
+            self.prompt_contents = [whole_contents(layer) for layer in stock.layers]
+        self.prompt_mask = padding_mask
+        self._prompt_positions = self.after_prompt
+        self._waiting = torch.zeros(batch, 0, dtype=torch.long, device=target.device)
         self._last: _Forward | None = None
+        self.caught_up = False
+        self.additional_forwards = 0
 
     @property
-    def waiting(self) -> int:
-        """Accepted tokens that the states do not hold yet."""
-        last = self._last
-        return 0 if last is None or last.kept == last.token_ids.shape[1] else last.kept
+    def waiting(self) -> list[int]:
+        """Accepted tokens that the states do not hold yet, per sequence."""
+        width = 0 if self._last is None else self._last.token_ids.shape[1]
+        late = [count - self.base for count in self.counts]
+        return [0] * len(late) if width and set(late) == {width} else late
 
     @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should draft nothing: it commits all it is given, whatever the target says."""
-        return self.waiting > MOST_WAITING
+        return len(self.counts) == 1 and self.waiting[0] > MOST_WAITING
 
-    @property
-    def caught_up(self) -> bool:
-        """Whether the last forward did so, and drafted nothing."""
-        last = self._last
-        return last is not None and last.nodes == 1 and last.token_ids.shape[1] > 1
+    def most_accepted(self, sequence: int) -> int | None:
+        """How many tokens a sequence of a batch may gain in a round, the bonus token included: the states wait for the
+        slowest, and one that is far ahead waits, too. `None` without limit."""
+        if len(self.counts) == 1:
+            return None
+        return max(1, MOST_AHEAD - (self.counts[sequence] - min(self.counts)))
 
     def verify(self, tree: DraftTree, **asked: Any) -> ModelOutput:
-        """The target's forward over tokens to catch up with and a chain of N nodes; its outputs at the nodes.
+        """The target's forward over tokens to catch up with and chains of N nodes; its outputs at the nodes.
 
         Args:
-            tree: The chain.
+            tree: The chains.
             asked: Further arguments of the forward.
         """
-        waiting = self._go_back()
-        token_ids = torch.cat([waiting, tree.token_ids], dim=1)
-        late = waiting.shape[1]
-        position = None if self.root_positions is None else self.root_positions - late
-        before = [contents_with_states(layer) for layer in self.stock.layers]
-        self._last = _Forward(token_ids, self.counts[0] - late, position, tree.num_nodes, late, before)
-        return at_last_rows(self._forward(token_ids, self._last.first, position, **asked), tree.num_nodes)
+        self._go_back()
+        late = [count - self.base for count in self.counts]
+        if len(late) > 1 and max(late) > MOST_WAITING and min(late) > 0:
+            late = self._catch_up(min(late))
+        token_ids, nodes = self._waiting[:, : max(late)], None
+        if min(late) == max(late):
+            token_ids = torch.cat([token_ids, tree.token_ids], dim=1)
+        else:
+            token_ids = torch.nn.functional.pad(token_ids, (0, tree.num_nodes))
+            starts = to_device(late, token_ids.device)[:, None]
+            nodes = starts + torch.arange(tree.num_nodes, device=token_ids.device)
+            token_ids = token_ids.scatter(1, nodes, tree.token_ids)
+        self._last = _Forward(token_ids, [contents_with_states(layer) for layer in self.stock.layers])
+        self.caught_up = tree.num_nodes == 1 and token_ids.shape[1] > 1
+        outputs = self._forward(token_ids, **asked)
+        return at_last_rows(outputs, tree.num_nodes) if nodes is None else at_rows(outputs, nodes)
 
-    def _forward(
-        self, token_ids: torch.Tensor, first: int, position: torch.Tensor | None, **asked: Any
-    ) -> ModelOutput:
-        rows = token_ids.shape[1]
-        inputs: dict[str, Any] = {self.name: self.stock, "use_cache": True, "return_dict": True}
-        if self.padding_mask is not None:
-            missing = first + rows - self.padding_mask.shape[1]
-            inputs["attention_mask"] = torch.nn.functional.pad(self.padding_mask, (0, missing), value=1)
-        if position is not None:
-            inputs["position_ids"] = position + torch.arange(rows, device=position.device)
-        return self.target(token_ids, **inputs, **asked)
+    def _forward(self, token_ids: torch.Tensor, **asked: Any) -> ModelOutput:
+        """The target's forward over the tokens after those in the states."""
+        mask, positions = self.padding_mask, self.after_prompt
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, self.base - mask.shape[1]), value=1)
+        if positions is not None:
+            positions = positions + (self.base - self.prompt)
+        return read_on(self.target, self.name, self.stock, mask, positions, token_ids, **asked)
 
-    def _go_back(self) -> torch.Tensor:
-        """Restores the states of before the last forward unless all of it is kept. Returns the tokens that the states
-        lack then, int64 [1, W]."""
+    def _go_back(self) -> None:
+        """Restores the states of before the last forward unless all of it is kept. What they lack then, waits."""
         last, self._last = self._last, None
         if last is None:
-            return torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
-        if last.kept < last.token_ids.shape[1]:
-            for layer, contents in zip(self.stock.layers, last.before, strict=True):
-                restore(layer, contents)
-            return last.token_ids[:, : last.kept]
-        return last.token_ids[:, :0]
+            return
+        late, width = [count - self.base for count in self.counts], last.token_ids.shape[1]
+        if set(late) == {width}:
+            self.base += width
+            self._waiting = last.token_ids[:, :0]
+            return
+        for layer, contents in zip(self.stock.layers, last.before, strict=True):
+            restore(layer, contents)
+        self._waiting = last.token_ids[:, : max(late)]
+
+    def _catch_up(self, tokens: int) -> list[int]:
+        """A forward over the first tokens that wait in all sequences. Returns how many wait then, per sequence."""
+        with torch.no_grad():
+            self._forward(self._waiting[:, :tokens])
+        self.additional_forwards += 1
+        self._waiting = self._waiting[:, tokens:]
+        self.base += tokens
+        return [count - self.base for count in self.counts]
 
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
@@ -163,26 +190,51 @@ class RecurrentCache:
         of the path is emitted is not sure before."""
         if self._last is None:
             raise RuntimeError("there is no forward to keep anything of.")
-        self._last.kept += counts[0]
-        self.counts = [self.counts[0] + counts[0]]
-        if self.root_positions is not None:
-            self.root_positions = self.root_positions + counts[0]
+        self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
     def select_sequences(self, kept: list[int]) -> None:
-        """A chain is of one sequence, which ends with the generation."""
-        raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
+        """Keeps only some sequences of the batch."""
+        self._go_back()
+        index = to_device(kept, self._waiting.device)
+        self._waiting = self._waiting[index]
+        self.counts = [self.counts[sequence] for sequence in kept]
+        self.stock.reorder_cache(index)
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[index.to(self.padding_mask.device)]
+        if self.after_prompt is not None and self.after_prompt.shape[-2] > 1:
+            self.after_prompt = self.after_prompt[..., index.to(self.after_prompt.device), :]
 
-    def give_back(self, tokens: int | None) -> None:
+    def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
         """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too: with a
-        forward over the accepted tokens that the states lack, if anybody looks."""
-        if (last := self._last) is not None and tokens is not None:
-            last.kept = max(last.kept - (self.counts[0] - tokens), 0)
-        missing = self._go_back()
-        if last is not None and self.is_seen and missing.shape[1] > 0:
-            with torch.no_grad():
-                self._forward(missing, last.first, last.position)
+        forward over the accepted tokens that the states lack, if anybody looks.
+
+        Args:
+            tokens: Of the only sequence; `None` for a batch.
+            text: Of a batch that has ended, int64 [B, T], what plain decoding has in its cache after the prompt;
+                `None` leaves the cache empty.
+        """
+        if self.prompt_contents is not None:
+            self._start_over(self.prompt_contents, text)
+        elif tokens is None:
+            self.stock.reset()
+        else:
+            self.counts = [max(min(tokens, self.counts[0]), self.base)]
+            self._go_back()
+            if self.is_seen and self.counts[0] > self.base:
+                self._catch_up(self.counts[0] - self.base)
         for layer in self.stock.layers:
             own_rows(layer)
+
+    def _start_over(self, contents: list[dict[str, Any]], text: torch.Tensor | None) -> None:
+        """The prompts' states, and a forward over a text [B, T] after them."""
+        for layer, before in zip(self.stock.layers, contents, strict=True):
+            restore(layer, before)
+        self.base, self.padding_mask, self.after_prompt = self.prompt, self.prompt_mask, self._prompt_positions
+        if text is None:
+            self.stock.reset()
+        elif text.shape[1] > 0:
+            with torch.no_grad():
+                self._forward(text)
 
 
 def at_last_rows(outputs: ModelOutput, rows: int) -> ModelOutput:
@@ -190,4 +242,16 @@ def at_last_rows(outputs: ModelOutput, rows: int) -> ModelOutput:
     outputs.logits = outputs.logits[:, -rows:]
     if outputs.hidden_states is not None:
         outputs.hidden_states = tuple(None if h is None else h[:, -rows:] for h in outputs.hidden_states)
+    return outputs
+
+
+def at_rows(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
+    """A forward's logits and hidden states at rows int64 [B, N] of its own for every sequence."""
+
+    def picked(states: torch.Tensor) -> torch.Tensor:
+        return states.gather(1, rows.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+
+    outputs.logits = picked(outputs.logits)
+    if outputs.hidden_states is not None:
+        outputs.hidden_states = tuple(None if h is None else picked(h) for h in outputs.hidden_states)
     return outputs

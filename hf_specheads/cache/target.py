@@ -1,12 +1,13 @@
 """The target's cache during a generation: where a tree's keys and values go, what it sees, what of it is kept.
 
-Two kinds. [`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees,
-batches whose sequences accept different numbers of tokens, static shapes. [`ChainCache`] leaves the cache as it is and
-rolls it back: for targets and caches that take no trees, one chain at a time.
+[`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees, batches whose
+sequences accept different numbers of tokens, static shapes. Targets and caches that take no trees have a
+[`chain.ChainCache`] or a [`recurrent.RecurrentCache`].
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 from ..tree.draft_tree import DraftTree
-from .layers import contents_of, own_rows, restore
+from .layers import hold_rows, is_static, own_rows, read_on, rows_of
 from .masks import additive_mask, slot_mask, tree_position_ids
 from .rooms import Room, Rooms, stays
 from .slots import SlotCache, SlotCacheLayer, to_device
@@ -63,6 +64,8 @@ class TreeCache(SlotCache):
         dtype: The target's compute dtype.
         static_capacity: Slots, fixed; by default they grow.
         rooms: Where buffers of a fixed size are left from call to call, if they are.
+        keeps_prompt: Whether transformers' cache keeps the prompts of a batch meanwhile, as it is given back at the
+            end with rows of sequences that have left.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class TreeCache(SlotCache):
         dtype: torch.dtype,
         static_capacity: int | None = None,
         rooms: Rooms | None = None,
+        keeps_prompt: bool = False,
     ):
         super().__init__()
-        self.stock, self.dtype = stock, dtype
+        self.stock, self.dtype, self.keeps_prompt = stock, dtype, keeps_prompt
+        self.read_on = functools.partial(read_on, target, "past_key_values", stock, padding_mask, root_positions)
         self.root_positions = root_positions.expand(*root_positions.shape[:-2], batch, 1)
-        self.counts = [stock.get_seq_length()] * batch
+        self.counts = [int(stock.get_seq_length())] * batch
         self.padding_mask = padding_mask
         if padding_mask is not None and bool(padding_mask.all()):
             self.padding_mask = None
@@ -109,7 +114,7 @@ class TreeCache(SlotCache):
             ours.is_initialized, ours.dtype, ours.device = True, layer.keys.dtype, layer.keys.device
             self.layers.append(ours)
             for name in ("keys", "values"):
-                states = getattr(layer, name)
+                states = rows_of(layer, name, self.counts[0])
                 by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
         # Of tensors that share a buffer, a compiler that writes into one of them copies all.
         together = 1 if self.static else TENSORS_PER_GROUP
@@ -118,7 +123,8 @@ class TreeCache(SlotCache):
                 part = members[first : first + together]
                 group = _Group(part, self.counts[0], self.capacity, self.room, f"group {len(self.groups)}")
                 self.groups.append(group)
-                group.empty_stock()
+                if not self.keeps_prompt:
+                    group.empty_stock()
 
     def grow(self) -> None:
         for group in self.groups:
@@ -150,12 +156,18 @@ class TreeCache(SlotCache):
         for mine, theirs in zip(self.groups, other.groups, strict=True):
             mine.put_sequence(place, theirs, other.longest)
 
-    def give_back(self, tokens: int | None) -> None:
-        """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty."""
+    def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
+        """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty; where it
+        has kept the prompts of a batch, with a text [B, T] after them."""
         for group in self.groups:
-            group.give_back(tokens)
-        if tokens is None:
+            group.give_back(None if self.keeps_prompt else tokens)
+        if tokens is None and text is None:
             self.stock.reset()
+        elif text is not None and text.shape[1] > 0:
+            with torch.no_grad():
+                self.read_on(text)
+            for layer in self.stock.layers:
+                own_rows(layer)
         if any(group.lent for group in self.groups):
             self.room = None  # the caller's cache reads what lies there
         self.leave_room()
@@ -240,7 +252,8 @@ class _Group:
         batch, heads, _, width = getattr(stock, first).shape
         self.buffer = self._new(getattr(stock, first), room, len(members), batch, heads, capacity, width)
         for index, (_, stock, name) in enumerate(members):
-            states = getattr(stock, name)  # of a sliding layer only the newest are left, the window hides the others
+            # Of a sliding layer only the newest are left, the window hides the others.
+            states = rows_of(stock, name, length)
             self.buffer[index, :, :, length - states.shape[2] : length] = states
         self._show()
 
@@ -250,7 +263,8 @@ class _Group:
     def empty_stock(self) -> None:
         """Frees what has been copied, none of which is lost before."""
         for _, stock, name in self.members:
-            setattr(stock, name, getattr(stock, name)[:, :, :0].clone())
+            if not is_static(stock):  # of those, buffers stay where they are
+                setattr(stock, name, getattr(stock, name)[:, :, :0].clone())
 
     def _show(self) -> None:
         for index, (ours, _, name) in enumerate(self.members):
@@ -295,11 +309,19 @@ class _Group:
         """The rows of the first tokens, for `None` none."""
         for index, (ours, stock, name) in enumerate(self.members):
             if tokens is not None:
-                setattr(stock, name, self._rows(index, ours.window if stock.is_sliding else None, tokens))
-            if tokens is not None and stock.is_sliding:
-                stock.cumulative_length = tokens
+                self._give_back_rows(index, ours, stock, name, tokens)
             setattr(ours, name, None)
         del self.buffer
+
+    def _give_back_rows(
+        self, index: int, ours: SlotCacheLayer, stock: CacheLayerMixin, name: str, tokens: int
+    ) -> None:
+        if is_static(stock):
+            hold_rows(stock, name, self.buffer[index], tokens)
+            return
+        setattr(stock, name, self._rows(index, ours.window if stock.is_sliding else None, tokens))
+        if stock.is_sliding:
+            stock.cumulative_length = tokens
 
     def _rows(self, index: int, window: int | None, tokens: int) -> torch.Tensor:
         oldest = 0 if window is None else max(tokens - window + 1, 0)
@@ -309,68 +331,3 @@ class _Group:
         except RuntimeError:  # out of memory, perhaps for the second time: better a large buffer than lost rows
             self.lent = True
             return rows
-
-
-class ChainCache:
-    """transformers' own cache, which verified chains are rolled back in; batch size 1.
-
-    Arguments as in [`TreeCache`].
-    """
-
-    def __init__(
-        self, stock: Cache, padding_mask: torch.Tensor | None, root_positions: torch.Tensor, takes_positions: bool
-    ):
-        self.stock, self.padding_mask = stock, padding_mask
-        self.root_positions = root_positions if takes_positions else None
-        self.counts = [stock.get_seq_length()]
-        # A forward whose rejected rows are still in the layers: its nodes, how many of them are kept (`None` until
-        # that is known), and what the layers held before it.
-        self._nodes = 0
-        self._kept: int | None = None
-        self._before: list[dict[str, Any]] = []
-        stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
-
-    def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
-        """Arguments of the one forward over a chain."""
-        self._drop_rejected()
-        inputs: dict[str, Any] = {"attention_mask": self.padding_mask, "past_key_values": self.stock}
-        if self.padding_mask is not None:
-            longer = self.counts[0] + tree.num_nodes - self.padding_mask.shape[1]
-            inputs["attention_mask"] = torch.nn.functional.pad(self.padding_mask, (0, longer), value=1)
-        if self.root_positions is not None:
-            inputs["position_ids"] = tree_position_ids(self.root_positions, tree)
-        self._nodes = tree.num_nodes
-        self._before = [contents_of(layer) for layer in self.stock.layers]
-        return inputs
-
-    def _drop_rejected(self, uncommitted: int = 0) -> None:
-        """Takes the rows that were not kept out of the layers, and the last `uncommitted` of those that were."""
-        if self._kept is not None:
-            # crop(0) is not a no-op: it trims sliding layers back to their window.
-            self.stock.crop(self._kept - uncommitted - self._nodes)
-        self._nodes, self._kept, self._before = 0, None, []
-
-    def keep_paths(
-        self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
-    ) -> None:
-        """As in [`TreeCache`]; a path of a chain always is a prefix. What is rejected stays in the layers until the
-        next forward: how much of the path is emitted is not sure before."""
-        longer = [self.counts[0] + counts[0]]
-        self._kept, self._before, self.counts = counts[0], [], longer  # at once, whatever interrupts
-        if self.root_positions is not None:
-            self.root_positions = self.root_positions + counts[0]
-
-    def select_sequences(self, kept: list[int]) -> None:
-        """A chain is of one sequence, which ends with the generation."""
-        raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
-
-    def give_back(self, tokens: int | None) -> None:
-        """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too."""
-        if self._kept is None:
-            for layer, contents in zip(self.stock.layers, self._before, strict=False):
-                restore(layer, contents)
-        self._drop_rejected(0 if tokens is None else self.counts[0] - tokens)
-        for layer in self.stock.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
-            own_rows(layer)

@@ -15,8 +15,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, logging
 
 from ..cache.recurrent import RecurrentCache, cache_name, tokens_in
+from ..cache.rooms import Rooms
 from ..cache.slots import to_device
-from ..cache.target import ChainCache, TreeCache, root_positions_of
+from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..metrics import wait_for
@@ -27,17 +28,16 @@ from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds
 from .observer import tell
+from .opening import TargetCache, open_cache
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace, pace_of
 from .refusals import (
-    goes_back,
     refuse_call,
     refuse_numbers,
     refuse_options,
     refuse_prepared_call,
     refuse_processors,
-    tree_problem_of,
     with_a_tree_for,
 )
 from .sampling import TokenSampler
@@ -177,7 +177,7 @@ class RoundLoop:
         if self.stats.lossy:
             logger.warning_once(LOSSY)
         self.reader = FeatureReader(head.feature_layers, self.outputs.hidden_states is not None)
-        self._target_cache: TreeCache | ChainCache | RecurrentCache | None = None
+        self._target_cache: TargetCache | None = None
         self.prefilled = 0  # tokens in the cache after the prefill
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
@@ -196,7 +196,13 @@ class RoundLoop:
         return self.model_kwargs[cache_name(self.model_kwargs)]
 
     @property
-    def target_cache(self) -> TreeCache | ChainCache | RecurrentCache:
+    def is_seen(self) -> bool:
+        """Whether somebody looks at that cache after the call."""
+        stock = self.model_kwargs.get(cache_name(self.model_kwargs))
+        return self.outputs.as_dict or getattr(stock, "_is_user_defined", False)
+
+    @property
+    def target_cache(self) -> TargetCache:
         """The target's cache, from the prefill on."""
         if self._target_cache is None:
             raise RuntimeError("the target's cache is opened by the prefill.")
@@ -245,7 +251,11 @@ class RoundLoop:
         began, prompt = time.perf_counter(), self.sequences.padded()
         outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
-        self._target_cache = self.open_cache(self.target.dtype if features is None else features.dtype)
+        self.prefilled = tokens_in(self.stock, otherwise=self.sequences.prompt_length)
+        counted = self.reader.counted(self.model_kwargs)
+        dtype, fixed = self.target.dtype if features is None else features.dtype, self.fixed_size()
+        call = (self.options, self.batch, self.model_kwargs, counted, self.prefilled, self.is_seen)
+        self._target_cache = open_cache(self.target, *call, dtype, fixed)
         self.candidates.begin_text(prompt)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
@@ -260,29 +270,12 @@ class RoundLoop:
         tell(self.options.on_round, None, accepted, time.perf_counter() - began)
         return rows
 
-    def open_cache(self, dtype: torch.dtype) -> TreeCache | ChainCache | RecurrentCache:
-        """Takes over the target's cache, now that it holds the prompt."""
-        stock = self.stock
-        self.prefilled = tokens_in(stock, otherwise=self.sequences.prompt_length)
-        positions = root_positions_of(self.reader.counted(self.model_kwargs), self.prefilled, self.target.device)
-        if goes_back(self.target, stock):
-            return self.open_recurrent(stock, positions)
-        if self.options.tree.is_chain and tree_problem_of(self.target, stock):
-            takes_positions = self.model_kwargs.get("position_ids") is not None
-            return ChainCache(stock, self.padding_mask, positions, takes_positions)
-        capacity = rooms = None
-        if self.compiled is not None:
-            rooms = self.compiled.rooms
-            budget = self.stop.budget(self.sequences.prompt_length)
-            capacity = bucket(stock.get_seq_length() + budget + self.options.tree.most_nodes)
-        return TreeCache(stock, self.target, self.batch, self.padding_mask, positions, dtype, capacity, rooms)
-
-    def open_recurrent(self, stock: Cache, positions: torch.Tensor) -> RecurrentCache:
-        """The same where it holds states."""
-        takes_positions = self.model_kwargs.get("position_ids") is not None
-        is_seen = self.outputs.as_dict or getattr(stock, "_is_user_defined", False)
-        call = (self.padding_mask, positions, takes_positions, self.prefilled, is_seen)
-        return RecurrentCache(stock, self.target, cache_name(self.model_kwargs), *call)
+    def fixed_size(self) -> tuple[int, Rooms | None] | None:
+        """Slots of the target's cache in compiled rounds, and where its buffers come from; `None` in others."""
+        if self.compiled is None:
+            return None
+        budget = self.stop.budget(self.sequences.prompt_length)
+        return bucket(self.prefilled + budget + self.options.tree.most_nodes), self.compiled.rooms
 
     # ------------------------------------------------------------------ a round
     def begin_round(self) -> bool:
@@ -317,7 +310,9 @@ class RoundLoop:
         if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
             return self.compiled.verify(self.target, cache, tree, hidden_states)
         if isinstance(cache, RecurrentCache):
-            return cache.verify(tree, **hidden_states)
+            before, outputs = cache.additional_forwards, cache.verify(tree, **hidden_states)
+            self.stats.target_forwards += cache.additional_forwards - before
+            return outputs
         inputs = cache.forward_inputs(tree)
         return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **hidden_states)
 
@@ -326,6 +321,9 @@ class RoundLoop:
         logits = logits.to(tree.token_ids.device)
         call = Verification(tree, logits, self.sequences, self.sampler, self.stop, self.outputs, self.options)
         accepted = self.rule.accept(call)
+        if isinstance(self._target_cache, RecurrentCache):
+            limits = map(self._target_cache.most_accepted, range(len(accepted)))
+            accepted = [result.limited(most) for result, most in zip(accepted, limits, strict=True)]
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
         return dict(zip(self.sequences.active, accepted, strict=True))
 
@@ -390,10 +388,13 @@ class RoundLoop:
 
     def close(self) -> None:
         """Gives transformers' cache its contents back, after errors too: of one sequence what plain decoding has in it
-        at the last token that was emitted here, of a batch nothing."""
+        at the last token that was emitted here; of a batch what it has at the end, if somebody looks, else nothing."""
         self.candidates.draft_cache.leave_room()
         if self._target_cache is None:
             return
-        emitted = self.sequences.emitted_tokens(0) if self.batch == 1 else 0
         cache, self._target_cache = self._target_cache, None
-        cache.give_back(self.prefilled + max(emitted - 1, 0) if self.batch == 1 else None)
+        if self.batch == 1:
+            cache.give_back(self.prefilled + max(self.sequences.emitted_tokens(0) - 1, 0))
+            return
+        ended = self.is_seen and not self.sequences.active
+        cache.give_back(None, self.sequences.padded()[:, self.sequences.prompt_length : -1] if ended else None)

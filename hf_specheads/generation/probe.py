@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.chain import ChainCache
 from ..cache.recurrent import CACHE_NAMES, RecurrentCache
-from ..cache.target import ChainCache, TreeCache, layer_windows
+from ..cache.target import TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
 from ..target.features import asked_hidden_states
 from ..target.positions import drops_positions
+from ..target.recurrence import counts_padding
 from ..tree.draft_tree import DraftTree
 
 SHORT_CONTEXT = 16
@@ -154,7 +156,7 @@ class _Probe:
         self.length = context_length(target)
         self.tokens = _tokens(target, self.batch, self.length + len(self.parents))
         self.mask: torch.Tensor | None = None
-        if kind.ragged:
+        if kind.ragged and not counts_padding(target):
             self.mask = torch.ones_like(self.tokens[:, : self.length])
             self.mask[0, :PADDING] = 0
         self.decoded = self._decode()
@@ -200,7 +202,7 @@ class _Probe:
             self.prefilled = copy.deepcopy(cache)
         steps = [self._forward(cache, at, at + 1)[:, -1:] for at in (self.length, self.length + 1)]
         decoded = torch.cat([prompt[:, -1:], *steps], dim=1)
-        if self.kind.ragged:
+        if self.kind.ragged and not self.kind.recurrent:
             decoded[1] = prompt[1]
         return decoded
 
@@ -208,6 +210,8 @@ class _Probe:
     def verified(self) -> torch.Tensor:
         """The same logits from one forward over the nodes, on the caches of rounds."""
         root = self.length - 1
+        if self.kind.recurrent:
+            return self._caught_up(self.tokens[:, root : root + 3])
         paths = [self.tokens[0, root : root + 3]]
         if self.kind.ragged:
             paths.append(self.tokens[1, root - EARLIER : root + 1])
@@ -217,8 +221,6 @@ class _Probe:
         tree = _tree(self.parents, token_ids)
         if self.kind.rolled_back:
             return self._rolled_back(tree)
-        if self.kind.recurrent:
-            return self._caught_up(tree)
         cache = self._tree_cache()
         outputs = self.target(token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree))
         return outputs.logits[:, list(self.path)]
@@ -252,21 +254,24 @@ class _Probe:
             cache.keep_paths(nodes, [count], torch.tensor([count]), True)
         return torch.cat(logits, dim=1)
 
-    def _caught_up(self, chain: DraftTree) -> torch.Tensor:
-        """A chain of which only the root is kept; then the states are restored, and it comes before the rest."""
-        root = self.length - 1
-        positions = torch.tensor([[root]], device=self.tokens.device)
-        call = (None, positions, self.takes_positions, root)
+    def _caught_up(self, path: torch.Tensor) -> torch.Tensor:
+        """Chains of which the first sequence keeps the root, the second its child, too; then the states are restored,
+        and these tokens come before the rest of the path [B, 3]."""
+        root, kept = self.length - 1, [1, 2][: self.batch]
+        positions = torch.full((self.batch, 1), root, device=path.device)
+        if self.mask is not None and not self.counts_itself:
+            positions[0] -= PADDING
+        call = (self.mask, positions, self.takes_positions, root, False, self.batch)
         cache = RecurrentCache(self.prefilled, self.target, self.cache_name, *call)
-        wrong = chain.token_ids.clone()
-        wrong[:, 1:] = self.tokens[:, -2:]
-        logits = []
-        for tokens, count in ((wrong, 1), (chain.token_ids[:, 1:], 2)):
-            nodes = torch.arange(count, device=tokens.device)[None]
-            outputs = cache.verify(_tree(CHAIN[: tokens.shape[1]], tokens))
-            logits.append(outputs.logits[:, :count])
-            cache.keep_paths(nodes, [count], torch.tensor([count]), True)
-        return torch.cat(logits, dim=1)
+        wrong, rest = path.clone(), path.roll(-1, dims=1)[:, :2]
+        for row, count in enumerate(kept):
+            wrong[row, count:] = self.tokens[row, count - 3 :]
+            rest[row, : 3 - count] = path[row, count:]
+        first = cache.verify(_tree(CHAIN, wrong)).logits
+        cache.keep_paths(path, kept, torch.tensor(kept), True)
+        second = cache.verify(_tree(CHAIN[:2], rest)).logits
+        rows = zip(first, second, kept, strict=True)
+        return torch.stack([torch.cat([before[:count], after[: 3 - count]]) for before, after, count in rows])
 
 
 def context_length(target: PreTrainedModel) -> int:

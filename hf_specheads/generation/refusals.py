@@ -15,12 +15,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..cache.layers import chain_cache_problem, is_restored, recurrent_cache_problem, tree_cache_problem
-from ..cache.recurrent import cache_name, holds_tokens
+from ..cache.recurrent import cache_name
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.images import IMAGES_SERVED, TOKEN_TYPES, read_by_the_prompt
 from ..target.positions import rope_limit, sparse_limit
-from ..target.recurrence import is_recurrent, recurrence_problem
+from ..target.recurrence import counts_padding, is_recurrent, recurrence_problem
 from ..target.structure import own_mask
 from .options import DraftingOptions
 from .probe import RoundKind, refuse_by_probe
@@ -36,7 +36,7 @@ FORWARD_ARGUMENTS = {
 }  # fmt: skip
 # Those that carry images, videos and sound, or what an encoder has made of them.
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}
-STATIC_CACHES = {"static", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid"}
+OFFLOADED_CACHES = {"offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"}
 
 
 def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: GenerationConfig) -> None:
@@ -58,7 +58,9 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),
         f"this recurrent target ({recurrence_problem(target)})": recurrence_problem(target) is not None,
         "use_cache=False": config.use_cache is False,
-        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation in STATIC_CACHES,
+        f"cache_implementation={config.cache_implementation!r} (rounds read and write all layers where they are)": (
+            config.cache_implementation in OFFLOADED_CACHES
+        ),
         "output_attentions=True": bool(config.output_attentions),
         "assistant_ensemble_weight, which is lossy": getattr(config, "assistant_ensemble_weight", None) is not None,
         f"prompt-learning adapters ({_prompt_learning(target)})": _prompt_learning(target) is not None,
@@ -141,7 +143,7 @@ def with_a_tree_for(
 ) -> DraftingOptions:
     """The options of a call: with a chain where the target takes no trees and nobody has chosen one."""
     cache = model_kwargs.get(cache_name(model_kwargs))
-    if batch_size > 1 or not options.free_tree or options.tree.is_chain or not isinstance(cache, Cache):
+    if not options.free_tree or options.tree.is_chain or not isinstance(cache, Cache):
         return options
     if tree_problem_of(target, cache) is None:
         return options
@@ -164,6 +166,12 @@ def refuse_prepared_call(
     """
     cache = _usable_cache(target, model_kwargs)
     _refuse_arguments(target, options, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    if counts_padding(target) and mask is not None and not bool(mask.all()):
+        raise UnsupportedGenerationError(
+            f"draft heads do not serve prompts with padding for {type(target).__name__}, which takes it in and "
+            "verifies otherwise than it decodes then; give prompts of one length, or one at a time."
+        )
     if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
@@ -172,7 +180,7 @@ def refuse_prepared_call(
     for problem_of in (rescaling_rope_problem, sparse_attention_problem):
         if reason := problem_of(target, config):
             raise UnsupportedGenerationError(reason)
-    if options.loop == "transformers" and goes_back(target, cache):
+    if options.loop == "transformers" and (goes_back(target, cache) or chain_cache_problem(cache)):
         raise UnsupportedGenerationError(
             f"transformers' own loop cannot take tokens out of what {type(target).__name__} keeps here again "
             f"({type(cache.layers[0]).__name__}); use `heads.loop = 'own'`."
@@ -180,8 +188,8 @@ def refuse_prepared_call(
     if options.compiled:
         _refuse_compiled(target, options, config, cache)
     if batch_size > 1:
-        _refuse_batch(target, options, batch_size, config, cache)
-    elif problem := tree_problem_of(target, cache):
+        _refuse_batch(target, options, batch_size, config)
+    if problem := tree_problem_of(target, cache):
         _refuse_without_trees(target, options, cache, problem)
 
 
@@ -194,10 +202,6 @@ def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cach
         raise UnsupportedGenerationError(
             f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
             "and draft heads can take back tokens from no other; drop `assistant_model`."
-        )
-    if (cache.is_compileable and not is_recurrent(target)) or type(cache).__name__ == "StaticCache":
-        raise UnsupportedGenerationError(
-            f"draft heads cannot roll back a static cache ({type(cache).__name__}); use the default dynamic cache."
         )
     return cache
 
@@ -261,14 +265,12 @@ def _refuse_compiled(
 
 
 def _refuse_batch(
-    target: PreTrainedModel, options: DraftingOptions, batch_size: int, config: GenerationConfig, cache: Cache
+    target: PreTrainedModel, options: DraftingOptions, batch_size: int, config: GenerationConfig
 ) -> None:
     """What does not go with several sequences at once, which accept different numbers of tokens."""
     reasons = {
         "heads.loop = 'transformers'": options.loop == "transformers",
-        "a cache that holds tokens already": holds_tokens(cache),
         "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
-        str(tree_problem_of(target, cache)): tree_problem_of(target, cache) is not None,
     }
     for what, applies in reasons.items():
         if applies:
@@ -281,6 +283,13 @@ def _refuse_batch(
 def goes_back(target: PreTrainedModel, cache: Cache) -> bool:
     """Whether rejected tokens are forgotten by restoring what the cache held before ([`RecurrentCache`])."""
     return is_recurrent(target) or is_restored(cache)
+
+
+def rounds_go_back(target: PreTrainedModel, options: DraftingOptions, batch_size: int, cache: Cache) -> bool:
+    """Whether the rounds of a call do: those of a batch whose chains cannot lie in slots of their own, too."""
+    if goes_back(target, cache):
+        return True
+    return batch_size > 1 and options.tree.is_chain and tree_problem_of(target, cache) is not None
 
 
 def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
@@ -336,10 +345,10 @@ def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) 
 
 def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
     """What the target is asked to verify in a call."""
-    if goes_back(target, cache):
-        return RoundKind(tree=False, recurrent=True)
-    rolled_back = options.tree.is_chain and tree_problem_of(target, cache) is not None
-    return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, rolled_back)
+    if rounds_go_back(target, options, batch, cache):
+        return RoundKind(tree=False, ragged=batch > 1, recurrent=True)
+    takes_no_trees = options.tree.is_chain and tree_problem_of(target, cache) is not None
+    return RoundKind(not options.tree.is_chain, batch > 1, options.compiled, takes_no_trees)
 
 
 def refuse_numbers(

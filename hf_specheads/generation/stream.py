@@ -26,7 +26,7 @@ from .loop import RoundLoop, begin_call
 from .observer import tell
 from .options import DraftingOptions
 from .pace import pace_of
-from .refusals import refuse_numbers, refuse_prepared_call, refuse_processors
+from .refusals import refuse_numbers, refuse_prepared_call, refuse_processors, tree_problem_of
 from .sequences import Sequences, pad_token_of
 from .stopping import OF_ONE_SEQUENCE
 from .verification.accepted import Accepted
@@ -154,6 +154,11 @@ class _Stream:
         heads, batch = self.heads.for_call(model), max(self.max_batch, 2)
         _refuse_in_streams(settings, stopping_criteria, generation_config, model_kwargs)
         refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
+        if problem := tree_problem_of(model, model_kwargs[cache_name(model_kwargs)]):
+            raise UnsupportedGenerationError(
+                f"a stream of requests wants slots of its own for every text, and {type(model).__name__} has none: "
+                f"{problem}; call `generate` with whole batches."
+            )
         refuse_processors(settings, logits_processor, generation_config, batch)
         probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
         prepared = (logits_processor, stopping_criteria, generation_config)

@@ -28,11 +28,18 @@ DO_NOT_CONTINUE = {
     "zamba": _FROM_ZEROS,
     "zamba2": _CLAMPED,
 }
+# They take in the padding of a prompt, and several tokens otherwise than single ones then.
+COUNT_PADDING = frozenset({"deepseek_v4"})
 
 
 def is_recurrent(target: PreTrainedModel) -> bool:
     """Whether a target keeps a state that rejected tokens cannot be taken out of again."""
     return bool(getattr(target, "_is_stateful", False))
+
+
+def counts_padding(target: PreTrainedModel) -> bool:
+    """Whether a prompt with padding is verified otherwise than it is decoded."""
+    return target.config.get_text_config(decoder=True).model_type in COUNT_PADDING
 
 
 def recurrence_problem(target: PreTrainedModel) -> str | None:

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.batches import batch_of, greedy
+from support.caches import states_of
+from support.families import tiny_target
+from support.faults import At, Fault, FaultyStreamer
 from support.heads import random_heads
-from support.stubs import CountForwards, StubHead
-from support.targets import plain, prompt, shared_target
-from transformers import Cache, DynamicCache, QuantizedCache
+from support.stubs import CountForwards, StubHead, counted
+from support.targets import own_target, plain, prompt, shared_target
+from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from hf_specheads import UnsupportedGenerationError
 from hf_specheads.cache import recurrent
@@ -76,13 +81,91 @@ def refused(words: str, target, ids: torch.Tensor, tree: dict[str, Any], **optio
     assert forwards.count == 0
 
 
+# What a call with a cache gives: the texts of plain decoding with the same cache, or a sentence with these words.
+SAME = "the same text"
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "dynamic": {"tree": SAME, "chain": SAME, "batch": SAME, "batch of chains": SAME},
+    "static": {"tree": SAME, "chain": SAME, "batch": SAME, "batch of chains": SAME},
+    "sliding_window": {"tree": SAME, "batch": SAME},
+    "hybrid": {"tree": SAME},
+    "hybrid_chunked": {"tree": SAME},
+    "offloaded": {"tree": "'offloaded'", "batch of chains": "'offloaded'"},
+    "offloaded_static": {"tree": "'offloaded_static'"},
+    "offloaded_hybrid": {"chain": "'offloaded_hybrid'"},
+    "offloaded_hybrid_chunked": {"batch": "'offloaded_hybrid_chunked'"},
+    "quantized": {"tree": "with_tree", "chain": SAME, "batch": "with_tree", "batch of chains": SAME},
+}
+
+
+def test_the_table_has_all_there_are():
+    assert set(IMPLEMENTATIONS) == set(ALL_CACHE_IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, row in IMPLEMENTATIONS.items() for kind in row])
+def test_cache_implementations(name, kind, family):
+    target, expectation = shared_target(family), IMPLEMENTATIONS[name][kind]
+    if name == "quantized" and family == "qwen2-window":
+        pytest.skip("transformers quantises layers of full attention only")
+    inputs, _ = batch_of() if "batch" in kind else batch_of((19,))
+    options = {"cache_implementation": name} | (FP8 if name == "quantized" else {})
+    tree = CHAIN if "chain" in kind else {}
+    if expectation != SAME:
+        heads = StubHead(target, inputs["input_ids"], **tree)
+        with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match=expectation):
+            greedy(target, inputs, assistant_model=heads, **options)
+        assert forwards.count == 0
+        return
+    expected = greedy(target, inputs, **options)
+    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
+    heads = StubHead(target, [text[start:] for text, start in zip(expected, starts, strict=True)], MIXED, **tree)
+    heads.adaptive = False
+    assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
+    assert max(heads.last_stats.num_accepted[0]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [("llama", False), ("qwen2-window", False), pytest.param("qwen2-window", True, marks=pytest.mark.slow)],
+)
+def test_a_static_cache_that_is_handed_in_and_given_back(family, compiled):
+    """Its buffers stay where they are, and hold what plain decoding leaves in them."""
+    target = own_target(family) if compiled else shared_target(family)
+    held: list[dict[str, torch.Tensor]] = []
+    texts: list[torch.Tensor] = []
+    for with_heads in (False, True):
+        cache, ids, addresses = StaticCache(config=target.config, max_cache_len=64), prompt(), []
+        for turn in range(2):
+            options: dict[str, Any] = {}
+            if with_heads:
+                heads = random_heads(target) if compiled else StubHead(target, texts[turn], MIXED)
+                graphs = counted(target, heads) if compiled else []
+                options["assistant_model"] = heads
+            text = plain(target, ids, 12, past_key_values=cache, **options)
+            texts += [] if with_heads else [text]
+            assert torch.equal(text, texts[turn])
+            assert not (compiled and with_heads) or len(graphs) > 0
+            held.append({"length": torch.tensor(int(cache.get_seq_length())), **states_of(cache)})
+            addresses.append([layer.keys.data_ptr() for layer in cache.layers])
+            ids = torch.cat([text, prompt(5, seed=turn)], dim=1)
+        assert addresses[0] == addresses[1]
+    for ours, theirs in zip(held[2:], held[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_refused():
     target, ids = shared_target("llama"), prompt()
     refused("Fp8QuantizedLayer.*with_tree", target, ids, {}, **FP8)
-    refused("batch of 2", target, ids.repeat(2, 1), CHAIN, **FP8)
     for tree in ({}, CHAIN):
         refused("class Coarse", target, ids, tree, past_key_values=coarse_cache(target))
-        refused("cache_implementation='static'", target, ids, tree, cache_implementation="static")
+    static = {"cache_implementation": "static"}
+    refused("StaticLayer", shared_target("bloom"), ids, CHAIN, **static)  # no room for what may be rejected
+    heads = StubHead(target, ids, **CHAIN)
+    heads.loop = "transformers"
+    with pytest.raises(UnsupportedGenerationError, match="StaticLayer"):
+        plain(target, ids, 8, assistant_model=heads, **static)
 
 
 def test_groups_of_rows_are_quantised_otherwise():
@@ -100,15 +183,77 @@ def test_groups_of_rows_are_quantised_otherwise():
         assert (difference < 1e-4) is same, difference
 
 
-def test_batches_do_not_take_over_a_cache():
-    """Neither tree nor chain; an empty cache that is handed in is served."""
-    target, ids = shared_target("llama"), prompt().repeat(2, 1)
-    cache = DynamicCache(config=target.config)
-    first = plain(target, ids, 4, past_key_values=cache, assistant_model=random_heads(target))
-    assert torch.equal(first, plain(target, ids, 4))
-    warm = DynamicCache(config=target.config)
-    longer = torch.cat([plain(target, ids, 4, past_key_values=warm), ids[:, :3]], dim=1)
-    refused("holds tokens already", target, longer, {}, past_key_values=warm)
+# ---------------------------------------------------------------------- conversations of several at once
+CONVERSATIONS = {"llama": {}, "qwen2-window": {}, "bloom": CHAIN, "lfm2": CHAIN, "qwen3_next": CHAIN}
+
+
+def target_of(family: str):
+    if family == "qwen3_next":
+        return tiny_target(family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    return shared_target(family)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("family", CONVERSATIONS)
+def test_conversations_in_batches(family, ends):
+    """A cache that is handed in, given back, and handed in again; rows that end before others are filled up."""
+    target, inputs = target_of(family), batch_of((19, 4, 12), vocab=90)[0]
+    if ends:
+        first = greedy(target, inputs)
+        options: dict[str, Any] = {"eos_token_id": int(first[1, 19 + 7]), "pad_token_id": 0}
+    else:
+        options = {}
+    texts: list[torch.Tensor] = []
+    held: list[dict[str, torch.Tensor]] = []
+    for with_heads in (False, True):
+        cache, turn_inputs = DynamicCache(config=target.config), inputs
+        for turn in range(2):
+            asked = dict(options)
+            if with_heads:
+                # Heads see what is new to the cache: in the second turn no padding, and what came last in the first.
+                starts = turn_inputs["attention_mask"].argmax(1) if turn == 0 else [texts[0].shape[1] - 1] * 3
+                truths = [text[start:] for text, start in zip(texts[turn], starts, strict=True)]
+                asked["assistant_model"] = StubHead(target, truths, MIXED, **CONVERSATIONS[family])
+                asked["assistant_model"].adaptive = False
+            text = greedy(target, turn_inputs, past_key_values=cache, **asked)
+            texts += [] if with_heads else [text]
+            assert torch.equal(text, texts[turn])
+            held.append(states_of(cache))
+            follow = torch.cat([prompt(5, seed=row, vocab=90) for row in range(3)])
+            ids = torch.cat([text, follow], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, :19] = inputs["attention_mask"]
+            if ends and turn == 0:  # what a row was filled up with is hidden
+                mask[:, 19 : text.shape[1]] = (text[:, 19:] != 0).long()
+            turn_inputs = {"input_ids": ids, "attention_mask": mask}
+        if with_heads:
+            accepted = [n for row in asked["assistant_model"].last_stats.num_accepted for n in row]
+            assert ends or max(accepted) >= 2
+    for ours, theirs in zip(held[2:], held[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], atol=2e-4, rtol=2e-4)
+
+
+def test_a_batch_gives_its_cache_back_in_a_dict():
+    target, inputs = shared_target("llama"), batch_of()[0]
+    got = greedy(target, inputs, assistant_model=random_heads(target), return_dict_in_generate=True)
+    expected = greedy(target, inputs, return_dict_in_generate=True)
+    ours, theirs = states_of(got.past_key_values), states_of(expected.past_key_values)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_an_interrupted_batch_of_a_recurrent_target_leaves_an_empty_cache():
+    """Which may be handed in again, whatever sequences had left the batch."""
+    target, inputs = target_of("qwen3_next"), batch_of((9, 4, 7), vocab=90)[0]
+    cache, heads = DynamicCache(config=target.config), random_heads(target, **CHAIN)
+    first = greedy(target, inputs)
+    options = {"past_key_values": cache, "assistant_model": heads, "eos_token_id": int(first[1, 9 + 2])}
+    with pytest.raises(Fault):
+        greedy(target, inputs, streamer=FaultyStreamer(At(9)), **options)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(greedy(target, inputs, **options), greedy(target, inputs, eos_token_id=int(first[1, 9 + 2])))
 
 
 def test_an_offloaded_cache(monkeypatch):

@@ -23,8 +23,10 @@ from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
+from hf_specheads.cache import chain
 from hf_specheads.cache import target as target_cache
-from hf_specheads.cache.target import ChainCache, TreeCache, _Group
+from hf_specheads.cache.chain import ChainCache
+from hf_specheads.cache.target import TreeCache, _Group
 from hf_specheads.generation.compiled import CompiledRounds
 
 TREES = ("llama", "mistral", "gemma3")  # slots; windows that are in force; both
@@ -198,7 +200,7 @@ def fails(run, *scene_options) -> bool:
 
 @pytest.mark.parametrize("family", ["bloom", "llama4", "lfm2"])
 def test_planted_bug_chains_keep_what_was_drafted(family, monkeypatch):
-    monkeypatch.setattr(target_cache, "restore", lambda layer, contents: None)
+    monkeypatch.setattr(chain, "restore", lambda layer, contents: None)
     assert fails(in_option("criterion"), family, 30)
 
 

@@ -13,7 +13,7 @@ from support.targets import prompt
 from transformers import DynamicCache
 
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError
-from hf_specheads.generation import loop
+from hf_specheads.generation import opening
 from hf_specheads.target import images
 from hf_specheads.target.images import IMAGES_SERVED
 from hf_specheads.target.recurrence import is_recurrent
@@ -145,5 +145,5 @@ def test_planted_bug_positions_count_tokens(monkeypatch):
     target = target_of("qwen2_5_vl")
     inputs = image_inputs(target)
     expected = generate(target, inputs)
-    monkeypatch.setattr(loop, "root_positions_of", lambda kwargs, length, device: torch.full((1, 1), length))
+    monkeypatch.setattr(opening, "root_positions_of", lambda kwargs, length, device: torch.full((1, 1), length))
     assert not torch.equal(generate(target, inputs, assistant_model=oracle(target, inputs, expected)), expected)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import states_of
 from support.distributions import chi_square, critical_value
 from support.families import tiny_target
 from support.faults import At, Fault, FaultyCriterion, FaultyStreamer, forward_fault
@@ -62,17 +63,6 @@ def name_of(target) -> str:
 
 def new_cache(target) -> DynamicCache:
     return DynamicCache(config=target.config.get_text_config(decoder=True))
-
-
-def states_of(cache) -> dict[str, torch.Tensor]:
-    """Everything a cache holds, by name."""
-    found = {}
-    for index, layer in enumerate(cache.layers):
-        for name, value in vars(layer).items():
-            for key, tensor in value.items() if isinstance(value, dict) else [("", value)]:
-                if isinstance(tensor, torch.Tensor) and not name.startswith("_"):
-                    found[f"{index}.{name}.{key}"] = tensor.clone()
-    return found
 
 
 def assert_same_states(ours, theirs) -> None:
@@ -170,14 +160,6 @@ def test_heads_without_a_chosen_tree_draft_chains(model_type):
     heads.tree_config = heads.tree_config  # now it is somebody's choice
     with pytest.raises(UnsupportedGenerationError, match="draft a chain instead"):
         plain(target, ids, 12, assistant_model=heads)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
-def test_batches_are_refused(model_type):
-    target, ids, heads = target_of(model_type), prompt().repeat(2, 1), oracle(model_type)
-    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="one sequence at a time"):
-        plain(target, ids, NEW, assistant_model=heads)
-    assert forwards.count == 0
 
 
 # ---------------------------------------------------------------------- rounds
@@ -365,7 +347,12 @@ def test_planted_bugs(bug, monkeypatch):
         monkeypatch.setattr(recurrent, "contents_with_states", contents_of)
     else:
         go_back = recurrent.RecurrentCache._go_back
-        monkeypatch.setattr(recurrent.RecurrentCache, "_go_back", lambda self: go_back(self)[:, :0])
+
+        def forgets(self):
+            go_back(self)
+            self.base = self.counts[0]
+
+        monkeypatch.setattr(recurrent.RecurrentCache, "_go_back", forgets)
     target = target_of("qwen3_next")
     got = plain(target, prompt(), NEW, assistant_model=oracle("qwen3_next"))
     assert why_texts_differ(target, plain_text("qwen3_next"), got, 19) == "bug"

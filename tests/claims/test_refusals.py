@@ -11,7 +11,7 @@ from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.heads import random_heads
 from support.stubs import CountForwards
 from support.targets import own_target, prompt, shared_target
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_specheads import AutoDraftHead, WrongTargetError
 from hf_specheads.contract import LOOPS
@@ -37,7 +37,7 @@ OPTIONS = {
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "beam search"),
     "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences > 1"),
     "no cache": ({"use_cache": False}, "use_cache=False"),
-    "static cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
 }
@@ -48,12 +48,6 @@ def test_options(option):
     target = own_target("llama", attention="eager")
     options, words = OPTIONS[option]
     assert words in refusal(target, random_heads(target), UnsupportedGenerationError, **options)
-
-
-def test_a_static_cache_of_the_user():
-    target = shared_target("llama")
-    cache = StaticCache(config=target.config, max_cache_len=64)
-    assert "static cache" in refusal(target, random_heads(target), UnsupportedGenerationError, past_key_values=cache)
 
 
 def test_a_forward_argument_that_tree_nodes_cannot_get():

@@ -283,8 +283,8 @@ def test_options_of_one_call() -> None:
 
 def test_targets_without_batches_are_refused() -> None:
     target = shared_target("bloom")
-    with pytest.raises(UnsupportedGenerationError, match="batch"):
-        list(generate_stream(target, random_heads(target, "eagle"), prompts((4,)), max_new_tokens=3))
+    with pytest.raises(UnsupportedGenerationError, match="slots of its own"):
+        list(generate_stream(target, random_heads(target, "eagle", kind="chain"), prompts((4,)), max_new_tokens=3))
 
 
 # ---------------------------------------------------------------------- afterwards

@@ -22,7 +22,8 @@ class Accepted:
         nodes: The node each token was chosen at, the root first; as many as tokens. Their cache rows stay.
         scores: Processed scores fp32 [1, V] per emitted token, if asked for.
         stopped: Whether generation ends after the last token.
-        cut: Whether tokens that the target accepted were dropped because generation stops earlier.
+        cut: Whether tokens that the target accepted were dropped because generation stops earlier, or because the
+            sequence is too far ahead of the others.
         host_syncs: Times the host waited for the device; of sequences decided together the first one's.
     """
 
@@ -32,6 +33,13 @@ class Accepted:
     stopped: bool = False
     cut: bool = False
     host_syncs: int = 1
+
+    def limited(self, most: int | None) -> Accepted:
+        """The same of at most so many tokens: the rest is drafted again."""
+        if most is None or len(self.token_ids) <= most:
+            return self
+        tokens, nodes, scores = self.token_ids[:most], self.nodes[:most], self.scores[:most]
+        return Accepted(tokens, nodes, scores, cut=True, host_syncs=self.host_syncs)
 
     @property
     def num_accepted(self) -> int:

@@ -1,0 +1,77 @@
+"""The cache of a target that takes no trees during a generation: chains are verified in it and rolled back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..tree.draft_tree import DraftTree
+from .layers import contents_of, own_rows, restore
+from .masks import tree_position_ids
+
+
+class ChainCache:
+    """transformers' own cache, which verified chains are rolled back in; batch size 1.
+
+    Arguments as in [`target.TreeCache`].
+    """
+
+    def __init__(
+        self, stock: Cache, padding_mask: torch.Tensor | None, root_positions: torch.Tensor, takes_positions: bool
+    ):
+        self.stock, self.padding_mask = stock, padding_mask
+        self.root_positions = root_positions if takes_positions else None
+        self.counts = [stock.get_seq_length()]
+        # A forward whose rejected rows are still in the layers: its nodes, how many of them are kept (`None` until
+        # that is known), and what the layers held before it.
+        self._nodes = 0
+        self._kept: int | None = None
+        self._before: list[dict[str, Any]] = []
+        stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
+
+    def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
+        """Arguments of the one forward over a chain."""
+        self._drop_rejected()
+        inputs: dict[str, Any] = {"attention_mask": self.padding_mask, "past_key_values": self.stock}
+        if self.padding_mask is not None:
+            longer = self.counts[0] + tree.num_nodes - self.padding_mask.shape[1]
+            inputs["attention_mask"] = torch.nn.functional.pad(self.padding_mask, (0, longer), value=1)
+        if self.root_positions is not None:
+            inputs["position_ids"] = tree_position_ids(self.root_positions, tree)
+        self._nodes = tree.num_nodes
+        self._before = [contents_of(layer) for layer in self.stock.layers]
+        return inputs
+
+    def _drop_rejected(self, uncommitted: int = 0) -> None:
+        """Takes the rows that were not kept out of the layers, and the last `uncommitted` of those that were."""
+        if self._kept is not None:
+            # crop(0) is not a no-op: it trims sliding layers back to their window.
+            self.stock.crop(self._kept - uncommitted - self._nodes)
+        self._nodes, self._kept, self._before = 0, None, []
+
+    def keep_paths(
+        self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
+    ) -> None:
+        """As in [`TreeCache`]; a path of a chain always is a prefix. What is rejected stays in the layers until the
+        next forward: how much of the path is emitted is not sure before."""
+        longer = [self.counts[0] + counts[0]]
+        self._kept, self._before, self.counts = counts[0], [], longer  # at once, whatever interrupts
+        if self.root_positions is not None:
+            self.root_positions = self.root_positions + counts[0]
+
+    def select_sequences(self, kept: list[int]) -> None:
+        """A chain is of one sequence, which ends with the generation."""
+        raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
+
+    def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
+        """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too."""
+        if self._kept is None:
+            for layer, contents in zip(self.stock.layers, self._before, strict=False):
+                restore(layer, contents)
+        self._drop_rejected(0 if tokens is None else self.counts[0] - tokens)
+        for layer in self.stock.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+            own_rows(layer)
