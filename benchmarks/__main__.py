@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from . import results
-from .acceptance import acceptance, methods, n_alpha, training_curve
+from .acceptance import acceptance, methods
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
@@ -32,7 +32,7 @@ from .trees import choose, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, choose, methods,
-    acceptance, n_alpha, training_curve, step, families, doctor, diff, commands, answers,
+    acceptance, step, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

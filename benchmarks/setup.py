@@ -177,6 +177,15 @@ def count_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
+    """Method and parameters of heads, and as far as their folder tells it, what training them has cost."""
+    path = Path(folder) / "training_facts.json"
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    told = {name: facts[name] for name in ("training_flops", "hours", "steps") if name in facts}
+    started = {"starts_from": (facts.get("recipe") or {}).get("starts_from")} if facts else {}
+    return {"method": heads.config.method, "parameters": count_parameters(heads), **started, **told}
+
+
 # ---------------------------------------------------------------------- random pairs of given sizes
 def random_pair(
     shape: str, tree: DraftTreeConfig, dtype: torch.dtype, device: str, methods: tuple[str, ...] = tuple(SHAPED_HEADS)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
 
 from .guards import refuse_nonfinite_weights
 from .identity import refuse_other_run, write_identity
@@ -40,6 +40,19 @@ class AtomicCheckpoints(Trainer):
             OtherRunError: naming both sides.
         """
         refuse_other_run(checkpoint, self.identity())
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in Trainer, which goes one step too far when all steps of a run have been taken already."""
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if checkpoint and (finished := _finished(Path(checkpoint) / TRAINER_STATE_NAME, self.args.max_steps)):
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = finished
+            if self.args.load_best_model_at_end and finished.best_model_checkpoint is not None:
+                self._load_best_model()
+            return TrainOutput(finished.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.refuse_checkpoint(resume_from_checkpoint)
@@ -95,6 +108,14 @@ class AtomicCheckpoints(Trainer):
     def _wait(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
+
+
+def _finished(path: Path, max_steps: int) -> TrainerState | None:
+    """The state of a run if all its steps have been taken."""
+    if max_steps <= 0 or not path.is_file():
+        return None
+    state = TrainerState.load_from_json(str(path))
+    return state if state.global_step >= max_steps else None
 
 
 def _flush(path: Path) -> None:

@@ -6,7 +6,9 @@ says) while its features become easier to draft from: the gradient of the heads'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_specheads.heads.base import DraftHead
@@ -28,6 +31,7 @@ from hf_specheads.target.adapter import (
 from .arguments import DraftHeadTrainingArguments
 from .evaluation import LossMeter
 from .losses import masked_mean
+from .sharding import decoder_layers
 from .trainer import DraftHeadTrainer
 from .unroll import PassLosses
 
@@ -52,6 +56,8 @@ class JointTrainingArguments(DraftHeadTrainingArguments):
         target_learning_rate: Peak learning rate of the adapter, default a quarter of the heads'.
         heads_warmup_steps: Optimizer steps at the start in which only the heads are trained: gradients of fresh heads
             would spoil the target.
+        target_gradient_checkpointing: Keep of every decoder layer of the target its input only, and compute the layer
+            again in the backward: memory of the graph falls by an order, time of a step grows by about a third.
         backward: `"summed"`; the heads share the target's graph.
 
     Raises:
@@ -65,6 +71,9 @@ class JointTrainingArguments(DraftHeadTrainingArguments):
     self_distillation: bool = field(default=True, metadata={"help": "Keep to the target without its adapter."})
     target_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the adapter."})
     heads_warmup_steps: int = field(default=0, metadata={"help": "Steps that train the heads alone."})
+    target_gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute the target's layers again in the backward."}
+    )
     backward: str = field(default="summed", metadata={"help": "Must be 'summed'."})
 
     def __post_init__(self) -> None:
@@ -117,6 +126,8 @@ class JointTrainer(DraftHeadTrainer):
             raise ValueError(
                 "the adapter on the target was not put there by this package; use `heads.load_target_adapter(target)`."
             )
+        if self.args.target_gradient_checkpointing:
+            _checkpoint_layers(target)
         for parameter in self.adapter:
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
@@ -172,17 +183,24 @@ class JointTrainer(DraftHeadTrainer):
             num_items: Divisor, default the number of supervised tokens.
         """
         rows = batch["loss_mask"][:, 1:].flatten().nonzero()[:, 0]
-        logits = self._logits_at(rows, final_features)
-        if teacher is None:
-            labels = batch["input_ids"][:, 1:].flatten()[rows]
-            return masked_mean(F.cross_entropy(logits, labels, reduction="none"), num_items)
-        with torch.no_grad(), without_adapter(self.frozen_target.model):
-            wanted = self._logits_at(rows, teacher).log_softmax(dim=-1)
-        values = F.kl_div(logits.log_softmax(dim=-1), wanted, reduction="none", log_target=True).sum(dim=-1)
-        return masked_mean(values, num_items)
+        wanted = batch["input_ids"][:, 1:].flatten() if teacher is None else teacher[:, :-1].flatten(0, 1)
+        # Chunk by chunk, and again in the backward, so that the logits of all rows never exist.
+        chunks = zip(
+            final_features[:, :-1].flatten(0, 1)[rows].split(self.args.loss_chunk_rows),
+            wanted[rows].split(self.args.loss_chunk_rows),
+            strict=True,
+        )
+        values = [checkpoint(self._target_losses, *chunk, use_reentrant=False) for chunk in chunks]
+        return masked_mean(torch.cat(values), num_items)
 
-    def _logits_at(self, rows: torch.Tensor, final_features: torch.Tensor) -> torch.Tensor:
-        return self.frozen_target.lm_head(final_features[:, :-1].flatten(0, 1)[rows]).float()
+    def _target_losses(self, features: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Losses of rows [R, H], fp32 [R], towards tokens [R] or a teacher's features [R, H]."""
+        logits = self.frozen_target.lm_head(features).float()
+        if wanted.dim() == 1:
+            return F.cross_entropy(logits, wanted, reduction="none")
+        with torch.no_grad(), without_adapter(self.frozen_target.model):
+            teacher = self.frozen_target.lm_head(wanted).float().log_softmax(dim=-1)
+        return F.kl_div(logits.log_softmax(dim=-1), teacher, reduction="none", log_target=True).sum(dim=-1)
 
     # ------------------------------------------------------------------ optimizer steps
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -242,6 +260,24 @@ class JointTrainer(DraftHeadTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         restore_adapter(self.frozen_target.model, Path(str(self.state.best_model_checkpoint)) / ADAPTER_FOLDER)
+
+
+def _checkpoint_layers(target: PreTrainedModel) -> None:
+    """Has every decoder layer computed again in the backward, by itself.
+
+    (transformers' own way asks for layers in training mode, which this target is not in: its dropout stays off.)
+
+    Raises:
+        ValueError: for a target whose layers nobody finds.
+    """
+    for layer in decoder_layers(target, "set target_gradient_checkpointing=False"):
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _renamed(losses: dict[str, float]) -> dict[str, float]:

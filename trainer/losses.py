@@ -36,6 +36,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .fused import cross_entropy, cross_entropy_gradient
 
 IGNORED = -100  # label of a row whose next token is not known
 
@@ -165,11 +168,11 @@ def feature_loss(drafted: torch.Tensor, target_features: torch.Tensor) -> torch.
 
 
 class _CrossEntropies(torch.autograd.Function):
-    """Token and top-k loss of [`token_and_top_k_loss`], with one [R, V] tensor kept and the gradient written once.
+    """Token and top-k loss of [`token_and_top_k_loss`]; see [`fused`] for what makes them cheap.
 
-    Over a large vocabulary the losses cost as much as `lm_head` when every operation reads and writes [R, V]; the
-    gradient to the logits is  (g + h P) q - g p - h p_K  with g, h the gradients of the two losses and P the mass of
-    the target's top K.
+    The gradient to the logits is  (g + h P) q - g p - h p_K  with g, h the gradients of the two losses and P the mass
+    of the target's top K. It is written over the logits, which nobody needs any more: a second backward of the same
+    graph, or of another function that has kept the logits, is an error of autograd's.
     """
 
     @staticmethod
@@ -177,20 +180,17 @@ class _CrossEntropies(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, probs: torch.Tensor, top_k_probs: torch.Tensor, top_k_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
-            draft = torch.softmax(logits, dim=-1)  # q, [R, V]
-            # The largest probability is 1 / sum(exp(logits - max)): its log gives the normaliser, log-softmax does not
-            # have to be computed (on CPUs it costs several times as much as softmax).
-            normaliser = logits.amax(dim=-1) - draft.amax(dim=-1).log()
-            token = normaliser - (probs * logits).sum(dim=-1)  # on CPUs a quarter of the time of a batched product
+            token, normaliser = cross_entropy(logits, probs)
             top_k = (top_k_probs * (normaliser[:, None] - logits.gather(-1, top_k_ids))).sum(dim=-1)
-        ctx.save_for_backward(draft, probs, top_k_probs, top_k_ids)
+        ctx.save_for_backward(logits, normaliser, probs, top_k_probs, top_k_ids)
         return token, top_k
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, token_grad: torch.Tensor, top_k_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        draft, probs, top_k_probs, top_k_ids = ctx.saved_tensors
-        draft_scale = token_grad + top_k_grad * top_k_probs.sum(dim=-1)
-        grad = (draft * draft_scale[:, None]).addcmul_(probs, token_grad[:, None], value=-1)
+        logits, normaliser, probs, top_k_probs, top_k_ids = ctx.saved_tensors
+        draft_grad = token_grad + top_k_grad * top_k_probs.sum(dim=-1)
+        grad = cross_entropy_gradient(logits, normaliser, probs, draft_grad, token_grad)
         grad.scatter_add_(-1, top_k_ids, -top_k_grad[:, None] * top_k_probs)
         return grad, None, None, None
 

@@ -223,3 +223,15 @@ def marked_example(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+
+
+def endless(stream: Any) -> Any:
+    """A prepared stream that begins anew at its end. As one long epoch it can be gone on with anywhere: Trainer counts
+    the batches to pass over from the start of the epoch it believes in, and knows no epochs of a stream.
+
+    Raises:
+        ValueError: for a stream without an example, which would never end beginning.
+    """
+    if next(iter(stream), None) is None:
+        raise ValueError("no example of the training stream is left; check `max_length` and what is supervised in it.")
+    return stream.repeat(None)

@@ -41,16 +41,27 @@ def shard_target(target: PreTrainedModel, args: DraftHeadTrainingArguments, join
 
     if (problem := sharding_problem(args, joint)) is not None:
         raise ValueError(problem)
-    layers = getattr(target.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{type(target).__name__} keeps its decoder layers where nobody knows, so they cannot be sharded; set "
-            "shard_target=False."
-        )
+    layers = decoder_layers(target, "set shard_target=False")
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     return len(layers)
+
+
+def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:
+    """The target's decoder layers.
+
+    Args:
+        target: Any decoder-only model.
+        mend: What to do where nobody finds them.
+
+    Raises:
+        ValueError: there.
+    """
+    layers = getattr(target.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(target).__name__} keeps its decoder layers where nobody knows; {mend}.")
+    return layers
 
 
 def led_by_the_first(target: PreTrainedModel, work: Callable[[], T]) -> T:

@@ -28,7 +28,7 @@ from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import Examples
-from .preparing import DataReport, prepare_for
+from .preparing import DataReport, endless, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
 from .sharding import in_step, shard_target
@@ -89,6 +89,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             train_dataset = prepare_for(args, train_dataset, processing_class, self.data_report, pack=args.packing)
             eval_dataset = prepare_for(args, eval_dataset, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
+            train_dataset = endless(train_dataset)
             # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
             args.accelerator_config = copy.copy(args.accelerator_config)
             args.accelerator_config.dispatch_batches = False

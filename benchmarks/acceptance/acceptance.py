@@ -21,11 +21,10 @@ from hf_specheads import DraftHead
 from hf_specheads.bootstrap import ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
-from ..setup import Inputs, add_generation_arguments, load_pair, padded, prompt_entries, settings
+from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
 from ..sides import PLAIN, Run, Side, acceptance, generate_once
 from .methods import MODES
 from .questions import answers_table, difference, verdict
-from .training_curve import describe
 
 TREES: dict[str, dict[str, Any]] = {
     "60 nodes": {"kind": "dynamic", "top_k": 10, "total_tokens": 60},

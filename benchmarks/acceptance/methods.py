@@ -31,9 +31,8 @@ from ..results import (
     speed_up,
     teraflop,
 )
-from ..setup import Inputs, add_generation_arguments, load_pair, settings
+from ..setup import Inputs, add_generation_arguments, describe, load_pair, settings
 from ..sides import PLAIN, Side, acceptance, generate_once, plain_and, run_interleaved, summarise
-from .training_curve import describe
 
 MODES: dict[str, dict[str, Any] | None] = {"greedy": None, "temperature 1": {"temperature": 1.0, "top_k": 0}}
 WIDE = {"kind": "dynamic", "top_k": 10, "total_tokens": 60}

@@ -28,6 +28,7 @@ from ..results import RESULTS, ROOT
 from ..setup import load_prompts, load_target
 
 RUNNER = Path(__file__).with_name("run_vllm.py")
+NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's checkpoint, instead of an export
 
 
 def arguments() -> argparse.Namespace:
@@ -72,8 +73,8 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
 
 def first_error(output: str) -> str:
     """What vLLM's process fails with; what follows is only that its parent has noticed."""
-    found = re.findall(r"(?<!\w)((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)", output)
-    return found[0] if found else "vLLM failed without an error message"
+    found = re.search(r"\b[A-Z]\w*(?:Error|Exception): (?:\d+ validation error.*\n)?.+", output)  # pydantic: two lines
+    return " ".join(found[0].split()).split(" [type=")[0] if found else "vLLM failed without an error message"
 
 
 def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -125,20 +126,36 @@ def summary(metrics: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def heads_of(args: argparse.Namespace, name: str, to: str, dtype: torch.dtype) -> DraftHead:
+    """Shipped heads by their name, those of a folder, or by their method those in the target's own checkpoint."""
+    if to == NATIVE:
+        return load_heads(args.target, method=name, dtype=dtype)
+    return load_heads(ROOT / "model_cards" / name, dtype=dtype)
+
+
+def to_serve(
+    args: argparse.Namespace, heads: DraftHead, to: str, folder: Path, target: Any
+) -> tuple[str, dict | None, int, list[str]]:
+    """Which model vLLM is to load, its speculative config, how many positions it drafts, and what the export said."""
+    if to == NATIVE:
+        return args.target, {"method": "mtp", "num_speculative_tokens": NATIVE_POSITIONS}, NATIVE_POSITIONS, []
+    exported = export_heads(heads, folder, to=to, target=target)
+    notes = list(exported.notes)
+    if to == "speculators":
+        config = json.loads((exported.folder / "config.json").read_text(encoding="utf-8"))
+        methods = config["speculators_config"]["proposal_methods"]
+        return str(exported.folder), None, methods[0]["speculative_tokens"], notes
+    speculative = json.loads(exported.command.split("--speculative-config ")[1].strip("'"))
+    return args.target, speculative, speculative["num_speculative_tokens"], notes
+
+
 def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: list[list[int]], plain: dict) -> dict:
     """One export: what vLLM makes of it next to what we make of the heads."""
-    heads = load_heads(ROOT / "model_cards" / name, dtype=target.dtype)
+    heads = heads_of(args, name, to, target.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        exported = export_heads(heads, Path(folder) / f"{Path(name).name}-{to}", to=to, target=target)
-        speculative = served = None
-        if to == "speculators":
-            served = str(exported.folder)
-            config = json.loads((exported.folder / "config.json").read_text(encoding="utf-8"))
-            positions = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-        else:
-            served = args.target
-            speculative = json.loads(exported.command.split("--speculative-config ")[1].strip("'"))
-            positions = speculative["num_speculative_tokens"]
+        served, speculative, positions, notes = to_serve(
+            args, heads, to, Path(folder) / f"{Path(name).name}-{to}", target
+        )
         theirs = ask_vllm(args, served, speculative, prompts)
     mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
     entry = {
@@ -152,7 +169,7 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
         "ours": summary(mine),
         "seconds": theirs["seconds"],
         "versions": theirs["versions"],
-        "notes": list(exported.notes),
+        "notes": notes,
     }
     if getattr(heads.config, "num_specialists", 1) > 1:
         entry["full_depth"] = full_depth(args, target, heads, prompts)
@@ -175,7 +192,7 @@ def recount(args: argparse.Namespace, target: Any, prompts: list[list[int]]) -> 
     """Our side of a result anew, vLLM's as it is: of the same pair, after a change of ours."""
     result = json.loads(args.output.read_text(encoding="utf-8"))
     for entry in result["entries"]:
-        heads = load_heads(ROOT / "model_cards" / entry["heads"], dtype=target.dtype)
+        heads = heads_of(args, entry["heads"], entry["to"], target.dtype)
         entry["ours"] = summary(as_specialist_0(target, heads, entry["draft_positions"], prompts, args.max_new_tokens))
         if "full_depth" in entry:
             entry["full_depth"] = full_depth(args, target, heads, prompts)
@@ -208,18 +225,24 @@ def main() -> None:
                 entries.append({"heads": Path(name).name, "to": to, "error": error.args[0]})
                 print(*error.args, sep="\n")
             print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
-    if args.update and args.output.exists():
-        done = {(entry["heads"], entry["to"]) for entry in entries}
-        kept = json.loads(args.output.read_text(encoding="utf-8"))["entries"]
-        entries = [entry for entry in kept if (entry["heads"], entry["to"]) not in done] + entries
+    write_result(args, len(prompts), plain, entries)
+
+
+def write_result(args: argparse.Namespace, prompts: int, plain: dict, entries: list[dict]) -> None:
+    """Writes the output file, or with `--update` replaces the entries of the same exports in it."""
     result = {
         "command": "python -m benchmarks.oracles.compare_vllm --python ENV/bin/python",
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,
-        "prompts": len(prompts),
+        "prompts": prompts,
         "plain": {"seconds": plain["seconds"], "versions": plain["versions"]},
         "entries": entries,
     }
+    if args.update and args.output.exists():
+        done = {(entry["heads"], entry["to"]) for entry in entries}
+        before = json.loads(args.output.read_text(encoding="utf-8"))
+        kept = [entry for entry in before["entries"] if (entry["heads"], entry["to"]) not in done]
+        result = {**before, "entries": kept + entries}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -39,11 +39,17 @@ def _versions(result: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items()) + ".\n"
 
 
+def _export(entry: dict[str, Any]) -> str:
+    return f"{entry['heads']} " + (
+        "in the target's checkpoint" if entry["to"] == "native" else f"`--to {entry['to']}`"
+    )
+
+
 def vllm_table(result: dict[str, Any]) -> str:
     """Texts, rounds and acceptance lengths of vLLM and of ours."""
     rows = [
         [
-            f"{entry['heads']} `--to {entry['to']}`",
+            _export(entry),
             entry["draft_positions"],
             f"{entry['same_as_plain_vllm']} of {entry['texts']}",
             f"{entry['same_as_transformers']} of {entry['texts']}",
@@ -52,11 +58,15 @@ def vllm_table(result: dict[str, Any]) -> str:
             f"{entry['vllm']['acceptance_length']:.2f} / {entry['ours']['acceptance_length']:.2f}",
         ]
         for entry in result["entries"]
+        if "error" not in entry
     ]
     head = ["export", "draft positions", "texts as plain vLLM's", "texts as transformers'", "rounds, vLLM / ours",
             "accepted, vLLM / ours", "acceptance length, vLLM / ours"]  # fmt: skip
     note = f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each, greedy, {result['dtype']}; "
-    return f"{_table(head, rows)}\n{note}{_versions(result)}"
+    failed = "".join(
+        f"\n{_export(entry)} is not served: `{entry['error']}`.\n" for entry in result["entries"] if "error" in entry
+    )
+    return f"{_table(head, rows)}\n{note}{_versions(result)}{failed}"
 
 
 def poss_table(result: dict[str, Any]) -> str:

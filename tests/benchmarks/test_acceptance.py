@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from benchmarks.acceptance import acceptance, n_alpha, questions, training_curve
-from hf_specheads import AutoDraftHead
+from benchmarks.acceptance import acceptance, questions
 
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 
@@ -93,81 +91,3 @@ def test_groups_of_prompts_have_their_own_acceptance(measure_pair, pair):
     tokens, rounds = questions.counts_from(cell["counts"])
     assert cell["groups"]["a"] == pytest.approx((tokens[0] + tokens[2]) / (rounds[0] + rounds[2]), rel=1e-4)
     assert cell["groups"]["thinking"] == pytest.approx(tokens[1] / rounds[1], rel=1e-4)
-
-
-def test_training_curve_counts_the_warm_start(pair, measure):
-    def facts(starts_from, taus):
-        history = [{"step": 0, "loss": 1.0}]
-        history += [{"step": step, "eval_acceptance_length": tau} for step, tau in taus.items()]
-        return {"recipe": {"starts_from": starts_from}, "steps": 100, "training_flops": 2e12, "log_history": history}
-
-    for name, content in {"base": facts(None, {100: 2.0}), "poss": facts("base", {0: 2.0, 50: 2.2, 100: 2.5})}.items():
-        (pair / name).mkdir(exist_ok=True)
-        (pair / name / "training_facts.json").write_text(json.dumps(content))
-    folders = [str(pair / name) for name in ("base", "poss", "eagle")]  # the last one has no facts
-    result = measure("training_curve", "--heads", *folders)
-    assert result["axis"] == "training_flops"
-    assert [p["training_flops"] for p in result["curves"]["poss"]["points"]] == [2e12, 3e12, 4e12]
-    assert set(result["curves"]) == {"base", "poss"}
-    assert (pair / "results" / "training_curve.png").stat().st_size > 1000
-
-
-def test_training_curve_needs_the_run_of_the_warm_start(pair):
-    facts = {"recipe": {"starts_from": "base"}, "steps": 2, "log_history": []}
-    with pytest.raises(FileNotFoundError, match="warm-started from 'base'"):
-        training_curve.curve(facts, pair / "poss")
-
-
-def test_training_curve_refuses_folders_without_a_curve(pair):
-    with pytest.raises(FileNotFoundError, match="eval_acceptance_length"):
-        training_curve.collect([str(pair / "eagle")])
-
-
-def right_in_a_row(target, heads, text, root, depth):
-    """Draft positions of the chain after a root that agree with the text, all of them drafted on true tokens."""
-    with torch.no_grad():
-        features = target(text[:, :root], output_hidden_states=True).hidden_states[-1]
-        cache, found = heads.new_draft_cache(), []
-        state, logits = heads.start_draft(cache, text[:, : root + 1], features)
-        for position in range(1, depth + 1):
-            found.append(int(logits.argmax()) == int(text[0, root + position]))
-            if position < depth:
-                token = text[:, root + position : root + position + 1]
-                visible = torch.ones(1, 1, position, dtype=torch.bool)
-                state, logits = heads.extend_draft(cache, position, token, state, visible)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [("eagle", {"inputs": inputs}) for inputs in INPUTS]
-    + [("poss", {"num_specialists": 2, "positions_per_specialist": 1}), ("medusa", {"num_heads": 3})],
-)
-def test_agreement_is_that_of_drafted_chains(target, method, options):
-    prompt_length, max_n = 4, 2
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():  # target and draft choose between two tokens, and agree every other time
-        target.lm_head.weight.mul_(0.01)[10].mul_(1e3)
-        target.lm_head.weight[11] = -target.lm_head.weight[10]
-    heads = AutoDraftHead.from_target(target, method, **options).eval().bind(target)
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
-    found = n_alpha.agreement(target, heads, text, prompt_length, max_n)
-    first = prompt_length + max_n + 1  # of the tokens compared
-    assert found.shape == (max_n + 1, text.shape[1] - first)
-    assert 0 < found.sum() < found.numel()
-    for n in range(max_n + 1):
-        for column in range(found.shape[1]):
-            chain = right_in_a_row(target, heads, text, first + column - n - 1, n + 1)
-            assert bool(found[n, column]) == chain[n], (n, column)
-
-
-def test_n_alpha_of_several_heads(measure_pair, pair, target):
-    AutoDraftHead.from_target(target, "eagle", inputs="token").save_pretrained(pair / "token")
-    AutoDraftHead.from_target(target, "medusa", num_heads=2).save_pretrained(pair / "medusa")
-    result = measure_pair("n_alpha", ["eagle", "token", "medusa"], "--max_n", "2")
-    assert [facts["inputs"] for facts in result["heads"].values()] == ["feature+shifted_token", "token", None]
-    assert [len(facts["n_alpha"]) for facts in result["heads"].values()] == [3, 3, 2]
-    assert all(0 <= value <= 1 for facts in result["heads"].values() for value in facts["n_alpha"])
-    assert result["positions"] == 2 * (10 - 3)
-    table = n_alpha.table(result)
-    assert "| medusa | - | - |" in table and "2-alpha" in table

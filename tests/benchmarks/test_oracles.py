@@ -18,7 +18,9 @@ def test_the_document_has_the_tables_of_the_result_files() -> None:
 
 def test_what_vllm_showed() -> None:
     """In float32: every text the target's own, and the counts are those of `specheads bench`."""
-    for entry in results("vllm"):
+    blocks = [entry for entry in results("vllm_blocks") if "error" not in entry]
+    assert {entry["heads"] for entry in blocks} >= {"dflash", "peagle"}
+    for entry in [*results("vllm"), *blocks]:
         assert entry["same_as_plain_vllm"] == entry["same_as_transformers"] == entry["texts"]
         same = ("rounds", "accepted", "accepted_by_position")
         assert [entry["vllm"][name] for name in same] == [entry["ours"][name] for name in same]

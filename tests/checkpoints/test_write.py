@@ -229,6 +229,7 @@ def test_block_drafters_carry_copies_of_their_target(tmp_path: Path, name: str) 
     assert type(again) is type(heads)
     if to == "speculators":
         assert again.config.target["name"] == target.config.name_or_path
+    assert (exported.command is None) == (to == "dflash" or options.get("markov_head") == "rnn")
     if method == "dspark" and pruned:  # rows of what is not drafted are not written
         kept = torch.zeros(VOCAB, 1).index_fill(0, torch.tensor(TOKENS), 1)
         heads.markov_head.markov_w2.weight.data.mul_(kept)
@@ -255,6 +256,9 @@ def test_fine_tuned_mtp_layers_lie_as_in_a_target(tmp_path: Path) -> None:
             export_heads(again, tmp_path / "again", to="mtp")
     with pytest.raises(ExportError, match=r"layers of 'qwen3_moe'.*--to mtp"):
         export_heads(heads, tmp_path / "moe", to="speculators", target="tiny-target")
+    dense = scrambled_heads(deep_target(), "mtp", native=False, layer_config=QWEN3_LAYER)
+    exported = export_heads(dense, tmp_path / "dense", to="speculators", target="tiny-target")
+    assert exported.command is None and any("--to mtp" in note for note in exported.notes), "vLLM refuses it"
     two = scrambled_heads(deep_target(), "mtp", native=False, num_mtp_layers=2)
     with pytest.raises(ExportError, match="2 MTP layers"):
         export_heads(two, tmp_path / "two", to="speculators", target="tiny-target")

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from support.targets import training_target
+from support.targets import VOCAB, training_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, load_heads
@@ -117,8 +118,12 @@ def naive_loss(trainer: JointTrainer, examples: list[dict[str, list[int]]]) -> t
 
 @pytest.mark.parametrize("collator", [PaddedCollator, PackedCollator])
 @pytest.mark.parametrize("self_distillation", [True, False])
-def test_loss_and_gradients_against_a_naive_version(make_joint, collator, self_distillation: bool) -> None:
-    trainer = make_joint(self_distillation=self_distillation, target_loss_weight=0.7)
+@pytest.mark.parametrize("again", [True, False])
+def test_loss_and_gradients_against_a_naive_version(
+    make_joint, collator, self_distillation: bool, again: bool
+) -> None:
+    trainer = make_joint(self_distillation=self_distillation, target_loss_weight=0.7, loss_chunk_rows=4,
+                         target_gradient_checkpointing=again)  # fmt: skip
     randomise(trainer)
     examples = make_examples(3, longest=10)
     loss = trainer.training_step(trainer.model, collator(0, 64)(examples))
@@ -132,6 +137,45 @@ def test_loss_and_gradients_against_a_naive_version(make_joint, collator, self_d
     for mine, parameter in zip(ours, [*trainer.model.parameters(), *trainer.adapter], strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-5)
         assert mine.abs().max() > 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor over the vocabulary that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.stride()[-2:] == (VOCAB, 1):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_logits_of_all_rows_never_exist(make_joint) -> None:
+    largest = {}
+    for chunk_rows in (4, 1000):
+        trainer = make_joint(loss_chunk_rows=chunk_rows, max_length=128)
+        batch = PaddedCollator(0, 128)(make_examples(8, longest=90))
+        rows = int(batch["loss_mask"][:, 1:].count_nonzero())
+        with Largest() as seen:
+            trainer.training_step(trainer.model, batch)
+        largest[chunk_rows] = seen.elements
+    assert largest[1000] >= rows * VOCAB > 5 * largest[4]
+
+
+def test_layers_that_are_computed_again_are_not_kept(make_joint) -> None:
+    kept = {}
+    for again in (False, True):
+        trainer = make_joint(target_gradient_checkpointing=again)
+        batch = PaddedCollator(0, 64)(make_examples(4))
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: [s.append(x.numel()), x][1], lambda x: x):
+            features, _ = trainer.features_of(batch, 1.0, True)
+        kept[again] = sum(sizes)
+        assert features.requires_grad and not target_of(trainer).training
+        assert text(target_of(trainer)) == text(target_of(make_joint()))
+    assert kept[True] < kept[False] / 4
 
 
 def test_the_heads_losses_alone_move_the_adapter(make_joint) -> None:

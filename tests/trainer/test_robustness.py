@@ -40,6 +40,52 @@ def test_resumed_run_is_bit_equal(make_trainer, target, tmp_path, backward):
     assert tail and tail == [entry["loss"] for entry in resumed.state.log_history if "loss" in entry][-len(tail) :]
 
 
+def test_a_resumed_stream_goes_on_where_it_was(make_trainer, target, tmp_path):
+    """Six steps of four from seven examples: the stream has begun anew when the run is resumed."""
+    from datasets import Dataset
+
+    from .conftest import make_examples
+
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "feature_noise": 0.1}
+    runs = []
+    for folder, seed in (("whole", 1), ("resumed", 77)):
+        stream = Dataset.from_list(make_examples(7)).to_iterable_dataset()
+        runs.append(make_trainer(model=make_heads(target, seed=seed), folder=folder, data=stream, **options))
+    whole, resumed = runs
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_finished_run_is_not_trained_further(make_trainer, target, tmp_path, streamed):
+    """Killed between its last checkpoint and its end; three steps are not a whole number of epochs."""
+    from datasets import Dataset
+
+    from .conftest import make_examples
+
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
+    runs = []
+    for seed in (1, 77):
+        data = Dataset.from_list(make_examples(7))
+        data = data.to_iterable_dataset() if streamed else data
+        runs.append(make_trainer(model=make_heads(target, seed=seed), data=data, **options))
+    runs[0].train()
+    assert runs[1].train(resume_from_checkpoint=True).global_step == 3
+    for name, value in weights(runs[0]).items():
+        assert torch.equal(value, weights(runs[1])[name]), name
+    assert [entry["step"] for entry in runs[1].state.log_history if "loss" in entry] == [1, 2, 3]
+
+
+def test_a_stream_without_examples_is_refused(make_trainer):
+    from datasets import Dataset
+
+    empty = Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="no example of the training stream is left"):
+        make_trainer(data=empty.filter(lambda example: False))
+
+
 KILLED = """
     import os, signal, sys
     from transformers import Trainer
@@ -87,6 +133,19 @@ def test_kill_while_saving_leaves_the_previous_checkpoint(workspace, tmp_path, m
     assert sorted(p.name for p in killed.iterdir() if p.is_dir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
     history = json.loads((killed / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path):
+    """Two processes, a sharded target and streams; `python -m support.killed_runs FOLDER --kills 20` kills more."""
+    result = subprocess.run(
+        [sys.executable, "-m", "support.killed_runs", str(tmp_path / "runs"), "--kills", "3", "--steps", "30"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=1500,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    told = json.loads(result.stdout)
+    assert told["kills"] >= 1 and told["differing"] == [] and told["losses_agree"]
 
 
 def test_best_checkpoint_keeps_its_final_name(make_trainer, tmp_path):

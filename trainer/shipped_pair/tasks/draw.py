@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .words import CITIES, FIRST_NAMES, SURNAMES, invented
+from .words import CITIES, FIRST_NAMES, SURNAMES, invented, spliced
 
 HELD_OUT_PERCENT = 12
 PHRASINGS_PER_HELD_OUT = 5  # the fifth, tenth, ... phrasing of a list
-INVENTED_SHARE = 0.25  # of the words in training: copying must not depend on having seen the word
+INVENTED_SHARE = 0.6  # of the words in training: copying must not depend on having seen the word
 CAPITALISED = (FIRST_NAMES, SURNAMES, CITIES)
 
 Item = TypeVar("Item")
@@ -118,5 +118,5 @@ class Draw:
         return not self.held_out and self.random.random() < INVENTED_SHARE
 
     def _invented(self, slot: Sequence[str]) -> str:
-        word = invented(self.random)
+        word = spliced(self.random, slot) if self.random.random() < 0.5 else invented(self.random)
         return word.capitalize() if slot in CAPITALISED else word

@@ -61,7 +61,8 @@ def _draw_facts(draw: Draw) -> dict[str, Any]:
     if task == "groups":
         colours = draw.words(COLOURS, 3)
         return {"name": name, "task": task, "items": [[word, draw.choice(colours)] for word in words], "limit": None}
-    values = draw.random.sample(range(3, 99), len(words))
+    # No two begin with the same digit, so a glance at the first digits sorts them.
+    values = [10 * tens + draw.number(0, 9) for tens in draw.random.sample(range(1, 10), len(words))]
     items = [list(pair) for pair in zip(words, values, strict=True)]
     facts: dict[str, Any] = {"name": name, "task": task, "items": items, "limit": None}
     if task in ("above", "below"):

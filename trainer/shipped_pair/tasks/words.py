@@ -4,6 +4,7 @@ Single words, so that each is either held out or not (`draw.value_is_held_out`),
 """
 
 import random
+from collections.abc import Sequence
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -128,3 +129,10 @@ def invented(random_: random.Random) -> str:
     """A word that is in no dictionary, lower case: what it says can be copied, and not known."""
     syllables = [random_.choice(_STARTS) + random_.choice(_VOWELS) for _ in range(random_.randint(2, 3))]
     return "".join(syllables) + random_.choice(_ENDS)
+
+
+def spliced(random_: random.Random, words: Sequence[str]) -> str:
+    """The beginning of one word with the end of another, lower case: looks like its kind, and is none of it."""
+    first, second = random_.choice(words), random_.choice(words)
+    start, end = random_.randint(2, max(2, len(first) - 2)), random_.randint(1, max(1, len(second) - 2))
+    return (first[:start] + second[end:]).lower()

@@ -76,8 +76,8 @@ def speculators_layout(heads: MtpHead, target: PreTrainedModel | str | None) -> 
         "dtype": dtype_name(heads),
         "transformers_version": transformers.__version__,
     }
-    tensors = _named(heads, names, speculators.MTP_LAYER)
-    return Layout(fields, tensors, common_notes(heads), "vllm serve {folder}")
+    notes = ["vLLM (0.32) does not serve MTP layers of this layout; for engines, export them `--to mtp`"]
+    return Layout(fields, _named(heads, names, speculators.MTP_LAYER), notes + common_notes(heads))
 
 
 def _check(heads: MtpHead) -> None:

@@ -69,7 +69,10 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
         "transformers_version": transformers.__version__,
     }
     tensors = _own_tensors(heads) | copies_of(heads, target, heads.pruned_token_ids)
-    return Layout(fields, tensors, notes, "vllm serve {folder}")
+    served = getattr(config, "markov_head", "vanilla") == "vanilla"
+    if not served:
+        notes.append(f"vLLM (0.32) has vanilla Markov heads only and cannot load this {config.markov_head} one")
+    return Layout(fields, tensors, notes, "vllm serve {folder}" if served else None)
 
 
 def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
