@@ -2,7 +2,7 @@
 
     python tests/repository/upstream.py PATH/TO/transformers [TEST ...] [-- OPTIONS OF PYTEST]
 
-Wants a checkout of the transformers release that is installed. By default its `tests/generation` runs, twice, each time
+Wants a checkout of the transformers release that is installed. By default its `tests/generation` runs twice, each time
 in a process of its own: plainly, and with `hf_specheads` imported before any test is. Tests whose outcomes differ are
 named, and there must be none; what fails both times is transformers' own affair. Some of these tests fetch models from
 the Hub; without a network they fail both times.
