@@ -97,6 +97,7 @@ class TreeCache(SlotCache):
         if static_capacity is not None:
             self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)
+        self.regions: tuple[PreTrainedModel | None] | None = None  # the target as compiled steps take it
         self.groups: list[_Group] = []
         try:
             self._take_over(stock, layer_windows(target))
