@@ -1,4 +1,4 @@
-"""What the target trains on: blocks of whole chats, and a share of blocks of standard-library text.
+"""What the target trains on: blocks of whole chats, and a share of blocks of standard-library text and of exercises.
 
 A block is decided by seed and place alone, so a run can stop anywhere, go on, and use any number of loading processes.
 """
@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .chat import END_OF_TEXT, chat_tokens
 from .tasks import FAMILIES, example_at
+from .tasks.draw import Draw
+from .tasks.sheets import sheet
 
 IGNORED = -100
 MOST_CHATS = 64  # drawn for one block
@@ -42,6 +44,7 @@ class MixtureBlocks(Dataset):
         num_blocks: Blocks in all.
         seed: Of blocks and chats.
         text_share: Share of the blocks that are text alone.
+        sheet_share: Share of the blocks that are exercises, with what is to be found as labels.
         held_out: Held-out chats instead of those for training.
 
     Raises:
@@ -55,22 +58,27 @@ class MixtureBlocks(Dataset):
         block_size: int,
         num_blocks: int,
         seed: int = 0,
-        text_share: float = 0.05,
+        text_share: float = 0.03,
+        sheet_share: float = 0.1,
         held_out: bool = False,
     ):
         if len(stream) <= block_size:
             raise ValueError(f"the text has {len(stream)} tokens, too few for blocks of {block_size}; give more text.")
         self.tokenizer, self.stream, self.block_size = tokenizer, stream, block_size
-        self.num_blocks, self.seed, self.text_share, self.held_out = num_blocks, seed, text_share, held_out
+        self.num_blocks, self.seed, self.held_out = num_blocks, seed, held_out
+        self.text_share, self.sheet_share = text_share, sheet_share
 
     def __len__(self) -> int:
         return self.num_blocks
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = random.Random(f"block/{self.held_out}/{self.seed}/{index}")
-        if rng.random() < self.text_share:
+        kind = rng.random()
+        if kind < self.text_share:
             ids = self._text(rng, self.block_size)
             documents = [(ids, [IGNORED, *ids[1:]])]
+        elif kind < self.text_share + self.sheet_share:
+            documents = [self._sheet(index)]
         else:
             documents = self._chats(rng, index)
             left = self.block_size - sum(len(ids) for ids, _ in documents)
@@ -96,6 +104,19 @@ class MixtureBlocks(Dataset):
             left -= len(ids)
             documents.append((ids, [token if chosen else IGNORED for token, chosen in zip(ids, mask, strict=True)]))
         return documents
+
+    def _sheet(self, index: int) -> tuple[list[int], list[int]]:
+        """Exercises, line by line; the last one is cut."""
+        ids, labels = [], []
+        for told, found in sheet(Draw(f"sheet/{self.held_out}/{self.seed}/{index}", self.held_out)):
+            asked, answer = (
+                self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (told, f"{found}\n")
+            )
+            ids += asked + answer
+            labels += [IGNORED] * len(asked) + answer
+            if len(ids) >= self.block_size:
+                break
+        return ids[: self.block_size], labels[: self.block_size]
 
     def _text(self, rng: random.Random, length: int) -> list[int]:
         start = rng.randrange(len(self.stream) - length)

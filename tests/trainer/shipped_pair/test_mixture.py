@@ -21,7 +21,7 @@ def stream(chat_tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def blocks(chat_tokenizer: PreTrainedTokenizerFast, stream: torch.Tensor) -> MixtureBlocks:
-    return MixtureBlocks(chat_tokenizer, stream, BLOCK, num_blocks=40, seed=1, text_share=0.2)
+    return MixtureBlocks(chat_tokenizer, stream, BLOCK, num_blocks=40, seed=1, text_share=0.2, sheet_share=0.0)
 
 
 def documents(block: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -35,7 +35,7 @@ def test_the_stream_ends_each_text(chat_tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_blocks_are_full_and_reproducible(chat_tokenizer, stream, blocks: MixtureBlocks) -> None:
-    again = MixtureBlocks(chat_tokenizer, stream, BLOCK, num_blocks=4, seed=1, text_share=0.2)
+    again = MixtureBlocks(chat_tokenizer, stream, BLOCK, num_blocks=4, seed=1, text_share=0.2, sheet_share=0.0)
     other = MixtureBlocks(chat_tokenizer, stream, BLOCK, num_blocks=4, seed=2, text_share=0.2)
     for index in (3, 0, 2):
         block = blocks[index]

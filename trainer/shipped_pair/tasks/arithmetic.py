@@ -69,7 +69,7 @@ ASKS = (
 APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-def _equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int, int]]:
+def equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int, int]]:
     """Left side, operation, right side and result of every step."""
     running, found = numbers[0], []
     for operation, number in zip(operations, numbers[1:], strict=True):
@@ -79,24 +79,24 @@ def _equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int,
     return found
 
 
-def _draw_numbers(operations: str, rng: random.Random) -> tuple[int, ...]:
+def draw_numbers(operations: str, rng: random.Random) -> tuple[int, ...]:
     """Numbers whose steps stay between 1 and 99: every equation has a number below ten, as in a first book of sums."""
     while True:
         first = rng.randint(2, 9) if operations[0] == "*" else rng.randint(11, 95)
         numbers = (first, rng.randint(2, 9), rng.randint(2, 9))
-        if all(0 < result < 100 for *_, result in _equations(operations, list(numbers))):
+        if all(0 < result < 100 for *_, result in equations(operations, list(numbers))):
             return numbers
 
 
 def _solution(facts: dict[str, Any]) -> tuple[list[str], str, str]:
     """The lines of the steps, the line of the last equation alone, and the line of the answer."""
     story, words = STORIES[facts["story"]], facts["words"]
-    equations = _equations(story["operations"], facts["numbers"])
+    found = equations(story["operations"], facts["numbers"])
     steps = [
         f"Step {i}: {text.format(**words)} {a} {operation} {b} = {result} {words['things']}."
-        for i, (text, (a, operation, b, result)) in enumerate(zip(story["steps"], equations, strict=True), 1)
+        for i, (text, (a, operation, b, result)) in enumerate(zip(story["steps"], found, strict=True), 1)
     ]
-    a, operation, b, result = equations[-1]
+    a, operation, b, result = found[-1]
     last = f"The last step is {a} {operation} {b} = {result}."
     return steps, last, f"Answer: {story['final'].format(answer=result, **words)}"
 
@@ -105,7 +105,7 @@ def write(draw: Draw) -> Written:
     """One problem; every third time the steps stand in a think block and the answer repeats the last one."""
     place = draw.random.randrange(len(STORIES))
     story = STORIES[place]
-    numbers = list(draw.numbers(lambda rng: _draw_numbers(story["operations"], rng)))
+    numbers = list(draw.numbers(lambda rng: draw_numbers(story["operations"], rng)))
     words = {"name": draw.word(FIRST_NAMES), "things": f"{draw.word(THINGS)}s"}
     told, asked = story["told"].format(*numbers, **words), story["asked"].format(**words)
     question = draw.phrasing("ask", ASKS).format(told=told, asked=asked)

@@ -62,11 +62,12 @@ def _draw_facts(draw: Draw) -> dict[str, Any]:
         colours = draw.words(COLOURS, 3)
         return {"name": name, "task": task, "items": [[word, draw.choice(colours)] for word in words], "limit": None}
     # No two begin with the same digit, so a glance at the first digits sorts them.
-    values = [10 * tens + draw.number(0, 9) for tens in draw.random.sample(range(1, 10), len(words))]
+    values = [10 * tens + draw.number(1, 9) for tens in draw.random.sample(range(1, 10), len(words))]
     items = [list(pair) for pair in zip(words, values, strict=True)]
     facts: dict[str, Any] = {"name": name, "task": task, "items": items, "limit": None}
     if task in ("above", "below"):
-        facts["limit"] = sorted(values)[1 if task == "above" else -2] + draw.choice((-1, 0, 1))
+        last = draw.number(1, 2)  # to be left out, from one end of the numbers
+        facts["limit"] = sorted(values)[last] // 10 * 10 if task == "above" else sorted(values)[~last] // 10 * 10 + 10
     return facts
 
 

@@ -116,6 +116,12 @@ def _parts(facts: dict[str, Any]) -> tuple[list[str], Parts]:
     return steps, ["\n".join(shown), "\n", [f"Result: {result}" for result in results]]
 
 
+def steps_of(draw: Draw) -> list[str]:
+    """The steps of one problem, without what the answer makes of them."""
+    asked, steps = KINDS[draw.choice(tuple(KINDS))]
+    return steps(asked(draw)[1])[0]
+
+
 def write(draw: Draw) -> Written:
     """One conversion, end time or date; every fourth time with a think block."""
     question, facts = KINDS[draw.choice(tuple(KINDS))][0](draw)
