@@ -23,7 +23,7 @@ from .results import RESULTS, Result
 from .speed import batch, cache, compiled, context, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
-from .training import step
+from .training import memory, step
 from .trees import choose, default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
@@ -33,7 +33,7 @@ from .trees import choose, default, kinds, tune
 MODULES = (
     speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, default, choose,
     methods,
-    acceptance, step, families, doctor, diff, commands, answers,
+    acceptance, step, memory, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
