@@ -53,7 +53,13 @@ def chat_problem(messages: object) -> str | None:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"{messages!r}"
     wrong = (message for message in messages if not _is_message(message))
-    return next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
+    if (
+        problem := next((f"{message!r}" for message in wrong), None if len(messages) else "an empty list")
+    ) is not None:
+        return problem
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"}
+    return f"parts of type {sorted(kinds)}, and draft heads are trained on text alone" if kinds else None
 
 
 def _is_message(message: Any) -> bool:

@@ -7,6 +7,7 @@ own mask functions, which compare slots, are too strict under a sliding window.
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..tree.draft_tree import DraftTree
 
@@ -93,3 +94,17 @@ def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where allowed, the most negative number elsewhere (eager attention silently mishandles boolean masks)."""
     zero = torch.zeros((), dtype=dtype, device=allowed.device)
     return torch.where(allowed, zero, torch.finfo(dtype).min)
+
+
+def block_mask(allowed: torch.Tensor) -> BlockMask:
+    """The same for flex attention, which looks a pair of rows up where it wants to know.
+
+    Args:
+        allowed: bool [B, Q, S], which of the slots a row sees.
+    """
+
+    def looked_up(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return allowed[batch, row, slot]
+
+    batch, rows, slots = allowed.shape
+    return create_block_mask(looked_up, batch, None, rows, slots, device=str(allowed.device))

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_lay
 
 from ..tree.draft_tree import DraftTree
 from .layers import hold_rows, is_static, own_rows, read_on, rows_of
-from .masks import additive_mask, slot_mask, tree_position_ids
+from .masks import additive_mask, block_mask, slot_mask, tree_position_ids
 from .rooms import Room, Rooms, stays
 from .slots import SlotCache, SlotCacheLayer, to_device
 
@@ -91,11 +91,13 @@ class TreeCache(SlotCache):
         config = target.config.get_text_config(decoder=True)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
+        self.takes_blocks = config._attn_implementation == "flex_attention"
         self.device = root_positions.device
         self.capacity = self.longest + FIRST_SLOTS
         if static_capacity is not None:
             self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)
+        self.regions: tuple[PreTrainedModel | None] | None = None  # the target as compiled steps take it
         self.groups: list[_Group] = []
         try:
             self._take_over(stock, layer_windows(target))
@@ -184,18 +186,18 @@ class TreeCache(SlotCache):
             "past_key_values": self,
         }
 
-    def attention_masks(self, tree: DraftTree) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks of one tree forward, [B, 1, N, slots shown] per layer type.
+    def attention_masks(self, tree: DraftTree) -> Any:
+        """Additive masks of one tree forward, [B, 1, N, slots shown] per layer type; block masks for flex attention.
 
         A dict keyed by layer type exactly when the target's config has `layer_types`, as transformers' own
         `create_masks_for_generate` does. Additive, because eager attention silently mishandles boolean masks.
         """
 
-        def mask(window: int | None) -> torch.Tensor:
+        def mask(window: int | None) -> Any:
             allowed = slot_mask(
                 tree.ancestor_mask, self.known_lengths(), *self.shown(window), window, tree.depths, self.padding_mask
             )
-            return additive_mask(allowed, self.dtype)[:, None]
+            return block_mask(allowed) if self.takes_blocks else additive_mask(allowed, self.dtype)[:, None]
 
         if self.layer_types is not None:
             return {kind: mask(self.window if kind == "sliding_attention" else None) for kind in set(self.layer_types)}

@@ -24,6 +24,8 @@ from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
 from .drafting import grow_dynamic, grow_fixed
+from .probe import difference
+from .regions import with_regions
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +34,10 @@ MOST_GRAPHS = 64
 TOO_MANY = (
     f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
     "similar batch size, length and draft tree share their graphs."
+)
+OF_THEIR_OWN = (
+    "the layers of %s seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
+    "compiled call takes longer."
 )
 SMALLEST_BUCKET = 256
 
@@ -74,11 +80,14 @@ class CompiledRounds:
         compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
             compiled.
         rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
+        layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]), until they turn out
+            not to be.
     """
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self.compiles = False
+        self.layers_once = True
         self.rooms = Rooms() if self.replays else None
         self._steps = {step: torch.compile(_own_copy(step), **options) for step in (_grow, _verify)}
         self._shapes: dict[Callable, set[tuple]] = {_grow: set(), _verify: set()}
@@ -136,8 +145,35 @@ class CompiledRounds:
     ) -> ModelOutput:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
         shapes = (tuple(tree.token_ids.shape), cache.capacity, tree.max_depth, repr(hidden_states))
-        # Views of other strides would be compiled anew.
-        return self._call(_verify, shapes, target, cache, tree.packed(), hidden_states)
+        tree = tree.packed()  # views of other strides would be compiled anew
+        if self.layers_once and cache.regions is None:
+            cache.regions = (with_regions(target, cache),)
+        if self.layers_once and cache.regions and (marked := cache.regions[0]) is not None:
+            outputs = self._verify_alike(target, marked, shapes, cache, tree, hidden_states)
+            if outputs is not None:
+                return outputs
+        return self._call(_verify, shapes, target, cache, tree, hidden_states)
+
+    def _verify_alike(
+        self, target: PreTrainedModel, marked: PreTrainedModel, shapes: tuple, *call: Any
+    ) -> ModelOutput | None:
+        """The same with layers that are alike compiled once; `None` if that cannot be, from now on."""
+        shapes = ("layers once", *shapes)
+        if shapes in self._shapes[_verify]:
+            return self._call(_verify, shapes, marked, *call)
+        try:
+            outputs = self._call(_verify, shapes, marked, *call)
+            problem = difference(_verify(target, *call).logits, outputs.logits, target.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler at its limits: without regions it may do, or say why not
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        if problem is None:
+            return outputs
+        logger.warning_once(OF_THEIR_OWN % (type(target).__name__, problem))
+        self.layers_once = False
+        self._shapes[_verify].discard(shapes)
+        return None
 
 
 def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..contract import DraftingContract
+from ..contract import DraftingContract, Memory
 from ..tree.config import CHILDREN, DraftTreeConfig
 from .menu import trees_to_choose
 from .options import DraftingOptions
@@ -43,6 +43,7 @@ HOPE = 0.4  # of a chain's rejections that siblings may leave at best
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that was never tried
 WORTH_ANOTHER_LOOK = 0.85  # of the best rate, for one that was
+ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
 
 
 def _recent() -> deque[float]:
@@ -341,3 +342,32 @@ def pace_of(
         menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn)
     settings = (Pace, batch_size, repr(menu), options.compiled, config.do_sample, config.temperature)
     return heads.memory.setdefault(target, {}).setdefault(settings, Pace(menu))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What calls have taught about the tree that pays most.
+
+    Attributes:
+        tree: The tree.
+        tokens_per_second: Of rounds that draft it, one sequence at a time.
+        plain_tokens_per_second: Of plain steps.
+        rounds: That it was learnt from.
+    """
+
+    tree: DraftTreeConfig
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    rounds: int
+
+
+def lesson_of(memory: Memory) -> Lesson | None:
+    """What calls of one sequence each have taught, those under the settings of which there were most; `None` where
+    there were fewer than [`ROUNDS_OF_A_LESSON`] rounds, nobody left the engine a choice, or drafts did not pay."""
+    paces = [pace for known in memory.values() for key, pace in known.items()
+             if isinstance(pace, Pace) and key[1] == 1 and len(pace.menu) > 1]  # fmt: skip
+    pace = max(paces, key=lambda pace: pace.rounds, default=None)
+    if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
+        return None
+    plain = 1 / pace.plain_seconds
+    return Lesson(pace.menu[best], pace.rate(best) * plain, plain, pace.rounds)

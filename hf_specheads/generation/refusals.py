@@ -28,7 +28,7 @@ from .sampling import TokenSampler, out_of_step
 from .verification.rules import RULES
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-TREE_ATTENTION = {"eager", "sdpa"}
+TREE_ATTENTION = {"eager", "sdpa", "flex_attention"}
 # What a verifying forward gets from us; an argument that were dropped in silence could change the text.
 FORWARD_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "inputs_embeds",
@@ -254,6 +254,9 @@ def _refuse_compiled(
         f"stop_below={options.tree.stop_below}, which leaves levels out": options.tree.stop_below > 0,
         "a call without max_length": config.max_length is None,
         "heads.loop = 'transformers'": options.loop == "transformers",
+        "flex attention, whose block masks are made anew in every round": (
+            target.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
+        ),
         f"{type(target).__name__}: {tree_problem_of(target, cache)}": tree_problem_of(target, cache) is not None,
     }
     for what, applies in reasons.items():

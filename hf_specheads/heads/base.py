@@ -323,11 +323,11 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]  # by keyword only
         """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
-        machine. Target weights are never saved, but an adapter is that the target was trained with together with
-        these heads. A model card is written beside the weights; a README.md that is there keeps its text."""
+        machine, as the [`learnt_tree`] does with `learnt_tree=True`. Target weights are never saved, but an adapter is
+        that the target was trained with. A model card is written beside them; a README.md there keeps its text."""
         push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
         hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
-        self.write_trees()
+        self.write_trees(learnt=kwargs.pop("learnt_tree", False))
         if self.config.target_adapter is not None and kwargs.get("is_main_process", True):
             save_adapter_beside(self.config, Path(save_directory), self._binding.target)
         if self.weights_are_elsewhere:

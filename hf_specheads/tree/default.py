@@ -5,6 +5,7 @@ The choice depends on where the heads lie, never on a measurement in passing: th
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 import torch
@@ -45,6 +46,20 @@ def tuned_tree(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> Draft
         if all(entry.get(name) == value for name, value in key.items()):
             return DraftTreeConfig().replace(**entry["tree_config"])
     return None
+
+
+def tuned_entry(
+    key: dict[str, Any], tree: DraftTreeConfig, tokens_per_second: float, plain_tokens_per_second: float
+) -> dict[str, Any]:
+    """What is saved with heads about a tree that is fast on a machine: an entry of `config.tuned`."""
+    return {
+        **key,
+        "tree_config": tree.to_dict(),
+        "tokens_per_second": round(tokens_per_second, 2),
+        "plain_tokens_per_second": round(plain_tokens_per_second, 2),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "torch": torch.__version__,
+    }
 
 
 def without_machine(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> list[dict[str, Any]]:

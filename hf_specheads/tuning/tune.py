@@ -8,7 +8,6 @@ fastest wins.
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..contract import DraftingContract
 from ..texts import all_token_ids
 from ..tree.config import DraftTreeConfig
-from ..tree.default import machine_key, without_machine
+from ..tree.default import machine_key, tuned_entry, without_machine
 from .replay import RecordedDrafts, accepted_by_ranks, favourite_paths, record_drafts, replay_dynamic, walk
 from .rounds import TimedRounds, time_rounds
 from .search import search_tree
@@ -86,14 +85,7 @@ class TuningResult:
 
     def entry(self) -> dict[str, Any]:
         """What is saved with the heads, in `config.tuned`."""
-        return {
-            **self.key,
-            "tree_config": self.tree.to_dict(),
-            "tokens_per_second": round(self.trees[0].measured or 0.0, 2),
-            "plain_tokens_per_second": round(self.plain, 2),
-            "date": dt.datetime.now(dt.UTC).date().isoformat(),
-            "torch": torch.__version__,
-        }
+        return tuned_entry(self.key, self.tree, self.trees[0].measured or 0.0, self.plain)
 
     def table(self) -> str:
         """All timed trees as text, one a line."""

@@ -9,15 +9,16 @@ are partial softmaxes, merged by their log-sum-exp (FlashAttention, arXiv 2205.1
 The kernel's backward recomputes its weights as exp(score - lse) and needs of the output only rowsum(grad * out). Given
 the merged `out` and `lse` instead of its own it therefore returns the triangle's share of the gradient of the whole.
 
-Where there is no such kernel (other devices, dropout of attention weights), rows attend in blocks that are recomputed
-in the backward. (torch's public attention function does not return the log-sum-exp; flex attention does, but has no
-backward on the CPU.)
+On accelerators it is one fused kernel ([`flex`]). Where there is none (dropout of attention weights, phantom columns,
+sizes that it does not serve), rows attend in blocks that are recomputed in the backward. (torch's public attention
+function does not return the log-sum-exp; flex attention does, but has no backward on the CPU.)
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from . import flex
 from .rows import row_positions
 
 BLOCK_ROWS = 256  # rows per block where there is no kernel
@@ -85,6 +87,7 @@ class StreamAttention:
         # The later streams that have a visible row, each with its lag, the row's own first: that one always exists.
         self.band = [(stream, 0 if own_rows else last - stream) for stream in range(last, 0, -1)]
         self.band = [(stream, lag) for stream, lag in self.band if lag < rows]
+        self._mask: Any = None  # flex attention's, made when it is first needed
         self.phantoms = None
         if phantom_columns:
             index = torch.arange(rows, device=documents.ids.device)
@@ -108,7 +111,22 @@ class StreamAttention:
         inputs = (query.to(dtype), keys[0].to(dtype), values[0], *band)
         if query.device.type == "cpu" and not dropout:
             return _MergedAttention.apply(self, scaling, *inputs).transpose(1, 2), None
+        if (
+            not dropout
+            and self.phantoms is None
+            and flex.serves(query.device, dtype, query.shape[1], values[0].shape[1], query.shape[3])
+        ):
+            keys, values = (inputs[1], *band[: len(self.band)]), (inputs[2], *band[len(self.band) :])
+            return flex.attend(self, scaling, inputs[0], keys, values).transpose(1, 2), None
         return self.in_blocks(*inputs, scaling=scaling, dropout=dropout).transpose(1, 2), None
+
+    def fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *band: torch.Tensor,
+              scaling: float) -> torch.Tensor:  # fmt: skip
+        """The same as [`in_blocks`] without dropout and phantoms, by flex attention."""
+        if self._mask is None:
+            self._mask = flex.block_mask(self.documents.ids, self.lag, [lag for _, lag in self.band])
+        keys, values = (key, *band[: len(self.band)]), (value, *band[len(self.band) :])
+        return flex.attend(self._mask, scaling, query, keys, values)
 
     def band_scores(self, query: torch.Tensor, keys: Streams, scaling: float) -> torch.Tensor:
         """Scores of the visible rows of the later streams, -inf where there is none: fp32 [B, heads, T, S - 1]."""
@@ -166,6 +184,22 @@ class StreamAttention:
             shifted = nn.functional.pad(states[:, :, : ids.shape[1] - lag], (0, 0, lag, 0))
             output = output + weights[..., column, None] * repeat_kv(shifted[:, :, at], groups)
         return output
+
+
+@cache
+def flex_serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether flex attention can be used for such states: it is tried once, on two documents and three streams. Warns
+    if not."""
+    rows = flex.MULTIPLE + 12
+    generator = torch.Generator().manual_seed(0)
+    sizes = [heads, *[kv_heads] * 6]
+    states = [torch.randn(1, size, rows, head_dim, generator=generator).to(device, dtype) for size in sizes]
+    plan = StreamAttention(Documents((torch.arange(rows, device=device) // 100)[None]), 3)
+    ways = (partial(way, scaling=head_dim**-0.5) for way in (plan.fused, plan.in_blocks))
+    if (problem := flex.problem(*ways, states)) is not None:
+        warnings.warn(f"flex attention is not used on {device}, in {dtype} with heads of {head_dim}: {problem}",
+                      stacklevel=2)  # fmt: skip
+    return problem is None
 
 
 class _MergedAttention(torch.autograd.Function):

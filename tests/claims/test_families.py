@@ -27,7 +27,7 @@ from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError
 SERVED = {
     "all": {"tree", "chain", "batch", "own cache"},
     "alone": {"tree", "chain"},
-    "chain": {"chain"},
+    "chain": {"chain", "batch"},
     "none": set(),
 }
 IN_THE_DEFAULT_RUN = ("mistral", "gemma4_text", "deepseek_v3", "bert", "bloom", "qwen3_next", "git", "mllama", "jamba")

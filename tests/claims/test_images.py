@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from support.distributions import chi_square, critical_value
+from support.heads import random_heads
 from support.images import IMAGE_TOKEN, OVERRIDES, image_inputs, image_target
+from support.processors import image_processor, picture
 from support.stubs import CountForwards, StubHead
 from support.targets import prompt
-from transformers import DynamicCache
+from transformers import DynamicCache, pipeline
 
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError
 from hf_specheads.generation import opening
@@ -106,6 +112,80 @@ def test_prompts_in_chunks(model_type):
     inputs, options = image_inputs(target), {"prefill_chunk_size": 8}
     expected = generate(target, inputs, **options)
     assert torch.equal(generate(target, inputs, assistant_model=oracle(target, inputs, expected), **options), expected)
+
+
+# ---------------------------------------------------------------------- end to end
+def chats() -> list[list[dict[str, Any]]]:
+    texts = ("what/is/it", "no", "describe-the-colours")
+    return [[{"role": "user", "content": [{"type": "image", "image": picture(seed)}, {"type": "text", "text": text}]}]
+            for seed, text in enumerate(texts)]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_processors(model_type):
+    """What a chat template and an image processor make of chats, one and several."""
+    target, processor = target_of(model_type), image_processor(model_type)
+    for chosen in (chats()[:1], chats()):
+        inputs = processor.apply_chat_template(
+            chosen, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"padding": True}
+        )
+        assert int((inputs["input_ids"] == IMAGE_TOKEN).sum()) == 4 * len(chosen)
+        expected = generate(target, inputs)
+        heads = oracle(target, inputs, expected)
+        assert torch.equal(generate(target, inputs, assistant_model=heads), expected)
+        assert max(heads.last_stats.num_accepted[0]) >= 2
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_pipelines(model_type):
+    """transformers' pipeline takes an `assistant_model` when it is made and never hands it on; in a call it does."""
+    target, heads = target_of(model_type), AutoDraftHead.from_target(target_of(model_type), "eagle").eval()
+    heads.adaptive = False
+    pipe = pipeline("image-text-to-text", model=target, processor=image_processor(model_type))
+    expected = pipe(text=chats()[0], max_new_tokens=NEW, generate_kwargs={"do_sample": False})
+    options = {"do_sample": False, "assistant_model": heads}
+    assert pipe(text=chats()[0], max_new_tokens=NEW, generate_kwargs=options) == expected
+    assert heads.last_stats.rounds > 0
+
+
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+@pytest.mark.parametrize("model_type", ["gemma3", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_samples_after_an_image_follow_the_targets_distribution(model_type, children):
+    target, samples, likely = target_of(model_type), 240, 3
+    inputs = image_inputs(target, (9,), seed=2)
+    expected = {}
+    for path in [(), *((a,) for a in range(likely)), *((a, b) for a in range(likely) for b in range(likely))]:
+        expected[path] = favourites(
+            target, inputs, [expected[path[:n]][1][rank] for n, rank in enumerate(path)], likely
+        )
+    outcomes = {}
+    for ranks in itertools.product(range(likely), repeat=3):
+        steps = [expected[ranks[:n]] for n in range(3)]
+        tokens = tuple(int(tokens[rank]) for (_, tokens), rank in zip(steps, ranks, strict=True))
+        outcomes[tokens] = math.prod(float(probs[rank]) for (probs, _), rank in zip(steps, ranks, strict=True))
+    heads = random_heads(target, "eagle", kind="static", choices=((0,), (1,), (0, 0)), children=children)
+    many = {name: value.repeat(samples, *[1] * (value.dim() - 1)) for name, value in inputs.items()}
+    torch.manual_seed(5)
+    got = generate(
+        target, many, assistant_model=heads, do_sample=True, top_k=likely, temperature=3.0, max_new_tokens=3
+    )
+    counts = Counter(tuple(row) for row in got[:, -3:].tolist())
+    statistic, freedom = chi_square(counts, outcomes, samples)
+    assert freedom >= 4 and statistic < critical_value(freedom)
+
+
+def favourites(
+    target, inputs: dict[str, torch.Tensor], path: list[int], likely: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Probabilities and tokens of the likeliest after a prompt and some tokens, by a forward without a cache."""
+    added = torch.tensor([path], dtype=torch.long)
+    longer = inputs | {"input_ids": torch.cat([inputs["input_ids"], added], dim=1)}
+    for name in inputs:
+        if name == "attention_mask" or name.endswith("token_type_ids"):
+            longer[name] = torch.nn.functional.pad(inputs[name], (0, len(path)), value=int(name == "attention_mask"))
+    with torch.no_grad():
+        best = (target(**longer).logits[0, -1] / 3.0).topk(likely)
+    return best.values.softmax(-1), best.indices.tolist()
 
 
 # ---------------------------------------------------------------------- refused

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_specheads.trainer.chats import ExampleError, tokenize_chat
+from hf_specheads.trainer.chats import ExampleError, chat_problem, tokenize_chat
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|start_header_id|>", "<|eot_id|>",
            "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|start|>", "<|end|>",
@@ -221,3 +221,11 @@ def test_templates_and_chats_that_cannot_be_read(characters) -> None:
         with pytest.raises(ExampleError, match=words):
             rows(characters, template, chat)
     assert rows(characters, LLAMA3, [user("q")]) == []
+
+
+def test_chats_with_images_are_refused():
+    """A template would write a placeholder where training has no picture."""
+    content = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "what is it?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a house"}]
+    assert "parts of type ['image']" in chat_problem(messages)
+    assert chat_problem([{"role": "user", "content": content[1:]}, messages[1]]) is None
