@@ -91,8 +91,8 @@ def table(result: Result) -> str:
     derived_table = markdown_table(header, rows)
     return f"{derived_table}\n{small}" + footnote(
         result, f"Above: derived, for each of {result['processes']} devices, one sequence of {result['length']} "
-        "tokens on each, target in bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds on a "
-        "processor, hidden size 256, vocabulary 8192",
+        "tokens on each, target in bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds "
+        "on a processor, hidden size 256, vocabulary 8192",
     )  # fmt: skip
 
 
