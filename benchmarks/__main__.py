@@ -24,15 +24,15 @@ from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, 
 from .speed import round as round_
 from .targets import families
 from .training import step
-from .trees import choose, kinds, tune
+from .trees import choose, default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
 # folders it measures (default: the package), `variant(args)`, a suffix to its results' name, `short_table(result)`,
 # shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are
 # those of plain generation).
 MODULES = (
-    speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, choose,
-    methods, acceptance, step, families, doctor, diff, commands, answers,
+    speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
+    choose, methods, acceptance, step, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -100,10 +100,15 @@ def run_interleaved(
 
 
 def compare(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
+    target: PreTrainedModel,
+    sides: list[Side],
+    prompts: list[Inputs],
+    max_new_tokens: int,
+    repeats: int,
+    sampling: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with."""
-    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
+    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats, sampling)
     return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
 
 

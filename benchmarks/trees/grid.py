@@ -51,10 +51,11 @@ def compare_trees(
     prompts: list[Inputs],
     max_new_tokens: int,
     repeats: int,
+    sampling: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Named trees and plain generation, taking turns; every tree with what it measured."""
     sides = plain_and({name: heads.with_tree(**tree.to_dict()) for name, tree in trees.items()})
-    found = compare(target, sides, prompts, max_new_tokens, repeats)
+    found = compare(target, sides, prompts, max_new_tokens, repeats, sampling)
     return {name: {"tree": tree.to_dict(), **found[name]} for name, tree in trees.items()}
 
 
@@ -65,6 +66,7 @@ def fastest(
     prompts: list[Inputs],
     max_new_tokens: int,
     stages: Sequence[tuple[int, int | None, int]],
+    sampling: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The ranking of the last stage.
 
@@ -75,13 +77,14 @@ def fastest(
         prompts: Prompts.
         max_new_tokens: Tokens per prompt.
         stages: Trees to keep, prompts, and repeats of every stage.
+        sampling: Options of a sampled run; greedy without.
     """
     ranking: list[dict[str, Any]] = []
     for keep, num_prompts, repeats in stages:
         ranking = []
         for start in range(0, len(trees), TOGETHER):
             group = {str(place): tree for place, tree in enumerate(trees[start : start + TOGETHER])}
-            found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats)
+            found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats, sampling)
             ranking += found.values()
         ranking = sorted(ranking, key=lambda row: -row["speed_up"])[:keep]
         trees = [DraftTreeConfig(**row["tree"]) for row in ranking]

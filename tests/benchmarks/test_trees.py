@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trees import choose
+from benchmarks.trees import choose, default
 
 
 @pytest.mark.slow
@@ -36,3 +36,26 @@ def test_choose_ranks_the_last_stage(measure_pair, monkeypatch):
     speed_ups = [row["speed_up"] for row in result["ranking"]]
     assert speed_ups == sorted(speed_ups, reverse=True)
     assert len(speed_ups) == 2
+
+
+def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
+    monkeypatch.setattr(default, "STAGES", ((1, 1, 1),))
+    grid = ("--depths", "2", "--top_k", "2", "--total_tokens", "4", "--chains", "1")
+    settings = ("--batch_sizes", "1", "2", "--temperatures", "0", "0.7", "--contexts", "3", "--repeats", "1")
+    result = measure_pair("default", ["eagle"], *grid, *settings)
+    found = result["measured"]
+    assert [(one["batch"], one["temperature"]) for one in found] == [(1, 0), (1, 0.7), (2, 0), (2, 0.7)]
+    for one in found:
+        assert set(one["sides"]) == {"plain generate", "default", "best of the grid"} and one["grid_size"] == 2
+        assert one["sides"]["default"]["identical"] or one["temperature"] > 0
+        fastest = max(one["sides"][side]["tokens_per_second"] for side in ("plain generate", "best of the grid"))
+        assert one["default_over_grid"] == pytest.approx(one["sides"]["default"]["tokens_per_second"] / fastest, 0.01)
+    assert result["least_over_grid"] == min(one["default_over_grid"] for one in found)
+    default.draw(tmp_path / "a.png", result)
+    default.draw(tmp_path / "b.png", result)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_no_batch_of_such_prompts(measure_pair):
+    with pytest.raises(ValueError, match="no batch of 2 with 100 tokens"):
+        measure_pair("default", ["eagle"], "--batch_sizes", "2", "--contexts", "100")
