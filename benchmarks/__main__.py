@@ -32,8 +32,7 @@ from .trees import choose, default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, default, choose,
-    methods,
-    acceptance, step, families, doctor, diff, commands, answers,
+    methods, acceptance, step, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
