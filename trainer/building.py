@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_specheads import AutoDraftHead, load_heads
@@ -22,7 +29,7 @@ from .joint import JointTrainer, JointTrainingArguments
 from .packing import Examples
 from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
 from .recipe import Recipe
-from .sharding import share_here
+from .sharding import load_shares, share_here
 from .sources import RecipeError, kind_of, refuse_wrong_model
 from .trainer import DraftHeadTrainer
 from .vocabulary import frequent_tokens
@@ -205,6 +212,21 @@ def load_target(recipe: Recipe) -> PreTrainedModel:
         raise RecipeError(f"`target_options` {sorted(options)} cannot be used with this target: {error}") from error
 
 
+def load_for(recipe: Recipe, args: DraftHeadTrainingArguments) -> PreTrainedModel:
+    """The target, in shares where it is to be sharded and nothing but its weights decides how it is loaded."""
+    plain = set(recipe.target_options) <= {"trust_remote_code", "attn_implementation"}
+    if not (args.shard_target and plain and args.world_size > 1) or recipe.trains_target:
+        return load_target(recipe)
+
+    def without_weights() -> PreTrainedModel:
+        hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
+        config = AutoConfig.from_pretrained(recipe.target, **recipe.target_options, **hub)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **recipe.target_options)
+
+    return load_shares(lambda: load_target(recipe), without_weights, args)
+
+
 def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     """Loads data, tokenizer and target, makes the heads, and puts them into a trainer.
 
@@ -221,7 +243,7 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     report = DataReport()
     with first_process_first(args):
         train = prepare_sources(recipe, sources, tokenizer, args, report)
-    target = load_target(recipe)
+    target = load_for(recipe, args)
     heads_dtype = torch_dtype("heads_dtype", recipe.heads_dtype)
     base = None
     if recipe.from_heads is not None:

@@ -7,12 +7,14 @@ target together. Generation, where a text decides how many forwards there are, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -31,21 +33,137 @@ def sharding_problem(args: DraftHeadTrainingArguments, joint: bool) -> str | Non
 
 
 def shard_target(target: PreTrainedModel, args: DraftHeadTrainingArguments, joint: bool = False) -> int:
-    """Shards the decoder layers of a target in place; returns how many there are.
+    """Shards the decoder layers of a target in place, one after the other; returns how many there are.
+
+    Layers go to the process's device one by one, so that no device ever holds them all. A target that is sharded
+    already stays as it is.
 
     Raises:
         ValueError: if it cannot be.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     if (problem := sharding_problem(args, joint)) is not None:
         raise ValueError(problem)
     layers = decoder_layers(target, "set shard_target=False")
-    mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if share_here(target) is None:
+        mesh = _mesh(args)
+        for layer in layers:
+            _shard(layer, mesh)
     return len(layers)
+
+
+def load_shares(
+    load: Callable[[], PreTrainedModel],
+    without_weights: Callable[[], PreTrainedModel],
+    args: DraftHeadTrainingArguments,
+) -> PreTrainedModel:
+    """A sharded target of which only the first process reads the weights: it hands out layer after layer, and each
+    process keeps its share of them.
+
+    Args:
+        load: The target on the processor, called by the first process.
+        without_weights: The same architecture on the meta device, called by the others.
+        args: Of the run.
+
+    Raises:
+        ValueError: on every process, if the first one cannot load the target, or the others cannot build it.
+    """
+    if (problem := sharding_problem(args, joint=False)) is not None:
+        raise ValueError(problem)
+    target, failed = None, None
+    try:
+        target = load() if dist.get_rank() == 0 else without_weights()
+        _refuse_hidden_tensors(target)
+    except Exception as error:  # told on all processes, which would wait for one another
+        failed = error
+    plan = _agree_on_a_plan(target, failed)
+    assert target is not None
+    target.eval().requires_grad_(False)
+    mesh = _mesh(args)
+    names = {module: name for name, module in target.named_modules()}
+    for layer in decoder_layers(target, "set shard_target=False"):
+        _receive(target, [each for each in plan if each.name.startswith(f"{names[layer]}.")], args.device)
+        _shard(layer, mesh)
+    _receive(target, [each for each in plan if not isinstance(_tensor(target, each.name), DTensor)], args.device)
+    return target
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter or buffer of the target, as the first process has it; `same_as` another one where they are tied."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: bool
+    same_as: str | None
+
+
+def _plan_of(target: PreTrainedModel) -> list[_Place]:
+    first: dict[int, str] = {}
+    places = []
+    for kind, named in ((True, target.named_parameters), (False, target.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
+            known = first.setdefault(id(tensor), name)
+            same = None if known == name else known
+            places.append(_Place(name, tuple(tensor.shape), tensor.dtype, kind, same))
+    return places
+
+
+def _refuse_hidden_tensors(target: nn.Module) -> None:
+    """What is neither parameter nor buffer would not be handed out."""
+    for name, module in target.named_modules():
+        hidden = [own for own, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+        if hidden:
+            raise ValueError(
+                f"{type(module).__name__} ({name}) keeps the tensors {hidden} beside its buffers; load the target "
+                "whole, in Python, and hand it to `DraftHeadTrainer`."
+            )
+
+
+def _agree_on_a_plan(target: PreTrainedModel | None, failed: Exception | None) -> list[_Place]:
+    """What the first process has to hand out; refused on all processes if one of them has failed."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if failed is None else " ".join(str(failed).split()))
+    if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
+        raise ValueError(f"the target cannot be loaded in shares: {reason}") from failed
+    plans: list[Any] = [_plan_of(target) if target is not None and dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plans, 0)
+    return plans[0]
+
+
+def _receive(target: PreTrainedModel, places: Sequence[_Place], device: torch.device) -> None:
+    """Brings these tensors of the first process to the device of every process."""
+    for place in places:
+        if place.same_as is not None:
+            _put(target, place, _tensor(target, place.same_as))
+            continue
+        tensor = _tensor(target, place.name).detach() if dist.get_rank() == 0 else None
+        if tensor is None:
+            tensor = torch.empty(place.shape, dtype=place.dtype, device=device)
+        tensor = tensor.to(device).contiguous()
+        dist.broadcast(tensor, 0)
+        _put(target, place, nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
+
+
+def _tensor(target: nn.Module, name: str) -> torch.Tensor:
+    owner, _, own = name.rpartition(".")
+    return getattr(target.get_submodule(owner), own)
+
+
+def _put(target: nn.Module, place: _Place, tensor: torch.Tensor) -> None:
+    owner, _, own = place.name.rpartition(".")
+    module = target.get_submodule(owner)
+    (module._parameters if place.parameter else module._buffers)[own] = tensor  # type: ignore[assignment]
+
+
+def _mesh(args: DraftHeadTrainingArguments) -> DeviceMesh:
+    return init_device_mesh(args.device.type, (dist.get_world_size(),))
+
+
+def _shard(layer: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:

@@ -125,11 +125,11 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def _place_target(self, target: PreTrainedModel) -> None:
         """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
         args, self.frozen_target = self.args, FrozenTarget(target)
+        if args.shard_target:  # first, so that no device holds all of it
+            shard_target(target, args, self.trains_target)
         if not getattr(target, "hf_device_map", None):
             # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
             target.to(args.device)  # type: ignore[arg-type]
-        if args.shard_target:
-            shard_target(target, args, self.trains_target)
         refuse_other_logits(self.frozen_target)
         if args.packing:
             refuse_leaking_packing(self.frozen_target)

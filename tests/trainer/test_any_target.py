@@ -7,14 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_specheads import AutoDraftHead
-from hf_specheads.trainer import building
+from hf_specheads.trainer import building, sharding
 from hf_specheads.trainer.__main__ import main
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.mark.slow
@@ -22,12 +29,9 @@ def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> No
     """FSDP2 over two processes of gloo, against one process with the whole target and the same batch."""
     common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=3",
               "per_device_eval_batch_size=2"]  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", str(port), "-m", "hf_specheads.trainer"]  # fmt: skip
+              "--main_process_port", str(free_port()), "-m", "hf_specheads.trainer"]  # fmt: skip
     two = [*common, "per_device_train_batch_size=2", "ddp_backend=gloo", "shard_target=true"]
     result = subprocess.run(
         [*launch, *two, f"output_dir={tmp_path / 'two'}"],
@@ -44,6 +48,67 @@ def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> No
     clocks = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     measured = [{name: value for name, value in f["metrics"].items() if name not in clocks} for f in facts]
     assert measured[0]["eval_acceptance_length"] >= 1 and measured[0] == pytest.approx(measured[1], rel=1e-4)
+
+
+LOADING = """
+    import sys
+    from hf_specheads.trainer import building, sharding
+    from hf_specheads.trainer.__main__ import main
+
+    loaded, kept = [], building.load_target
+    building.load_target = lambda recipe: [loaded.append(1), kept(recipe)][1]
+    code = main(sys.argv[1:])
+    rank = sharding.dist.get_rank()
+    print(f"process {rank} has read the weights {len(loaded)} times", flush=True)
+    sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_process_reads_the_weights_and_all_are_told_of_a_failure(workspace, tmp_path: Path, fails: bool) -> None:
+    (tmp_path / "loading.py").write_text(textwrap.dedent(LOADING))
+    if fails:
+        weights = tmp_path / "target" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+         str(tmp_path / "loading.py"), *workspace.options, "ddp_backend=gloo", "shard_target=true", "max_steps=1",
+         "eval_examples=0", f"output_dir={tmp_path / 'run'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "process 0 has read the weights 1 times" in result.stdout
+    assert "process 1 has read the weights 0 times" in result.stdout
+    assert (result.returncode == 0) == (not fails), result.stderr[-4000:]
+    assert result.stderr.count("the target cannot be loaded in shares") == 2 * fails
+
+
+def test_tied_and_kept_tensors_are_handed_out_as_they_are(monkeypatch) -> None:
+    """By one process to another, both played in turn: names, types and ties of the first."""
+    from support.targets import own_target
+
+    first = own_target("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    with torch.device("meta"):
+        second = type(first)(first.config)
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(sharding.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(sharding.dist, "broadcast", lambda tensor, source: sent.append(tensor.clone()))
+    plan = sharding._plan_of(first)
+    sharding._receive(first, plan, torch.device("cpu"))
+    monkeypatch.setattr(sharding.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(sharding.dist, "broadcast", lambda tensor, source: tensor.copy_(sent.pop(0)))
+    sharding._receive(second, plan, torch.device("cpu"))
+    assert not sent and second.lm_head.weight is second.get_input_embeddings().weight
+    assert {parameter.dtype for parameter in second.parameters()} == {torch.bfloat16}
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(first(ids).logits, second.eval()(ids).logits)
+
+
+def test_tensors_beside_buffers_are_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.hidden = torch.empty(2, device="meta")
+    with pytest.raises(ValueError, match=r"Linear \(\) keeps the tensors \['hidden'\] beside its buffers"):
+        sharding._refuse_hidden_tensors(module)
 
 
 def test_what_cannot_be_sharded_is_refused(workspace, tmp_path: Path, capsys) -> None:
