@@ -78,7 +78,7 @@ def write(draw: Draw) -> Written:
     bullets = "\n".join(f"- {bullet}" for bullet, _ in points)
     question = draw.phrasing("ask", ASKS).format(sender=sender, receiver=receiver, topic=topic, points=bullets)
     parts: Parts = [
-        f"Subject: {topic.capitalize()}\n\n",
+        f"Subject: {topic}\n\n",
         [f"Dear {receiver},", f"Hello {receiver},"],
         "\n\n",
         [f"I am writing about {topic}.", f"Here is some news about {topic}."],
