@@ -20,10 +20,10 @@ from .acceptance import acceptance, methods
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
-from .speed import batch, cache, compiled, context, quantised, speedup, stream, vocabulary
+from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
-from .training import step
+from .training import memory, step
 from .trees import choose, default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
@@ -31,9 +31,8 @@ from .trees import choose, default, kinds, tune
 # shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are
 # those of plain generation).
 MODULES = (
-    speedup, batch, stream, compiled, context, cache, round_, quantised, vocabulary, kinds, tune, default, choose,
-    methods,
-    acceptance, step, families, doctor, diff, commands, answers,
+    speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
+    choose, methods, acceptance, step, memory, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

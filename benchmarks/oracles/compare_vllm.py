@@ -206,6 +206,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     target, tokenizer = load_target(args)
+    if set(getattr(target.config, "layer_types", None) or ()) == {"full_attention"}:
+        target._is_stateful = False  # of a family with states, but without any: our loop has none to catch up with
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]

@@ -5,9 +5,9 @@
     python -m benchmarks.trees.default  # draws docs/images/default_against_grid.png from default.json
 
 In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
-fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded, with the
-engine's own choice of trees, and plain generation run against each other in turns. The engine begins every setting
-without any knowledge of it, and what it learns by trying is part of its time.
+fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,
+with the engine's own choice of trees, and plain generation run against each other in turns. The engine begins every
+setting without any knowledge of it, and what it learns by trying is part of its time.
 """
 
 from __future__ import annotations

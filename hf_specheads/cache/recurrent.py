@@ -103,7 +103,7 @@ class RecurrentCache:
             self.prompt_contents = [whole_contents(layer) for layer in stock.layers]
         self.prompt_mask = padding_mask
         self._prompt_positions = self.after_prompt
-        self._waiting = torch.zeros(batch, 0, dtype=torch.long, device=target.device)
+        self._waiting: torch.Tensor | None = None  # int64 [B, W], rejected tokens behind those that wait
         self._last: _Forward | None = None
         self.caught_up = False
         self.additional_forwards = 0
@@ -135,9 +135,12 @@ class RecurrentCache:
             asked: Further arguments of the forward.
         """
         self._go_back()
+        if self._waiting is None:
+            self._waiting = tree.token_ids[:, :0]
         late = [count - self.base for count in self.counts]
         if len(late) > 1 and max(late) > MOST_WAITING and min(late) > 0:
-            late = self._catch_up(min(late))
+            self._waiting = self._catch_up(self._waiting, min(late))
+            late = [count - self.base for count in self.counts]
         token_ids, nodes = self._waiting[:, : max(late)], None
         if min(late) == max(late):
             token_ids = torch.cat([token_ids, tree.token_ids], dim=1)
@@ -174,14 +177,13 @@ class RecurrentCache:
             restore(layer, contents)
         self._waiting = last.token_ids[:, : max(late)]
 
-    def _catch_up(self, tokens: int) -> list[int]:
-        """A forward over the first tokens that wait in all sequences. Returns how many wait then, per sequence."""
+    def _catch_up(self, waiting: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A forward over the first of the tokens [B, W] that wait in all sequences. Returns those that wait then."""
         with torch.no_grad():
-            self._forward(self._waiting[:, :tokens])
+            self._forward(waiting[:, :tokens])
         self.additional_forwards += 1
-        self._waiting = self._waiting[:, tokens:]
         self.base += tokens
-        return [count - self.base for count in self.counts]
+        return waiting[:, tokens:]
 
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
@@ -195,8 +197,10 @@ class RecurrentCache:
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""
         self._go_back()
-        index = to_device(kept, self._waiting.device)
-        self._waiting = self._waiting[index]
+        index = torch.tensor(kept)
+        if self._waiting is not None:
+            index = to_device(kept, self._waiting.device)
+            self._waiting = self._waiting[index]
         self.counts = [self.counts[sequence] for sequence in kept]
         self.stock.reorder_cache(index)
         if self.padding_mask is not None:
@@ -220,8 +224,8 @@ class RecurrentCache:
         else:
             self.counts = [max(min(tokens, self.counts[0]), self.base)]
             self._go_back()
-            if self.is_seen and self.counts[0] > self.base:
-                self._catch_up(self.counts[0] - self.base)
+            if self.is_seen and self._waiting is not None and self.counts[0] > self.base:
+                self._catch_up(self._waiting, self.counts[0] - self.base)
         for layer in self.stock.layers:
             own_rows(layer)
 

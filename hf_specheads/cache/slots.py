@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .rooms import Room, Rooms
 
 SMALLEST_CAPACITY = 64
+SPARE = 64  # slots beyond what a call was said to need, once that has turned out to be too few
 
 
 def to_device(numbers: list, device: torch.device) -> torch.Tensor:
@@ -151,6 +152,7 @@ class SlotCache(Cache):
 
     Attributes:
         capacity: Slots of the buffers; doubled when they are full, unless `static`.
+        most: Slots needed at most, by what is known of the call; `None` where nothing is.
         static: Whether all slots are always shown, so that shapes never change. Nothing that a compiled step reads is
             a number of the host then: it would be compiled into it.
         counts: Committed rows of every sequence, on the host; one entry for all while they are the same.
@@ -164,6 +166,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.static = False
         self.capacity = 0
+        self.most: int | None = None
         self.counts: list[int] = [0]
         self.lengths: torch.Tensor | None = None
         self.start = 0
@@ -208,8 +211,15 @@ class SlotCache(Cache):
             return
         if self.static:
             raise RuntimeError(f"this cache has {self.capacity} slots, fixed, and {capacity} are needed.")
-        self.capacity = max(capacity, 2 * self.capacity, SMALLEST_CAPACITY)
+        self.capacity = self._grown(capacity)
         self.grow()
+
+    def _grown(self, needed: int) -> int:
+        """Twice as many slots, so that growing costs little in the long run; no more than the call needs at most."""
+        doubled = max(needed, 2 * self.capacity, SMALLEST_CAPACITY)
+        if self.most is None:
+            return doubled
+        return needed + SPARE if needed > self.most else min(doubled, self.most)
 
     def fix_capacity(self, capacity: int, rooms: Rooms | None = None) -> None:
         """Makes an empty cache one of so many slots, all of which are always shown.
@@ -250,6 +260,7 @@ class SlotCache(Cache):
             device: Of `lengths`.
         """
         self.become_ragged(batch, device)
+        self.most = None  # known of one call, not of those that join it
         self.reserve(max(self.longest, other.longest))
         self.put_buffers(place, other, batch)
         self.counts[place : place + 1] = [other.longest]

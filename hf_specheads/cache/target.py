@@ -66,6 +66,7 @@ class TreeCache(SlotCache):
         rooms: Where buffers of a fixed size are left from call to call, if they are.
         keeps_prompt: Whether transformers' cache keeps the prompts of a batch meanwhile, as it is given back at the
             end with rows of sequences that have left.
+        most: Slots that the call needs at most, `None` where nobody knows.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TreeCache(SlotCache):
         static_capacity: int | None = None,
         rooms: Rooms | None = None,
         keeps_prompt: bool = False,
+        most: int | None = None,
     ):
         super().__init__()
         self.stock, self.dtype, self.keeps_prompt = stock, dtype, keeps_prompt
@@ -93,7 +95,8 @@ class TreeCache(SlotCache):
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.takes_blocks = config._attn_implementation == "flex_attention"
         self.device = root_positions.device
-        self.capacity = self.longest + FIRST_SLOTS
+        self.most = most
+        self.capacity = self.longest + FIRST_SLOTS if most is None else min(self.longest + FIRST_SLOTS, most)
         if static_capacity is not None:
             self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)

@@ -17,7 +17,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-HANDED_ON = ("softcap", "output_attentions", "position_bias", "cache")  # what only transformers' own function knows
+# What only transformers' own function knows.
+HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
 
 
 def install_grouped_attention() -> None:
@@ -48,7 +49,9 @@ def _wrapped(original: Callable) -> Callable:
     ) -> tuple[torch.Tensor, None]:
         is_additive = attention_mask is not None and attention_mask.is_floating_point()
         grouped = getattr(module, "num_key_value_groups", 1) > 1 and key.device.type == "cpu"
-        special = any(kwargs.get(name) is not None and kwargs[name] is not False for name in HANDED_ON)
+        special = not HANDED_ON.isdisjoint(kwargs) and any(
+            kwargs.get(name) is not None and kwargs[name] is not False for name in HANDED_ON
+        )
         if special or not (is_additive and grouped):
             return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         output = torch.nn.functional.scaled_dot_product_attention(

@@ -66,6 +66,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.draft_cache = head.new_draft_cache()
         self.padding_mask = padding_mask
         self.max_length = max_length
+        self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)
         self.sampling_processors = sampling_processors
         self.max_positions = context_limit(target)
         self.rope_limit = rope_limit(target)

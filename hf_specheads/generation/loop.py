@@ -255,7 +255,7 @@ class RoundLoop:
         counted = self.reader.counted(self.model_kwargs)
         dtype, fixed = self.target.dtype if features is None else features.dtype, self.fixed_size()
         call = (self.options, self.batch, self.model_kwargs, counted, self.prefilled, self.is_seen)
-        self._target_cache = open_cache(self.target, *call, dtype, fixed)
+        self._target_cache = open_cache(self.target, *call, dtype, fixed, self.stop.left(self.sequences.prompt_length))
         self.candidates.begin_text(prompt)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])

@@ -27,6 +27,7 @@ def open_cache(
     is_seen: bool,
     dtype: torch.dtype,
     fixed: tuple[int, Rooms | None] | None,
+    budget: int | None,
 ) -> TargetCache:
     """Takes over the target's cache of a call.
 
@@ -40,6 +41,7 @@ def open_cache(
         is_seen: Whether somebody looks at it after the call.
         dtype: The target's compute dtype.
         fixed: Slots and rooms of compiled rounds.
+        budget: Tokens the call may emit, `None` without a limit.
     """
     name = cache_name(model_kwargs)
     stock, mask = model_kwargs[name], model_kwargs.get("attention_mask")
@@ -50,4 +52,5 @@ def open_cache(
     if options.tree.is_chain and tree_problem_of(target, stock):
         return ChainCache(stock, mask, positions, takes_positions)
     capacity, rooms = (None, None) if fixed is None else fixed
-    return TreeCache(stock, target, batch, mask, positions, dtype, capacity, rooms, is_seen and batch > 1)
+    most = None if budget is None else tokens + budget + options.tree.most_nodes
+    return TreeCache(stock, target, batch, mask, positions, dtype, capacity, rooms, is_seen and batch > 1, most)

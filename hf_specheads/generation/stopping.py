@@ -55,6 +55,10 @@ class StopRule:
             raise RuntimeError("compiled rounds need a length limit.")
         return self.max_length - length
 
+    def left(self, length: int) -> int | None:
+        """The same for any call: `None` without a limit."""
+        return None if self.max_length is None else self.max_length - length
+
     def for_sequence(self, sequence: int) -> StopRule:
         """The rule of one sequence: of a batch it is the same for all."""
         return self

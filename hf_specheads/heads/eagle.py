@@ -116,14 +116,15 @@ class EagleHead(SpecialistHead):
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """`fc([embedding ; feature])`, or of one of them: [B, R, E] and [B, R, H] -> [B, R, h]."""
-        dtype = self.fc.weight.dtype
+        fc, inputs = self.fc, self.config.inputs  # each costs a call
+        dtype = fc.weight.dtype
         if self.embed_layernorm is not None:
             embeddings = self.embed_layernorm(embeddings.to(dtype))
-        if self.config.inputs == "token":
-            return self.fc(embeddings.to(dtype))
-        if self.config.inputs == "feature":
-            return self.fc(features.to(dtype))
-        return self.fc(torch.cat([embeddings.to(dtype), features.to(dtype)], dim=-1))
+        if inputs == "token":
+            return fc(embeddings.to(dtype))
+        if inputs == "feature":
+            return fc(features.to(dtype))
+        return fc(torch.cat([embeddings.to(dtype), features.to(dtype)], dim=-1))
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         return super().draft_logits(features if self.lm_head_layernorm is None else self.lm_head_layernorm(features))

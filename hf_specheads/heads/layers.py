@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
     eager_attention_forward,
+    rotate_half,
 )
 
 from ..configuration import DraftHeadConfig
@@ -51,7 +51,7 @@ class DraftAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)
         key = (key if self.k_norm is None else self.k_norm(key)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
-        key, _ = apply_rotary_pos_emb(key, key, *position_embeddings)
+        key = rotated(key, *position_embeddings)
         if past_key_values is None:
             return key, value
         return past_key_values.update(key, value, self.layer_idx)
@@ -70,13 +70,21 @@ class DraftAttention(LlamaAttention):
         cos, sin = (table[:, -num_queries:] for table in position_embeddings)
         query = self.q_proj(queries).view(*queries.shape[:-1], -1, self.head_dim)
         query = (query if self.q_norm is None else self.q_norm(query)).transpose(1, 2)
-        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        query = rotated(query, cos, sin)
         attend = attention_function or ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
         output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling)
         return self.o_proj(output.reshape(*queries.shape[:-1], -1))
+
+
+def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on states [B, heads, R, head_dim], from tables [B, R, head_dim].
+
+    transformers' function rotates queries and keys together; here there are rows of which only one of them is wanted.
+    """
+    return states * cos[:, None] + rotate_half(states) * sin[:, None]
 
 
 def rotary_embedding(config: DraftHeadConfig) -> LlamaRotaryEmbedding:

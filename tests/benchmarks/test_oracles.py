@@ -19,7 +19,7 @@ def test_the_document_has_the_tables_of_the_result_files() -> None:
 def test_what_vllm_showed() -> None:
     """In float32: every text the target's own, and the counts are those of `specheads bench`."""
     blocks = [entry for entry in results("vllm_blocks") if "error" not in entry]
-    assert {entry["heads"] for entry in blocks} >= {"dflash", "peagle"}
+    assert {entry["heads"] for entry in blocks} >= {"dflash", "peagle", "mtp"}
     for entry in [*results("vllm"), *blocks]:
         assert entry["same_as_plain_vllm"] == entry["same_as_transformers"] == entry["texts"]
         same = ("rounds", "accepted", "accepted_by_position")

@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_specheads.cache.layers import tree_cache_problem
+from hf_specheads.cache.slots import SPARE
 from hf_specheads.cache.target import FIRST_SLOTS, TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
@@ -104,6 +105,16 @@ def test_growth_doubles_and_keeps_everything():
     nodes = torch.arange(FIRST_SLOTS + 9)[None]
     cache.keep_paths(nodes, [FIRST_SLOTS + 9], torch.tensor([FIRST_SLOTS + 9]), True)
     assert torch.equal(cache.layers[1].keys[:, :, : cache.longest], torch.cat([states[1], tree[1]], dim=2))
+
+
+def test_growth_ends_at_what_the_call_needs():
+    states, most = [torch.randn(1, 2, 7, 4) for _ in range(2)], 7 + FIRST_SLOTS + 30
+    cache = slots_of("llama", states, most=most)
+    cache.reserve(7 + FIRST_SLOTS + 1)
+    assert cache.capacity == most == cache.layers[0].keys.shape[2]
+    cache.reserve(most + 1)  # more than was said
+    assert cache.capacity == most + 1 + SPARE
+    assert slots_of("llama", states, most=20).capacity == 20
 
 
 def test_the_stock_cache_holds_nothing_while_its_rows_are_elsewhere():

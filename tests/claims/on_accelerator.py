@@ -13,7 +13,8 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from support.accelerator import Emulation
-from support.batches import batch_of
+from support.batches import batch_of, greedy
+from support.families import tiny_target
 from support.heads import random_heads
 from support.stubs import CountForwards
 from support.targets import own_target, plain, prompt, shared_target
@@ -196,6 +197,36 @@ def test_targets_over_several_devices(devices, method, folders):
         assert heads.device == devices[1]
     ids = prompt().to(target.device).expand(2, -1).contiguous()
     assert plain(target, ids, NEW, assistant_model=heads).tolist() == expected * 2
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("place", [pytest.param("two", marks=several), "accelerator and CPU", "offloaded"])
+def test_targets_that_take_chains_over_several_devices(place):
+    """Of a batch, whose sequences end at different times. (The emulation knows no convolutions, as states have.)"""
+    target = tiny_target("bloom", num_hidden_layers=2)
+    inputs, _ = batch_of((9, 4), vocab=90)
+    expected = greedy(target, inputs)
+    ends = {"eos_token_id": int(expected[1, 9 + 5]), "pad_token_id": 0}
+    expected = greedy(target, inputs, **ends)
+    if place == "offloaded":
+        cpu_offload(target, execution_device=DEVICE)
+    else:
+        second = torch.device(KIND, 1) if place == "two" else torch.device("cpu")
+        layers = next(name for name, module in target.named_modules() if isinstance(module, torch.nn.ModuleList))
+        placed = {name: DEVICE for name, _ in target.named_children()} | {"lm_head": second}
+        base = layers.rpartition(".")[0]
+        placed.pop(base)
+        placed |= {f"{base}.{name}": DEVICE for name, _ in target.get_submodule(base).named_children()}
+        placed.pop(layers)
+        target = dispatch_model(
+            target, device_map=placed | {f"{layers}.0": DEVICE, f"{layers}.1": second}, main_device=DEVICE
+        )
+    heads = AutoDraftHead.from_target(target, "eagle", tree_config={"kind": "chain", "depth": 3}).eval()
+    heads.adaptive = False
+    got = greedy(target, on(DEVICE, inputs), assistant_model=heads, **ends)
+    assert got.tolist() == expected.tolist() and heads.last_stats.rounds > 0
+    alone = {name: tensor[:1] for name, tensor in on(DEVICE, inputs).items()}
+    assert greedy(target, alone, assistant_model=heads).tolist() == greedy(target, alone).tolist()
 
 
 @pytest.mark.placement

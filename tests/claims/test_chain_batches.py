@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from support.batches import LENGTHS, MIXED, NEW, batch_of, greedy
 from support.distributions import PROMPT, chi_square, critical_value, target_distribution
 from support.families import tiny_target
@@ -127,6 +129,39 @@ def test_rows_are_sampled_from_the_targets_distribution(children):
     assert 0 in accepted and max(accepted) == 2
 
 
+@pytest.mark.parametrize(
+    ("model_type", "given"), [("qwen3_next", "chunks"), ("qwen3_next", "embeddings"), ("mamba2", "embeddings")]
+)
+@pytest.mark.parametrize("lengths", [(19,), (19, 4, 12)], ids=str)
+def test_prompts_in_chunks_and_as_embeddings(model_type, given, lengths):
+    target = target_of(model_type)
+    inputs, _ = batch_of(lengths, vocab=90)
+    options = {"prefill_chunk_size": 7} if given == "chunks" else {}
+    if given == "embeddings":
+        inputs["inputs_embeds"] = target.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    heads = random_heads(target, "eagle", **CHAIN)
+    expected = greedy(target, inputs, **options)
+    assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
+    assert heads.last_stats.rounds > 0
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_offloaded_targets(model_type, tmp_path):
+    """Weights on disk, which come for each forward; the target says that it lies on no device."""
+    target = copy.deepcopy(target_of(model_type))
+    inputs, _ = batch_of((9, 4), vocab=90)
+    expected = greedy(target, inputs)
+    base = "backbone" if model_type == "mamba2" else "model"
+    parts = [name for name, _ in target.get_submodule(base).named_children()]
+    devices = {f"{base}.{name}": "disk" if name != "rotary_emb" else "cpu" for name in parts} | {"lm_head": "disk"}
+    target = dispatch_model(target, devices, offload_dir=str(tmp_path), main_device="cpu", force_hooks=True)
+    assert target.device.type == "meta"
+    for rows in (2, 1):
+        some = {name: tensor[:rows] for name, tensor in inputs.items()}
+        heads = oracle(target, some, expected[:rows])
+        assert torch.equal(greedy(target, some, assistant_model=heads), expected[:rows])
+
+
 # ---------------------------------------------------------------------- refused
 def test_padding_that_is_taken_in_is_refused():
     """Of one sequence as of several; it gives other text indeed, which the control shows."""
@@ -165,10 +200,8 @@ def test_planted_bugs(bug, monkeypatch):
         catch_up = recurrent.RecurrentCache._catch_up
         monkeypatch.setattr(recurrent, "MOST_WAITING", 2)
 
-        def forgets(self, tokens: int) -> list[int]:
-            late = catch_up(self, tokens)
-            self._waiting = self._waiting.roll(tokens, dims=1)
-            return late
+        def forgets(self, waiting: torch.Tensor, tokens: int) -> torch.Tensor:
+            return catch_up(self, waiting, tokens).roll(1, dims=1)
 
         monkeypatch.setattr(recurrent.RecurrentCache, "_catch_up", forgets)
     else:

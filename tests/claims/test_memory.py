@@ -21,6 +21,7 @@ from hf_specheads.cache import target as target_cache
 from hf_specheads.cache.chain import ChainCache
 from hf_specheads.cache.target import TENSORS_PER_GROUP, _Group
 from hf_specheads.generation.loop import RoundLoop
+from hf_specheads.generation.stopping import StopRule
 
 NEW = 4
 
@@ -203,3 +204,35 @@ def test_a_chain_holds_no_second_copy_of_its_rows():
         patch.setattr(ChainCache, "forward_inputs", looked_at)
         plain(target, ids, 12, assistant_model=heads)
     assert heads.last_stats.rounds > 2 and not held
+
+
+# ---------------------------------------------------------------------- how much a call holds
+def most_slots(monkeypatch, length: int, new: int, heads) -> int:
+    """Slots of the largest buffers that a call had for the target's keys and values."""
+    most = 0
+    show = _Group._show
+
+    def counting(self):
+        nonlocal most
+        most = max(most, self.buffer.shape[3])
+        show(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Group, "_show", counting)
+        target = own_target("llama", max_position_embeddings=1024)
+        plain(target, prompt(length), new, assistant_model=heads(target))
+    return most
+
+
+@pytest.mark.parametrize(("length", "new"), [(30, 20), (300, 40), pytest.param(20, 300, marks=pytest.mark.slow)])
+def test_a_call_holds_plain_rows_and_a_tree(length, new, monkeypatch):
+    """Of a call whose length is known: what plain decoding has at its end, and the nodes of one tree."""
+    nodes = 3
+    heads = lambda target: random_heads(target, kind="chain", depth=nodes - 1)  # noqa: E731
+    assert most_slots(monkeypatch, length, new, heads) <= length + new + nodes
+
+
+def test_planted_bug_nobody_knows_the_length(monkeypatch):
+    monkeypatch.setattr(StopRule, "left", lambda self, length: None)
+    with pytest.raises(AssertionError):
+        test_a_call_holds_plain_rows_and_a_tree(30, 20, monkeypatch)

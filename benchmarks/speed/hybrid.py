@@ -1,0 +1,226 @@
+"""Hybrid and recurrent targets under chains of set acceptance: the speed-up, and what keeping states costs.
+
+    python -m benchmarks hybrid [--shapes qwen3-next mamba-2] [--rates 0.6 0.8 1.0] [--batches 1 4]
+
+Targets have random weights. Drafts come from a stub that knows the target's text and is wrong at a set share of its
+positions, so they cost next to nothing: the speed-up is what the engine leaves of such acceptance, not what heads
+give. Of the time of a call with one sequence, `states` is the copying and restoring of states, and `replay` what the
+forwards took longer for the accepted tokens they began with, by timing forwards of both widths from the same states.
+
+A draft tree would have to be verified as paths, a row each from the same states: how much longer that takes than one
+path is what its acceptance would have to make up for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_specheads.cache import recurrent
+from hf_specheads.cache.recurrent import RecurrentCache
+from hf_specheads.tuning.turns import take_turns
+from tests.support.stubs import StubHead
+
+from ..results import Result, footnote, markdown_table, number, percent
+from ..setup import count_parameters
+
+VOCAB = 8192
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        "model_type": "qwen3_next", "hidden_size": 640, "num_hidden_layers": 12, "num_attention_heads": 10,
+        "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 384, "shared_expert_intermediate_size": 384,
+    },
+    "mamba-2": {
+        "model_type": "mamba2", "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64,
+        "state_size": 128, "n_groups": 1,
+    },
+}  # fmt: skip
+WRONG_IN = 101  # positions after which a stub's mistakes repeat
+TIMINGS = 5  # of a forward of a width
+PATHS = (2, 4, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Targets, acceptance, and lengths."""
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.8, 1.0], help="share of right positions")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--depth", type=int, default=4, help="draft positions of a chain")
+    parser.add_argument("--prompt_length", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="other than the shape's")
+    parser.add_argument("--hidden_size", type=int, help="other than the shape's")
+
+
+def random_target(shape: str, args: argparse.Namespace) -> PreTrainedModel:
+    """A target of a shape, of random weights, in fp32."""
+    torch.manual_seed(0)
+    fields = SHAPES[shape] | {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    fields |= {"num_hidden_layers": args.layers} if args.layers else {}
+    if args.hidden_size:
+        fields["hidden_size"] = args.hidden_size
+        if shape == "mamba-2":  # its heads are twice as wide as its states
+            fields["num_heads"] = 2 * args.hidden_size // fields["head_dim"]
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).eval()
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def ranks_of(rate: float) -> tuple[int | None, ...]:
+    """By position, 0 where the stub is right and `None` where it is wrong."""
+    wrong = random.Random(0).sample(range(WRONG_IN), round((1 - rate) * WRONG_IN))
+    return tuple(None if position in wrong else 0 for position in range(WRONG_IN))
+
+
+# ---------------------------------------------------------------------- what states cost
+class Costs:
+    """Seconds spent on states, and the widths of verifying forwards with what they began with."""
+
+    def __init__(self) -> None:
+        self.states = 0.0
+        self.forwards: list[tuple[int, int]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Adds up what calls meanwhile take."""
+        verify = RecurrentCache.verify
+
+        def watching(cache: RecurrentCache, tree: Any, **asked: Any) -> Any:
+            outputs = verify(cache, tree, **asked)
+            assert cache._last is not None
+            width = cache._last.token_ids.shape[1]
+            self.forwards.append((width - tree.num_nodes, width))
+            return outputs
+
+        with ExitStack() as patches:
+            for name in ("contents_with_states", "restore"):
+                patches.enter_context(mock.patch.object(recurrent, name, self._timed(getattr(recurrent, name))))
+            patches.enter_context(mock.patch.object(RecurrentCache, "verify", watching))
+            yield
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.states += time.perf_counter() - started
+
+        return timed
+
+    def replay(self, target: PreTrainedModel, ids: torch.Tensor) -> float:
+        """Seconds the forwards took longer for what they began with."""
+        widths = {(1, width) for late, wide in self.forwards for width in (wide, wide - late) if late}
+        typical = forward_seconds(target, ids, sorted(widths))
+        return sum(typical[1, wide] - typical[1, wide - late] for late, wide in self.forwards if late)
+
+
+@torch.no_grad()
+def forward_seconds(
+    target: PreTrainedModel, ids: torch.Tensor, shapes: list[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Median seconds of forwards over so many rows of so many tokens, from the states of one prompt [1, T]."""
+    name = "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
+    cache = DynamicCache(config=target.config)
+    target(ids, use_cache=True, **{name: cache})
+    seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    for _ in range(TIMINGS):
+        for (rows, width), taken in seconds.items():
+            mine, tokens = copy.deepcopy(cache), ids[:, :1].expand(rows, width)
+            mine.reorder_cache(torch.zeros(rows, dtype=torch.long))
+            started = time.perf_counter()
+            target(tokens, use_cache=True, **{name: mine})
+            taken.append(time.perf_counter() - started)
+    return {shape: statistics.median(taken) for shape, taken in seconds.items()}
+
+
+def measure_paths(target: PreTrainedModel, args: argparse.Namespace) -> Result:
+    """How much longer a forward over several paths takes than one over a single one."""
+    ids = torch.arange(5, 5 + args.prompt_length)[None]
+    seconds = forward_seconds(target, ids, [(rows, args.depth + 1) for rows in (1, *PATHS)])
+    return {str(rows): seconds[rows, args.depth + 1] / seconds[1, args.depth + 1] for rows in PATHS}
+
+
+def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, rate: float) -> Result:
+    """Plain generation and chains of one acceptance, in turns."""
+    torch.manual_seed(1)
+    ids = torch.randint(5, VOCAB, (batch, args.prompt_length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    expected = target.generate(**inputs, **options)
+    heads = StubHead(target, list(expected), ranks_of(rate), kind="chain", depth=args.depth)
+    heads.adaptive = False
+    sides: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"assistant_model": heads}}
+    texts: dict[str, torch.Tensor] = {}
+
+    def run(name: str, item: int, turn: int = 0) -> float:
+        started = time.perf_counter()
+        texts[name] = target.generate(**inputs, **options, **sides[name])
+        return time.perf_counter() - started
+
+    turns = take_turns(sides, [0], run, args.repeats, lambda name, item: None)
+    seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
+    stats, costs = heads.last_stats, Costs()
+    cell: Result = {
+        "speed_up": statistics.median(p / c for p, c in zip(seconds["plain"], seconds["chain"], strict=True)),
+        "plain_seconds": statistics.median(seconds["plain"]),
+        "chain_seconds": statistics.median(seconds["chain"]),
+        "acceptance_length": stats.acceptance_length,
+        "target_forwards": stats.target_forwards,
+        "identical": torch.equal(texts["chain"], expected),
+    }
+    if batch == 1:
+        with costs.watched():
+            spent = run("chain", 0)
+        cell |= {"states_share": costs.states / spent, "replay_share": costs.replay(target, ids) / spent}
+    return cell
+
+
+def measure(args: argparse.Namespace) -> Result:
+    """All shapes, batch sizes and rates."""
+    shapes: Result = {}
+    for shape in args.shapes:
+        target = random_target(shape, args)
+        cells = {
+            str(batch): {str(rate): measure_cell(target, args, batch, rate) for rate in args.rates}
+            for batch in args.batches
+        }
+        paths = measure_paths(target, args)
+        shapes[shape] = {"parameters": count_parameters(target), "batches": cells, "paths": paths}
+    return {"shapes": shapes, "depth": args.depth, "new_tokens": args.max_new_tokens, "repeats": args.repeats}
+
+
+def table(result: Result) -> str:
+    """A row per shape, batch size and rate."""
+    header = ("target", "batch", "right positions", "tau", "speed-up", "states", "replay", "same text")
+    rows = [
+        (f"{shape}, {one['parameters'] / 1e6:.0f} M", batch, percent(float(rate)), number(c["acceptance_length"]),
+         number(c["speed_up"], suffix="x"), percent(c.get("states_share")), percent(c.get("replay_share")),
+         "yes" if c["identical"] else "no")
+        for shape, one in result["shapes"].items()
+        for batch, cells in one["batches"].items()
+        for rate, c in cells.items()
+    ]  # fmt: skip
+    paths = [
+        (shape, *(number(one["paths"][str(rows)], suffix="x") for rows in PATHS))
+        for shape, one in result["shapes"].items()
+    ]
+    of_paths = ("a forward over so many paths, against one", *map(str, PATHS))
+    facts = (
+        "greedy, fp32, random weights", f"chains of {result['depth']} by a stub, {result['new_tokens']} new tokens",
+        f"median of {result['repeats']} in turns", "states and replay as shares of a call's time",
+    )  # fmt: skip
+    return "\n".join([markdown_table(header, rows), markdown_table(of_paths, paths) + footnote(result, *facts)])

@@ -1,0 +1,101 @@
+"""Memory of training on each device: derived for large targets, and compared with measured peaks on small shapes.
+
+    python -m benchmarks memory
+
+Derived by `hf_specheads.trainer.memory` from sizes alone. Measured is, as in `step`, by how much the resident set of a
+process of its own grows during one step of POSS heads (fp32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from hf_specheads.trainer.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
+
+from ..results import Result, footnote, markdown_table, number, percent
+from .step import CHUNK, FAMILIES, peak_bytes
+
+SOURCES = ("hf_specheads/unroll", "trainer")
+PROCESSES = 8
+TARGETS = {
+    "8B (Llama 3.1)": TargetSizes(LayerSizes(4096, 14336, 4096, 1024), 32, 128256),
+    "32B (Qwen3)": TargetSizes(LayerSizes(5120, 25600, 8192, 1024), 64, 151936),
+    "70B (Llama 3.3)": TargetSizes(LayerSizes(8192, 28672, 8192, 1024), 80, 128256),
+}
+TRAININGS = {"EAGLE": TrainingSizes(), "POSS-3": TrainingSizes(specialists=3, passes=9)}
+SMALL = {"family": "poss", "hidden_size": 256, "vocab_size": 8192}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which steps are measured."""
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
+    parser.add_argument("--passes", nargs="+", type=int, default=[1, 3, 6])
+
+
+def derived(target: TargetSizes, training: TrainingSizes) -> dict[str, Any]:
+    """Parts on each of eight devices, with a whole target and with a sharded one."""
+    return {
+        placed: training_bytes(target, training, PROCESSES, sharded)
+        for placed, sharded in (("whole", False), ("sharded", True))
+    }
+
+
+def small_bytes(rows: int, passes: int) -> int:
+    """What a measured step should add, derived."""
+    width = SMALL["hidden_size"]
+    target = TargetSizes(LayerSizes(width, 8 * width // 3, width, width), 8, SMALL["vocab_size"])
+    sizes = TrainingSizes(FAMILIES["poss"]["num_specialists"], passes, 1, rows, CHUNK, state_bytes=4)
+    return sum(unroll_bytes(target, sizes).values())
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Both tables."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
+    context = multiprocessing.get_context("forkserver")
+    checks = []
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for rows in args.lengths:
+            for passes in args.passes:
+                cell = {**SMALL, "rows": rows, "passes": passes}
+                peak = pool.submit(peak_bytes, cell, "ours", torch.get_num_threads()).result()
+                checks.append({"rows": rows, "passes": passes, "measured": peak, "derived": small_bytes(rows, passes)})
+    tables = {
+        name: {method: derived(target, training) for method, training in TRAININGS.items()}
+        for name, target in TARGETS.items()
+    }
+    return {"processes": PROCESSES, "length": TrainingSizes().length, "targets": tables, "checks": checks}
+
+
+def table(result: Result) -> str:
+    """Gigabytes on each device, then derived and measured megabytes of small steps."""
+    rows = []
+    for target, methods in result["targets"].items():
+        for method, placements in methods.items():
+            for placed, parts in placements.items():
+                step = sum(parts[name] for name in ("gradients", "passes", "logits", "buckets"))
+                columns = (parts["target"], parts["heads"] + parts["optimizer"], step, sum(parts.values()))
+                rows.append((target, method, placed, *(number(value / 1e9, 1) for value in columns)))
+    header = ("target", "heads", "target is", "its weights", "heads and AdamW", "a step", "together, GB")
+    checks = [
+        (str(check["rows"]), str(check["passes"]), number(check["derived"] / 1e6, 0),
+         number(check["measured"] / 1e6, 0), percent(check["derived"] / check["measured"]))
+        for check in result["checks"]
+    ]  # fmt: skip
+    small = markdown_table(("rows T", "passes D", "derived, MB", "measured, MB", "derived / measured"), checks)
+    derived_table = markdown_table(header, rows)
+    return f"{derived_table}\n{small}" + footnote(
+        result, f"Above: derived, for each of {result['processes']} devices, one sequence of {result['length']} "
+        "tokens on each, target in bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds "
+        "on a processor, hidden size 256, vocabulary 8192",
+    )  # fmt: skip
+
+
+def short_table(result: Result) -> str:
+    """The first of them."""
+    return table(result).partition("\n\n")[0] + "\n"
