@@ -52,9 +52,12 @@ class _OwnSlots:
 
 def _run(
     kind: int, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
-    args: tuple, kwargs: dict[str, Any],
+    place: int | None, args: tuple, kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    return layer.forward(*args, past_key_values=_OwnSlots(keys, values, slots), **kwargs)
+    own = _OwnSlots(keys, values, slots)
+    if place is None:
+        return layer.forward(*args, past_key_values=own, **kwargs)
+    return layer.forward(*args[:place], own, *args[place:], **kwargs)
 
 
 def _kind_of(kind: int, *others: Any) -> int:
@@ -66,11 +69,15 @@ class _Region:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind, number, (layer,) = self.__dict__["region"]
-        cache = kwargs.pop("past_key_values", None)
+        # Some families (GPT-2) hand the cache on by place.
+        place = next((i for i, one in enumerate(args) if isinstance(one, TreeCache)), None)
+        cache = kwargs.get("past_key_values") if place is None else args[place]
         if not isinstance(cache, TreeCache) or cache.slots is None or not cache.static:
-            return layer.forward(*args, past_key_values=cache, **kwargs)
+            return layer.forward(*args, **kwargs)
+        args = args if place is None else args[:place] + args[place + 1 :]
+        kwargs.pop("past_key_values", None)
         own = cache.layers[number]
-        return _region(kind, layer, own.keys, own.values, cache.slots, args, kwargs)
+        return _region(kind, layer, own.keys, own.values, cache.slots, place, args, kwargs)
 
 
 try:
