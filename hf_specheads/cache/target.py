@@ -100,6 +100,7 @@ class TreeCache(SlotCache):
         if static_capacity is not None:
             self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)
+            self._fix_padding_mask(batch)
         self.regions: tuple[PreTrainedModel | None] | None = None  # the target as compiled steps take it
         self.groups: list[_Group] = []
         try:
@@ -107,6 +108,14 @@ class TreeCache(SlotCache):
         except BaseException:  # out of memory, say: the tokens that a caller's cache held stay in it
             self.give_back(self.counts[0])
             raise
+
+    def _fix_padding_mask(self, batch: int) -> None:
+        """A mask of one width, with or without padding: prompts of any length share the graphs of compiled steps."""
+        if self.padding_mask is None:
+            self.padding_mask = torch.ones(batch, self.capacity, dtype=torch.bool, device=self.device)
+            return
+        longer = self.capacity - self.padding_mask.shape[1]
+        self.padding_mask = torch.nn.functional.pad(self.padding_mask.bool(), (0, longer), value=True)
 
     # ------------------------------------------------------------------ buffers
     def _take_over(self, stock: Cache, windows: list[int | None]) -> None:

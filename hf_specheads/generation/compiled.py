@@ -135,6 +135,7 @@ class CompiledRounds:
         """As [`drafting.grow_tree`]."""
         shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
         shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
+        token_ids = token_ids.reshape(-1).view(token_ids.shape)  # strides of one kind, whatever it was cut from
         drafted = self._call(_grow, shapes, head, cache, tree, token_ids, features, depth, shape)
         if self.replays:
             cache.outlive_step()

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.mark.parametrize("shape", [pytest.param("qwen3-next", marks=pytest.mark.slow), "mamba-2"])
 def test_hybrid_targets_are_measured(measure, shape):
-    sizes = ["--layers", "2", "--hidden_size", "64", "--prompt_length", "8", "--max_new_tokens", "14"]
+    sizes = ["--layers", "4", "--hidden_size", "64", "--prompt_length", "8", "--max_new_tokens", "14"]
     result = measure(
         "hybrid", "--shapes", shape, "--rates", "0.5", "1.0", "--repeats", "1", "--batches", "1", "2", *sizes
     )

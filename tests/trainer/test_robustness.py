@@ -139,7 +139,7 @@ def test_kill_while_saving_leaves_the_previous_checkpoint(workspace, tmp_path, m
 def test_kills_at_random_moments_change_nothing(tmp_path):
     """Two processes, a sharded target and streams; `python -m support.killed_runs FOLDER --kills 20` kills more."""
     result = subprocess.run(
-        [sys.executable, "-m", "support.killed_runs", str(tmp_path / "runs"), "--kills", "3", "--steps", "30"],
+        [sys.executable, "-m", "support.killed_runs", str(tmp_path / "runs"), "--kills", "3", "--steps", "120"],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[1],
         capture_output=True, text=True, timeout=1500,
     )  # fmt: skip

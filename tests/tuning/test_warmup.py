@@ -43,7 +43,8 @@ def test_batches():
     heads.warmup(target, batch_sizes=(2, 1))
     known = len(graphs)
     greedy(target, batch_of((9, 4))[0], assistant_model=heads)
-    assert len(graphs) == known == 2 * 2
+    greedy(target, batch_of((9, 9))[0], assistant_model=heads)
+    assert len(graphs) == known == 2 * 2, "with and without padding, and what is left of a batch when others end"
 
 
 def test_what_was_learnt_is_kept():
