@@ -111,13 +111,9 @@ class StreamAttention:
         inputs = (query.to(dtype), keys[0].to(dtype), values[0], *band)
         if query.device.type == "cpu" and not dropout:
             return _MergedAttention.apply(self, scaling, *inputs).transpose(1, 2), None
-        if (
-            not dropout
-            and self.phantoms is None
-            and flex.serves(query.device, dtype, query.shape[1], values[0].shape[1], query.shape[3])
-        ):
-            keys, values = (inputs[1], *band[: len(self.band)]), (inputs[2], *band[len(self.band) :])
-            return flex.attend(self, scaling, inputs[0], keys, values).transpose(1, 2), None
+        sizes = (query.shape[1], values[0].shape[1], query.shape[3])
+        if not dropout and self.phantoms is None and flex_serves(query.device, dtype, *sizes):
+            return self.fused(*inputs, scaling=scaling).transpose(1, 2), None
         return self.in_blocks(*inputs, scaling=scaling, dropout=dropout).transpose(1, 2), None
 
     def fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *band: torch.Tensor,
@@ -195,8 +191,8 @@ def flex_serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
     sizes = [heads, *[kv_heads] * 6]
     states = [torch.randn(1, size, rows, head_dim, generator=generator).to(device, dtype) for size in sizes]
     plan = StreamAttention(Documents((torch.arange(rows, device=device) // 100)[None]), 3)
-    ways = (partial(way, scaling=head_dim**-0.5) for way in (plan.fused, plan.in_blocks))
-    if (problem := flex.problem(*ways, states)) is not None:
+    fused, in_blocks = partial(plan.fused, scaling=head_dim**-0.5), partial(plan.in_blocks, scaling=head_dim**-0.5)
+    if (problem := flex.problem(fused, in_blocks, states)) is not None:
         warnings.warn(f"flex attention is not used on {device}, in {dtype} with heads of {head_dim}: {problem}",
                       stacklevel=2)  # fmt: skip
     return problem is None

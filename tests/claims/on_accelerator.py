@@ -26,6 +26,7 @@ from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.metrics import wait_for
 from hf_specheads.tuning.measure import _seconds, measure_costs
+from hf_specheads.unroll.attention import Documents, StreamAttention
 
 EMULATION = None if torch.cuda.is_available() else Emulation()
 KIND = "cuda" if EMULATION is None else "pretend"
@@ -227,6 +228,23 @@ def test_targets_that_take_chains_over_several_devices(place):
     assert got.tolist() == expected.tolist() and heads.last_stats.rounds > 0
     alone = {name: tensor[:1] for name, tensor in on(DEVICE, inputs).items()}
     assert greedy(target, alone, assistant_model=heads).tolist() == greedy(target, alone).tolist()
+
+
+@pytest.mark.placement
+@pytest.mark.filterwarnings("ignore:flex attention is not used")  # of the emulation, which has no such kernel
+def test_feature_streams_attend_as_on_the_cpu():
+    """Training's attention, forward and backward, by whatever way the device takes."""
+    documents, generator = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]]), torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, rows, 16, generator=generator) for heads, rows in ((4, 8), (2, 24), (2, 24))]
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        leaves = [one.to(device).requires_grad_() for one in states]
+        plan = StreamAttention(Documents(documents.to(device)), 3)
+        out, _ = plan(torch.nn.Module(), *leaves, None, scaling=0.25)
+        real = (documents >= 0).to(device)[..., None, None]
+        grads = torch.autograd.grad((out * real).square().sum(), leaves)
+        found.append([one.detach().cpu() for one in (out * real, *grads)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.placement
