@@ -14,7 +14,7 @@ TASKS = {
     "down": ("sort by number, largest first", "Sorted from largest to smallest:"),
     "above": ("keep only those above {limit}", "Those above {limit}:"),
     "below": ("keep only those below {limit}", "Those below {limit}:"),
-    "groups": ("count how many there are of each colour and name them", "Counted by colour:"),
+    "groups": ("name those of each colour and count them", "Counted by colour:"),
 }
 ASKS = (
     "Here is a list of {name}:\n{items}\nPlease {task}.",
@@ -28,11 +28,11 @@ ASKS = (
     "The following {name} are given; {task}.\n{items}",
     "Work on this list of {name}, {task}.\n\n{items}",
 )
-LINE = re.compile(r"- (\w+): (\d+)(.*)")
+LINE = re.compile(r"- (\w+): (?:(\d+)|(\D.*))")
 
 
 def _result(facts: dict[str, Any]) -> list[list[Any]]:
-    """Names and numbers of the right answer in its order; for colours, the count and the names."""
+    """Names and numbers of the right answer in its order; for colours, the names and their count."""
     items, task = facts["items"], facts["task"]
     if task == "groups":
         return [[colour, _named(facts, colour)] for colour in dict.fromkeys(colour for _, colour in items)]
@@ -43,7 +43,7 @@ def _result(facts: dict[str, Any]) -> list[list[Any]]:
 
 def _named(facts: dict[str, Any], colour: str) -> str:
     names = [name for name, own in facts["items"] if own == colour]
-    return f"{len(names)} ({', '.join(names)})"
+    return f"{', '.join(names)} ({len(names)})"
 
 
 def _lines(pairs: list[list[Any]]) -> list[str]:
@@ -57,7 +57,7 @@ def _closing(facts: dict[str, Any]) -> str:
 def _draw_facts(draw: Draw) -> dict[str, Any]:
     """Items and task; a filter keeps three or more of them."""
     name, task = draw.choice(tuple(SLOTS)), draw.choice(tuple(TASKS))
-    words = draw.words(SLOTS[name], draw.number(6, 7))
+    words = draw.words(SLOTS[name], draw.number(5, 6))
     if task == "groups":
         colours = draw.words(COLOURS, 3)
         return {"name": name, "task": task, "items": [[word, draw.choice(colours)] for word in words], "limit": None}
@@ -77,7 +77,7 @@ def _reasoning(facts: dict[str, Any]) -> str:
         numbers = ", ".join(str(value) for _, value in _result(facts))
         return f"The numbers in order are {numbers}.\nNow each name follows its number."
     if facts["task"] == "groups":
-        return "\n".join(f"{colour} has {named.split()[0]}." for colour, named in _result(facts))
+        return "\n".join(f"{name} is {colour}." for name, colour in facts["items"])
     kept = _result(facts)
     return "\n".join(f"{item[1]}: {'yes' if item in kept else 'no'}." for item in facts["items"])
 
@@ -102,7 +102,7 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     if first != opening or not lines or lines[-1] != _closing(facts):
         return f"the answer does not begin with {opening!r} and end with {_closing(facts)!r}."
     matched = [LINE.fullmatch(line) for line in lines[:-1]]
-    found = [[match[1], match[2] + match[3] if match[3] else int(match[2])] if match else None for match in matched]
+    found = [[match[1], match[3] or int(match[2])] if match else None for match in matched]
     return None if found == result else f"the lines say {found}, not {result}."
 
 
