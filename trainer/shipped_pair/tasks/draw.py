@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .words import CITIES, FIRST_NAMES, SURNAMES, invented, spliced
+from .words import ANY_WORDS, CITIES, FIRST_NAMES, SURNAMES, invented, spliced
 
 HELD_OUT_PERCENT = 12
 PHRASINGS_PER_HELD_OUT = 5  # the fifth, tenth, ... phrasing of a list
@@ -22,18 +22,6 @@ CAPITALISED = (FIRST_NAMES, SURNAMES, CITIES)
 REWORDED_SHARE = 0.35  # of the phrasings
 REPLACED_SHARE = 0.3  # of the words of a reworded one
 OPENED_SHARE = 0.2  # of the phrasings have a sentence in front that says nothing
-ANY_WORDS = tuple(
-    """
-add again all any ask assume below bring build call carefully change check clear complete consider copy day decide
-describe draw each easy either email enter every example explain fast few fill find first follow form from get give
-good hello help here how idea into item just keep kind last later learn leave let line list look mail make many match
-maybe mean message more move much must name need next nice note now number offer often only open order other output
-own page part people pick place plan point question quick quickly read reply report request rest result return right
-same say see select send set short show simple small solve something sort start step still story sure take task tell
-term test text than thank thing think today try turn use user very view wait want way week well what when where which
-while whole why word work write wrong
-""".split()
-)  # noqa: SIM905  # one line per word would be a hundred
 SLOTS_OR_WORDS = re.compile(r"\{[^}]*\}|[A-Za-z]{5,}")  # short words say who is who: to, from, for
 
 Item = TypeVar("Item")
