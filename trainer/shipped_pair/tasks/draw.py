@@ -9,7 +9,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from .words import ANY_WORDS, CITIES, FIRST_NAMES, SURNAMES, invented, spliced
 
@@ -111,7 +111,7 @@ class Draw:
             raise ValueError(f"`{name}` has {len(options)} phrasings; {PHRASINGS_PER_HELD_OUT} hold one out.")
         place, option = self.random.choice(phrasings_of(options, self.held_out))
         self.phrasings.append(f"{name}{place}")
-        return self._reworded(option) if isinstance(option, str) and not self.held_out else option
+        return cast(Item, self._reworded(option)) if isinstance(option, str) and not self.held_out else option
 
     def choice(self, options: Sequence[Item]) -> Item:
         """One of several, whatever the split."""
