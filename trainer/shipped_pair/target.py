@@ -33,7 +33,7 @@ from .corpus import fingerprint, read_split
 from .mixture import IGNORED, MixtureBlocks, text_stream
 from .optimizer import MatrixMomentum
 from .right_answers import right_answers, shares
-from .tokenizer import VOCABULARY, train_tokenizer, training_texts
+from .tokenizer import VOCABULARY, refuse_unlearnable_words, train_tokenizer, training_texts
 
 FACTS = "training_facts.json"
 
@@ -158,6 +158,7 @@ def load_tokenizer(args: argparse.Namespace, texts: list[str]) -> PreTrainedToke
     if folder.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = train_tokenizer(training_texts(texts), args.vocab_size)
+    refuse_unlearnable_words(tokenizer)
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -15,11 +15,13 @@ from itertools import islice
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .chat import CHAT_TEMPLATE, END_OF_TEXT, MARKERS, SPECIAL_TOKENS, TURN_END, answer_text
 from .corpus import read_split
 from .tasks import FAMILIES, Example, examples
+from .tasks.draw import value_is_held_out
+from .tasks.words import SLOTS
 
 VOCABULARY = 4096
 # Words with a space of their own in front; no slot of a task is filled with one.
@@ -101,6 +103,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTr
     return tokenizer
 
 
+def unlearnable_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Held-out words, plurals included, that are one token: it is in no chat of training, so a target that meets it
+    has never seen its embedding, and cannot copy it."""
+    held_out = [word for slot in SLOTS for word in slot if value_is_held_out(word)]
+    forms = [form for word in held_out for form in (word, f"{word}s")]
+    return [form for form in forms if len(tokenizer(form, add_special_tokens=False)["input_ids"]) == 1]
+
+
+def refuse_unlearnable_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises SystemExit for a tokenizer with such tokens."""
+    if words := unlearnable_words(tokenizer):
+        raise SystemExit(
+            f"the held-out words {words} are one token each, which no training chat has; take them out of "
+            "tasks/words.py, or train another tokenizer."
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -108,6 +127,7 @@ def main() -> None:
     parser.add_argument("--per_family", type=int, default=EXAMPLES_PER_FAMILY, help="chats of each family")
     args = parser.parse_args()
     tokenizer = train_tokenizer(training_texts(read_split(held_out=False), args.per_family), args.vocab_size)
+    refuse_unlearnable_words(tokenizer)
     tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer)} tokens in {args.output_dir}")
 

@@ -9,8 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads.trainer.shipped_pair.target import with_tokenizer
-from hf_specheads.trainer.shipped_pair.tasks.words import CITIES, COLOURS, invented
-from hf_specheads.trainer.shipped_pair.tokenizer import COMMON_WORDS, train_tokenizer
+from hf_specheads.trainer.shipped_pair.tasks.draw import value_is_held_out
+from hf_specheads.trainer.shipped_pair.tasks.words import CITIES, COLOURS, THINGS, invented
+from hf_specheads.trainer.shipped_pair.tokenizer import (
+    COMMON_WORDS,
+    refuse_unlearnable_words,
+    train_tokenizer,
+    unlearnable_words,
+)
 
 WORDS = ("Florence", "carnelian", "KX", *(invented(random.Random(seed)) for seed in range(5)))
 
@@ -22,6 +28,15 @@ def test_a_word_has_the_same_tokens_wherever_it_stands(chat_tokenizer: PreTraine
         found = chat_tokenizer.tokenize(f"x {before}{word}{after}")
         places = [i for i in range(len(found)) if found[i : i + len(alone)] == alone]
         assert places, (before, found)
+
+
+def test_held_out_words_that_are_one_token_are_named(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    word = next(word for word in THINGS if value_is_held_out(word))
+    assert word not in unlearnable_words(chat_tokenizer)
+    knowing = train_tokenizer([f"{word} {word} {word}."] * 50, 400)
+    assert unlearnable_words(knowing) == [word]
+    with pytest.raises(SystemExit, match=word):
+        refuse_unlearnable_words(knowing)
 
 
 def test_common_words_fill_no_slot() -> None:

@@ -120,6 +120,7 @@ tangelo taupe tawny terracotta thistle thyme titanium tobacco topaz tourmaline t
 vanilla verdigris vermilion walnut wheat willow wine wisteria zinc zircon
 """)
 
+SLOTS = (FIRST_NAMES, SURNAMES, CITIES, THINGS, TOPICS, COLOURS)
 # Nobody's slot: what rewords phrasings.
 ANY_WORDS = _words("""
 add again all any ask assume below bring build call carefully change check clear complete consider copy day decide
