@@ -20,11 +20,13 @@ from hf_specheads.tuning.turns import every_round_drafts
 
 from .arguments import DraftHeadTrainingArguments
 from .data import cut_prompts
+from .images import ImageChats
 from .sharding import led_by_the_first, share_here
 
 TRIED_TOKENS = 3  # the prompt's own, and at least one of a round
 GENERATED = ("acceptance_length", "pos_acc_")  # what metrics of generation are called
 
+Prompt = dict[str, torch.Tensor]  # arguments of `generate` for one sequence
 Rounds = tuple[list[list[int]], list[list[int]]]  # accepted and offered draft tokens of every round, per sequence
 
 
@@ -66,7 +68,7 @@ class AcceptanceEvaluation:
         if self._tried or not (prompts := self._prompts_of(dataset)):
             return
         self._tried = True
-        longest = max(prompts, key=len)
+        longest = max(prompts, key=_length)
         if (refused := self._problem(longest)) is None:
             return
         self._chain = not self.heads.tree_config.is_chain
@@ -107,18 +109,20 @@ class AcceptanceEvaluation:
         places = enumerate(position_acceptance(accepted, offered), start=1)
         return metrics | {f"pos_acc_{i}": value for i, value in places}
 
-    def _prompts_of(self, dataset: Any) -> list[list[int]]:
+    def _prompts_of(self, dataset: Any) -> list[Prompt]:
         count = self.args.eval_acceptance_prompts
         if self.prompts is not None:
-            return [list(prompt) for prompt in self.prompts[:count]]
-        return cut_prompts(dataset, count, self.args.eval_prompt_length)
+            return [as_prompt(prompt) for prompt in self.prompts[:count]]
+        if isinstance(dataset, ImageChats):
+            return dataset.prompts(count)
+        return [as_prompt(ids) for ids in cut_prompts(dataset, count, self.args.eval_prompt_length)]
 
-    def _problem(self, prompt: Sequence[int]) -> str | None:
+    def _problem(self, prompt: Prompt) -> str | None:
         """Why this prompt cannot be continued on some process, `None` if it can on all."""
         copies = [prompt] * (1 if self._together else self.args.world_size)
         return self._everyones(copies, TRIED_TOKENS)[1]
 
-    def _everyones(self, prompts: Sequence[Sequence[int]], at_most: int | None = None) -> tuple[Rounds, str | None]:
+    def _everyones(self, prompts: Sequence[Prompt], at_most: int | None = None) -> tuple[Rounds, str | None]:
         """Rounds of all prompts on all processes, and the first failure."""
         processes, index = self.args.world_size, self.args.process_index
         if processes <= 1:
@@ -132,7 +136,7 @@ class AcceptanceEvaluation:
         offered = [sequence for (_, theirs), _ in parts for sequence in theirs]
         return (accepted, offered), next((failed for _, failed in parts if failed is not None), None)
 
-    def _continue(self, prompts: Sequence[Sequence[int]], at_most: int | None) -> tuple[Rounds, str | None]:
+    def _continue(self, prompts: Sequence[Prompt], at_most: int | None) -> tuple[Rounds, str | None]:
         """Rounds of these prompts on this process, and why there are no more of them."""
         accepted: list[list[int]] = []
         offered: list[list[int]] = []
@@ -149,23 +153,32 @@ class AcceptanceEvaluation:
             self.heads.train(was_training)
         return (accepted, offered), None
 
-    def _generate(self, prompt: Sequence[int], at_most: int | None) -> Any:
+    def _generate(self, prompt: Prompt, at_most: int | None) -> Any:
         """Statistics of a prompt's continuation, of `at_most` tokens or a few more."""
-        heads, ids = self.heads, torch.tensor([list(prompt)], device=self.target.device)
+        heads, inputs = self.heads, {name: value.to(self.target.device) for name, value in prompt.items()}
         if self._chain:
             depth = heads.tree_config.depth
             heads = heads.with_tree(kind="chain", lookup=0, top_k=1, total_tokens=depth + 1)
-        enough = [] if at_most is None else [_Enough(len(prompt) + at_most)]
+        enough = [] if at_most is None else [_Enough(_length(prompt) + at_most)]
         with every_round_drafts(heads):
             cast(Any, self.target).generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                **inputs,
                 assistant_model=heads,
                 do_sample=False,
                 max_new_tokens=self.args.eval_max_new_tokens,
                 stopping_criteria=StoppingCriteriaList(enough),
             )
         return heads.last_stats
+
+
+def as_prompt(ids: Sequence[int]) -> Prompt:
+    """Arguments of `generate` for token ids."""
+    row = torch.tensor([list(ids)])
+    return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+
+
+def _length(prompt: Prompt) -> int:
+    return prompt["input_ids"].shape[1]
 
 
 class _Enough(StoppingCriteria):

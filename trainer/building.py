@@ -11,10 +11,11 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     set_seed,
 )
 from transformers.utils import is_torch_bf16_gpu_available
@@ -22,9 +23,12 @@ from transformers.utils import is_torch_bf16_gpu_available
 from hf_specheads import AutoDraftHead, load_heads
 from hf_specheads.checkpoints.fetch import HUB_ERRORS
 from hf_specheads.heads.auto import METHODS
+from hf_specheads.target.loading import load_target as load_model
+from hf_specheads.target.loading import target_class
 
 from .arguments import DraftHeadTrainingArguments
 from .gradients import first_process_first
+from .images import ImageChats, ids_of, shows_images, tokenizer_of
 from .joint import JointTrainer, JointTrainingArguments
 from .packing import Examples
 from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
@@ -113,7 +117,7 @@ def mix(datasets: Sequence[Examples], weights: Sequence[float | None], seed: int
 def prepare_sources(
     recipe: Recipe,
     sources: Sequence[Examples],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     args: DraftHeadTrainingArguments,
     report: DataReport,
 ) -> Examples:
@@ -129,6 +133,10 @@ def prepare_sources(
         )
         for source in sources
     ]
+    if any(isinstance(source, ImageChats) for source in prepared):
+        if len(prepared) > 1:
+            raise RecipeError("several sources cannot be mixed where a processor reads images; put them into one.")
+        return prepared[0]
     mixture = mix(prepared, [source.weight for source in recipe.train_sources], args.seed)
     return known_as_prepared(mixture, args.max_length)
 
@@ -164,8 +172,8 @@ def torch_dtype(key: str, name: str) -> torch.dtype:
     return dtype
 
 
-def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, which is the first that is asked for of the target.
+def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The target's tokenizer, which is the first that is asked for of the target; its processor for images.
 
     Raises:
         RecipeError: if it cannot be loaded, or if some data are chats and it has no chat template.
@@ -174,9 +182,12 @@ def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBa
     try:
         trusted = {name: recipe.target_options[name] for name in ("trust_remote_code",)
                    if name in recipe.target_options}  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(recipe.target, **hub, **trusted)
+        reader: Any = AutoProcessor if any(map(shows_images, datasets)) else AutoTokenizer
+        tokenizer = reader.from_pretrained(recipe.target, **hub, **trusted)
     except (OSError, ValueError) as error:
         raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
+    if reader is AutoProcessor and not isinstance(tokenizer, ProcessorMixin):
+        raise RecipeError(f"the data hold images, and the target {recipe.target!r} has no processor that reads them.")
     known = [dataset for dataset in datasets if hasattr(dataset, "column_names")]
     columns = [dataset.column_names or list(next(iter(dataset))) for dataset in known]
     chats = [kind for names in columns if (kind := kind_of(names)) in ("messages", "conversations")]
@@ -188,8 +199,8 @@ def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def load_target(recipe: Recipe) -> PreTrainedModel:
-    """The target, placed and quantised as the recipe says.
+def load_target(recipe: Recipe, images: bool = False) -> PreTrainedModel:
+    """The target, placed and quantised as the recipe says; with its reader of images if there are some.
 
     Raises:
         RecipeError: for an option that is no argument, or whose library is missing.
@@ -207,24 +218,24 @@ def load_target(recipe: Recipe) -> PreTrainedModel:
         except (ValueError, TypeError, ImportError) as error:
             raise RecipeError(f"`target_options.quantization_config` is none: {error}") from error
     try:
-        return AutoModelForCausalLM.from_pretrained(recipe.target, dtype=dtype, **options, **hub)
+        return load_model(recipe.target, images=images, dtype=dtype, **options, **hub)
     except TypeError as error:
         raise RecipeError(f"`target_options` {sorted(options)} cannot be used with this target: {error}") from error
 
 
-def load_for(recipe: Recipe, args: DraftHeadTrainingArguments) -> PreTrainedModel:
+def load_for(recipe: Recipe, args: DraftHeadTrainingArguments, images: bool = False) -> PreTrainedModel:
     """The target, in shares where it is to be sharded and nothing but its weights decides how it is loaded."""
     plain = set(recipe.target_options) <= {"trust_remote_code", "attn_implementation"}
     if not (args.shard_target and plain and args.world_size > 1) or recipe.trains_target:
-        return load_target(recipe)
+        return load_target(recipe, images)
 
     def without_weights() -> PreTrainedModel:
         hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
         config = AutoConfig.from_pretrained(recipe.target, **recipe.target_options, **hub)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **recipe.target_options)
+            return target_class(config, images).from_config(config, **recipe.target_options)
 
-    return load_shares(lambda: load_target(recipe), without_weights, args)
+    return load_shares(lambda: load_target(recipe, images), without_weights, args)
 
 
 def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
@@ -243,7 +254,7 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     report = DataReport()
     with first_process_first(args):
         train = prepare_sources(recipe, sources, tokenizer, args, report)
-    target = load_for(recipe, args)
+    target = load_for(recipe, args, images=isinstance(tokenizer, ProcessorMixin))
     heads_dtype = torch_dtype("heads_dtype", recipe.heads_dtype)
     base = None
     if recipe.from_heads is not None:
@@ -256,7 +267,7 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
     size = options.get("draft_vocab_size")
     if size is not None and base is None and "draft_token_ids" not in options:
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
-        options["draft_token_ids"] = frequent_tokens(train, min(size, vocab_size), vocab_size)
+        options["draft_token_ids"] = frequent_tokens(ids_of(train), min(size, vocab_size), vocab_size)
         options["draft_vocab_size"] = len(options["draft_token_ids"])
     heads = AutoDraftHead.from_target(target, recipe.method, from_heads=base, dtype=heads_dtype, **options)
     trainer_class: type[DraftHeadTrainer] = JointTrainer if recipe.trains_target else DraftHeadTrainer
@@ -326,7 +337,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
 def first_example(trainer: DraftHeadTrainer) -> str:
     """The first example as text, what is supervised in `[[ ]]`."""
     example = next(iter(trainer.train_dataset))
-    return marked_example(example, trainer.processing_class)
+    return marked_example(example, tokenizer_of(trainer.processing_class))
 
 
 def _length(dataset: Any) -> int | str:

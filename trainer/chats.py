@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Written = TypeVar("Written")  # messages, tools, or a value in them
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -48,8 +49,8 @@ class Segment:
     generated: bool
 
 
-def chat_problem(messages: object) -> str | None:
-    """What is wrong with the messages of a chat, `None` if nothing is."""
+def chat_problem(messages: object, images: bool = False) -> str | None:
+    """What is wrong with the messages of a chat, `None` if nothing is; parts may be `images`, or must be text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"{messages!r}"
     wrong = (message for message in messages if not _is_message(message))
@@ -59,7 +60,13 @@ def chat_problem(messages: object) -> str | None:
         return problem
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"}
-    return f"parts of type {sorted(kinds)}, and draft heads are trained on text alone" if kinds else None
+    if images:
+        kinds -= {"image"}
+    if not kinds:
+        return None
+    if kinds == {"image"}:
+        return "images, which the target's processor (AutoProcessor) reads; pass it as `processing_class`"
+    return f"parts of type {sorted(kinds)}, and draft heads are trained on text and images"
 
 
 def _is_message(message: Any) -> bool:
@@ -108,9 +115,58 @@ def tokenize_chat(
         return []
     if GENERATION_MARKER.search(template):
         return _marked_rows(messages, replies, tokenizer, tools, kwargs, render)
-    turns = [_reply(messages, index, render) for index in replies]
-    whole = _joined(turns, render(messages))
-    return [encode(segments, tokenizer) for segments in ([whole] if whole is not None else map(_as_segments, turns))]
+    return [encode(segments, tokenizer) for segments in _unmarked(messages, replies, render)]
+
+
+def chat_segments(
+    messages: Sequence[Mapping[str, Any]],
+    processor: ProcessorMixin,
+    tools: list | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[Segment]]:
+    """The rendered rows of a chat with images, as [`tokenize_chat`] makes token ids of them: in each, what is
+    supervised is marked, and every image is what the template writes for it.
+
+    Raises:
+        ExampleError: as there.
+    """
+    if problem := chat_problem(messages, images=True):
+        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
+    template: Any = getattr(processor, "chat_template", None)
+    if not template:
+        raise ExampleError(f"{type(processor).__name__} has no chat template; set `processor.chat_template`.")
+    template = template["default"] if isinstance(template, Mapping) else template
+    messages, tools = [without_missing(message) for message in messages], without_missing(tools)
+    kwargs = dict(template_kwargs or {})
+    render = partial(_render, processor, tools, kwargs)
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not replies:
+        return []
+    tokenizer: PreTrainedTokenizerBase = processor.tokenizer  # type: ignore[attr-defined]
+    if not GENERATION_MARKER.search(template):
+        rows = _unmarked(messages, replies, render)
+        return [[part for segment in row for part in _generated_part(segment, tokenizer)] for row in rows]
+    given = {**tokenizer.special_tokens_map, **kwargs, "tools": tools, "chat_template": template}
+    spans = partial(_marked_segments, given=given)
+    text = render(messages)
+    if all(text.startswith(render(messages[: index + 1])) for index in replies if index + 1 < len(messages)):
+        return [spans(messages)]
+    return [spans(messages[: index + 1], len(render(messages[:index], prompt=True))) for index in replies]
+
+
+def _marked_segments(
+    messages: Sequence[Mapping[str, Any]], supervised_from: int = 0, *, given: Mapping[str, Any]
+) -> list[Segment]:
+    """What a template with markers says, of the characters from `supervised_from` on."""
+    try:
+        texts, places = render_jinja_template([list(messages)], return_assistant_tokens_mask=True, **given)
+    except Exception as error:
+        raise ExampleError(f"the chat template refuses a chat: {error}") from error
+    segments, end = [], 0
+    for start, stop in places[0]:
+        segments += [Segment(texts[0][end:start], False), Segment(texts[0][start:stop], start >= supervised_from)]
+        end = stop
+    return [*segments, Segment(texts[0][end:], False)]
 
 
 def without_missing(value: Written) -> Written:
@@ -125,7 +181,7 @@ def without_missing(value: Written) -> Written:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     tools: list | None,
     kwargs: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
@@ -174,6 +230,15 @@ def _marked_rows(
 
 
 # ---------------------------------------------------------------------- templates without
+def _unmarked(
+    messages: Sequence[Mapping[str, Any]], replies: Sequence[int], render: Callable[..., str]
+) -> list[list[Segment]]:
+    """One row, or one per reply."""
+    turns = [_reply(messages, index, render) for index in replies]
+    whole = _joined(turns, render(messages))
+    return [whole] if whole is not None else list(map(_as_segments, turns))
+
+
 @dataclass(frozen=True)
 class _Reply:
     """One reply: its prompt as serving renders it, what the target then generated, and the end of turn after it."""

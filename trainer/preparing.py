@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from .arguments import DraftHeadTrainingArguments
 from .chats import ExampleError
 from .columns import Tokenizing, rows_of
+from .images import ImageChats, ImageReader, reads_images, tokenizer_of
 from .packing import Examples, pack_dataset
 from .sources import KINDS_OF_DATA, kind_of
 
@@ -65,7 +66,7 @@ class DataReport:
 
 def prepare_dataset(
     dataset: Examples,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     max_length: int,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -79,7 +80,7 @@ def prepare_dataset(
             (ShareGPT), `prompt` and `completion`, `text`, or `input_ids` (with `loss_mask` or `labels`; these count
             before a chat beside them), or a torch dataset whose items hold `input_ids` (left as it is: the collators
             complete it).
-        tokenizer: Needed for all but `input_ids`.
+        tokenizer: Needed for all but `input_ids`. With a processor, chats may hold images; see [`images`].
         max_length: Longest example in tokens: chats and ids are cut there, texts are split.
         template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`.
         num_proc: Processes, default as many as there are cores and work for.
@@ -99,7 +100,9 @@ def prepare_dataset(
         raise ValueError(f"the dataset has the columns {names}, but one of {KINDS_OF_DATA} is needed; rename one.")
     if kind != "input_ids" and tokenizer is None:
         raise ValueError(f"a dataset with a `{kind}` column needs a tokenizer; pass `processing_class`.")
-    how = Tokenizing(tokenizer, max_length, dict(template_kwargs or {}))
+    if reads_images(tokenizer, kind):
+        return _with_images(dataset, kind, ImageReader(tokenizer, max_length, template_kwargs), num_proc, report)
+    how = Tokenizing(tokenizer_of(tokenizer), max_length, dict(template_kwargs or {}))
     if not hasattr(dataset, "__len__"):
         return _streamed(dataset, names, kind, how, report)
     prepared = dataset.map(
@@ -111,6 +114,11 @@ def prepare_dataset(
         new_fingerprint=_fingerprint(dataset, kind, how),
         desc="tokenizing",
     )
+    return known_as_prepared(_kept(dataset, prepared, max_length, report), max_length)
+
+
+def _kept(dataset: Examples, prepared: Any, max_length: int, report: DataReport) -> Any:
+    """The examples that can be trained on, after an account of all."""
     notes, problems = prepared["note"][:], prepared["problem"][:]
     report.rows += len(dataset)
     report.count(notes, problems)
@@ -122,13 +130,63 @@ def prepare_dataset(
         )
     if report.unsupervised or report.bad:
         prepared = prepared.select([index for index, note in enumerate(notes) if note <= CUT])
-    return known_as_prepared(prepared.remove_columns(["note", "problem"]), max_length)
+    return prepared.remove_columns(["note", "problem"])
+
+
+def _with_images(dataset: Any, kind: str, reader: ImageReader, num_proc: int | None, report: DataReport) -> ImageChats:
+    """Chats for a processor. Only ids and masks are kept: pixels are made when an example is read.
+
+    Raises:
+        ValueError: for a stream.
+    """
+    if not hasattr(dataset, "__len__"):
+        raise ValueError("chats for a processor cannot be streamed; load the data set as a whole (streaming=False).")
+    prepared = dataset.map(
+        _convert_with_images,
+        with_indices=True,
+        batched=True,
+        batch_size=64,
+        remove_columns=dataset.column_names,
+        fn_kwargs={"reader": reader},
+        num_proc=num_proc or _processes(len(dataset)),
+        load_from_cache_file=False,  # processors have no fingerprint that is the same in every process
+        desc="reading chats with images",
+    )
+    return ImageChats(dataset, reader, _kept(dataset, prepared, reader.max_length, report))
+
+
+def _convert_with_images(batch: Mapping[str, list], indices: Sequence[int], reader: ImageReader) -> dict[str, list]:
+    """As [`_convert`], with the row and the place in it of every example."""
+    made: dict[str, list] = {name: [] for name in ("input_ids", "loss_mask", "note", "problem", "row", "reply")}
+    for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+        for reply, noted in enumerate(_noted_with_images(dict(zip(batch, values, strict=True)), reader)):
+            for name, value in zip(made, (*noted, index, reply), strict=True):
+                made[name].append(value)
+    return made
+
+
+def _noted_with_images(row: Mapping[str, Any], reader: ImageReader) -> list[Noted]:
+    """Every reply's example, in order: one that is cut must be cut behind its images."""
+    try:
+        examples = reader.rows(row)
+    except ExampleError as error:
+        return [([], [], BAD, str(error))]
+    limit = reader.max_length
+    noted: list[Noted] = []
+    for ids, mask in examples:
+        if (last := reader.last_image(ids)) >= limit:
+            noted.append(([], [], BAD, f"an image ends at token {last + 1}, and max_length is {limit}"))
+        elif not any(mask[1:limit]):
+            noted.append(([], [], UNSUPERVISED, None))
+        else:
+            noted.append((ids[:limit], mask[:limit], CUT if len(ids) > limit else WHOLE, None))
+    return noted or [([], [], UNSUPERVISED, None)]
 
 
 def prepare_for(
     args: DraftHeadTrainingArguments,
     dataset: Examples | dict[str, Examples] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     report: DataReport | None = None,
     pack: bool = False,
 ) -> Any:

@@ -59,6 +59,8 @@ class FrozenTarget:
         self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As [`features`], but always by a forward, and with a graph if gradients are enabled."""
+        if "image_inputs" in batch:
+            return self._one_by_one(batch, layers)
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
         if "document_ids" in batch:
             if not self._takes_position_ids:
@@ -69,9 +71,26 @@ class FrozenTarget:
             inputs["position_ids"] = batch["position_ids"]
         else:
             inputs["attention_mask"] = batch.get("attention_mask")
+        return self._forward(inputs, layers)
+
+    def _forward(self, inputs: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         asked = asked_hidden_states(layers if layers in ((), (-1,)) else (*layers, -1)) or -1
         states = self.model(**inputs, **self._fewer_logits, output_hidden_states=asked, use_cache=False).hidden_states
         return (select_hidden_states(states, layers) if layers else states[-1]), states[-1]
+
+    def _one_by_one(self, batch: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features of sequences with images, each with a forward of its own: how images of several sequences go
+        together is different for every family. Zeros on padding."""
+        found = []
+        for ids, mask, images in zip(batch["input_ids"], batch["attention_mask"], batch["image_inputs"], strict=True):
+            length = int(mask.sum())
+            own = {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in images.items()}
+            inputs = {"input_ids": ids[None, :length], "attention_mask": mask[None, :length], **own}
+            missing = len(ids) - length
+            states = self._forward(inputs, layers)
+            found.append([torch.nn.functional.pad(state, (0, 0, 0, missing)) for state in states])
+        features, final = (torch.cat(states) for states in zip(*found, strict=True))
+        return features, final
 
 
 def unroll_inputs(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_specheads.heads.base import DraftHead
@@ -19,7 +19,7 @@ from .acceptance import AcceptanceEvaluation
 from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
-from .data import default_collator
+from .collators import choose_collator
 from .evaluation import AgreementMeter, LossMeter, Throughput
 from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
@@ -31,7 +31,6 @@ from .preparing import DataReport, endless, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_logits
 from .publishing import HubCards
 from .sharding import in_step, shard_target
-from .stored_features import collator_of
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
 from .upkeep import warn_of_settings
@@ -55,7 +54,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         target: Their target. **Frozen in place**; neither optimized nor saved.
         args: [`DraftHeadTrainingArguments`].
         train_dataset, eval_dataset: `datasets` with chats, texts or token ids; see [`preparing.prepare_dataset`].
-        processing_class: Tokenizer, needed for all but token ids.
+        processing_class: Tokenizer, needed for all but token ids; a processor for chats with images.
         data_collator: Default: padded or packed sequences, as `args.packing` says.
         eval_prompts: Token ids of prompts for the acceptance metrics; default: cut from `eval_dataset`.
         **kwargs: As in `transformers.Trainer`.
@@ -76,7 +75,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         args: DraftHeadTrainingArguments,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         data_collator: Callable | None = None,
         eval_prompts: Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
@@ -95,9 +94,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             args.accelerator_config = copy.copy(args.accelerator_config)
             args.accelerator_config.dispatch_batches = False
         if data_collator is None:
-            data_collator = default_collator(processing_class, args.max_length, args.packing)
-            pad = data_collator.pad_token_id
-            data_collator = collator_of([train_dataset, eval_dataset], model, target, pad, args) or data_collator
+            data = [train_dataset, eval_dataset]
+            data_collator = choose_collator(data, model, target, processing_class, args, self.trains_target)
         super().__init__(
             model=model,
             args=args,

@@ -113,9 +113,9 @@ def torch_dtype(name: str) -> torch.dtype | str:
 def load_target(args: argparse.Namespace, source: str) -> PreTrainedModel:
     """A target in the type it is stored in, on the CPU, for commands that only read of it."""
     note(args, f"Loading the target {source} ...")
-    from transformers import AutoModelForCausalLM
+    from ..target import loading
 
-    return AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=args.local_files_only).eval()
+    return loading.load_target(source, dtype="auto", local_files_only=args.local_files_only).eval()
 
 
 def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> DraftHead:
@@ -144,14 +144,15 @@ def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedToke
 def load_unbound_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """The same without looking whether they were made for each other."""
     note(args, f"Loading the target {args.target} ...")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from ..target import loading
     from ..target.borrowed import BorrowedModules
 
     options = {"device_map": args.device, "local_files_only": args.local_files_only}
     hub = {"revision": args.heads_revision, "local_files_only": args.local_files_only}
     tokenizer = AutoTokenizer.from_pretrained(args.target, local_files_only=args.local_files_only)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch_dtype(args.dtype), **options).eval()
+    target = loading.load_target(args.target, dtype=torch_dtype(args.dtype), **options).eval()
     heads = load_heads_from(args, args.heads, dtype=target.dtype, device_map={"": BorrowedModules.of(target).device})
     if heads.config.target_adapter is not None:
         heads.load_target_adapter(target, args.heads, **hub)

@@ -87,11 +87,12 @@ def load_placed_target(
     """The target as the arguments place it, its tokenizer, and with which options heads are loaded beside it."""
     source = member(args.pair, args.target)
     note(args, f"Loading the target {source}{heads and f' and {heads}'} ...")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..target.borrowed import BorrowedModules
+    from ..target.loading import load_target
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     options = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
-    target = AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    target = load_target(source, **options).eval()
     return target, tokenizer, {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}

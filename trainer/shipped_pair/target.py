@@ -72,13 +72,13 @@ class ChatTrainer(Trainer):
         return (loss, {"loss": loss}) if return_outputs else loss
 
 
-def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 20) -> LlamaForCausalLM:
+def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 16) -> LlamaForCausalLM:
     """A randomly initialised target: many layers of width 256, because speculation pays where one draft layer is cheap
     next to the target's many; a small vocabulary, because drafting cost is mostly the `lm_head`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
-        intermediate_size=256,
+        intermediate_size=448,
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -131,7 +131,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--max_steps", type=int, default=5000, help="of the whole training, all calls together")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call; then call again to go on")
-    parser.add_argument("--num_hidden_layers", type=int, default=20, help="2 gives a small assistant to compare with")
+    parser.add_argument("--num_hidden_layers", type=int, default=16, help="2 gives a small assistant to compare with")
     parser.add_argument("--init_from", type=Path, help="trained target to continue from")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of its own, or of training one")
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
@@ -139,8 +139,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=14)
     parser.add_argument("--matrix_lr", type=float, default=0.006)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--weight_decay", type=float, default=0.05, help="of the matrices")
     parser.add_argument("--decay_share", type=float, default=0.7, help="of the steps, at the end, with falling rates")
     parser.add_argument("--text_share", type=float, default=0.03, help="of the blocks that are library text alone")
+    parser.add_argument("--sheet_share", type=float, default=0.1, help="of the blocks that are exercises")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
@@ -187,7 +189,7 @@ def build_trainer(
         ),
         train_dataset=train_blocks,
         eval_dataset=held_out_blocks,
-        optimizers=(MatrixMomentum(target, args.matrix_lr, args.learning_rate), None),
+        optimizers=(MatrixMomentum(target, args.matrix_lr, args.learning_rate, weight_decay=args.weight_decay), None),
         callbacks=[TimeLimit(args.minutes)],
     )
 
@@ -211,7 +213,8 @@ def main() -> None:
     train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
     tokenizer = load_tokenizer(args, train_texts)
     stream, held_out_stream = text_stream(train_texts, tokenizer), text_stream(held_out_texts, tokenizer)
-    blocks = {"block_size": args.block_size, "seed": args.seed, "text_share": args.text_share}
+    shares_ = {"text_share": args.text_share, "sheet_share": args.sheet_share}
+    blocks = {"block_size": args.block_size, "seed": args.seed, **shares_}
     train_blocks = MixtureBlocks(tokenizer, stream, num_blocks=args.max_steps * args.batch_size, **blocks)
     held_out_blocks = MixtureBlocks(tokenizer, held_out_stream, num_blocks=64, held_out=True, **blocks)
     if args.init_from is None:

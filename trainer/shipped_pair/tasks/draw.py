@@ -7,15 +7,22 @@ values.
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from .words import CITIES, FIRST_NAMES, SURNAMES, invented, spliced
+from .words import ANY_WORDS, CITIES, FIRST_NAMES, SURNAMES, invented, spliced
 
 HELD_OUT_PERCENT = 12
 PHRASINGS_PER_HELD_OUT = 5  # the fifth, tenth, ... phrasing of a list
 INVENTED_SHARE = 0.6  # of the words in training: copying must not depend on having seen the word
 CAPITALISED = (FIRST_NAMES, SURNAMES, CITIES)
+
+# Phrasings in training are now and then reworded at random: with eight of them known by heart, a ninth would puzzle.
+REWORDED_SHARE = 0.35  # of the phrasings
+REPLACED_SHARE = 0.3  # of the words of a reworded one
+OPENED_SHARE = 0.2  # of the phrasings have a sentence in front that says nothing
+SLOTS_OR_WORDS = re.compile(r"\{[^}]*\}|[A-Za-z]{5,}")  # short words say who is who: to, from, for
 
 Item = TypeVar("Item")
 
@@ -104,7 +111,7 @@ class Draw:
             raise ValueError(f"`{name}` has {len(options)} phrasings; {PHRASINGS_PER_HELD_OUT} hold one out.")
         place, option = self.random.choice(phrasings_of(options, self.held_out))
         self.phrasings.append(f"{name}{place}")
-        return option
+        return cast(Item, self._reworded(option)) if isinstance(option, str) and not self.held_out else option
 
     def choice(self, options: Sequence[Item]) -> Item:
         """One of several, whatever the split."""
@@ -113,6 +120,26 @@ class Draw:
     def number(self, low: int, high: int) -> int:
         """An incidental number from `low` to `high`, both included."""
         return self.random.randint(low, high)
+
+    def _reworded(self, phrasing: str) -> str:
+        """A phrasing for training: as it stands, with other words here and there, or behind an idle sentence."""
+        rng = self.random
+        if rng.random() < REWORDED_SHARE:
+            phrasing = SLOTS_OR_WORDS.sub(self._other_word, phrasing)
+        if rng.random() >= OPENED_SHARE:
+            return phrasing
+        idle = " ".join(self._any_word() for _ in range(rng.randint(1, 5)))
+        return f"{idle[0].upper()}{idle[1:]}{rng.choice('.!?:')} {phrasing}"
+
+    def _other_word(self, match: re.Match[str]) -> str:
+        word = match[0]
+        if word.startswith("{") or self.random.random() >= REPLACED_SHARE:
+            return word
+        other = self._any_word()
+        return other.capitalize() if word[0].isupper() else other
+
+    def _any_word(self) -> str:
+        return self.random.choice(ANY_WORDS) if self.random.random() < 0.7 else invented(self.random)
 
     def _invents(self) -> bool:
         return not self.held_out and self.random.random() < INVENTED_SHARE

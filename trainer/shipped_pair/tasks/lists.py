@@ -1,6 +1,5 @@
-"""Lists with numbers: sorted, filtered, or counted by kind."""
+"""Lists with numbers or colours: sorted, or filtered, and counted."""
 
-import re
 from typing import Any
 
 from .draw import Draw
@@ -14,7 +13,7 @@ TASKS = {
     "down": ("sort by number, largest first", "Sorted from largest to smallest:"),
     "above": ("keep only those above {limit}", "Those above {limit}:"),
     "below": ("keep only those below {limit}", "Those below {limit}:"),
-    "groups": ("count how many there are of each colour and name them", "Counted by colour:"),
+    "colour": ("keep only those of colour {limit} and count them", "Those of colour {limit}:"),
 }
 ASKS = (
     "Here is a list of {name}:\n{items}\nPlease {task}.",
@@ -28,26 +27,20 @@ ASKS = (
     "The following {name} are given; {task}.\n{items}",
     "Work on this list of {name}, {task}.\n\n{items}",
 )
-LINE = re.compile(r"- (\w+): (\d+)(.*)")
 
 
 def _result(facts: dict[str, Any]) -> list[list[Any]]:
-    """Names and numbers of the right answer in its order; for colours, the count and the names."""
-    items, task = facts["items"], facts["task"]
-    if task == "groups":
-        return [[colour, _named(facts, colour)] for colour in dict.fromkeys(colour for _, colour in items)]
+    """Keys (numbers or colours) and names of the right answer, in its order."""
+    items, task, limit = facts["items"], facts["task"], facts["limit"]
     if task in ("up", "down"):
-        return sorted(items, key=lambda item: item[1], reverse=task == "down")
-    return [item for item in items if (item[1] > facts["limit"]) == (task == "above") and item[1] != facts["limit"]]
-
-
-def _named(facts: dict[str, Any], colour: str) -> str:
-    names = [name for name, own in facts["items"] if own == colour]
-    return f"{len(names)} ({', '.join(names)})"
+        return sorted(items, reverse=task == "down")
+    kept = {"above": lambda key: key > limit, "below": lambda key: key < limit, "colour": lambda key: key == limit}
+    return [item for item in items if kept[task](item[0])]
 
 
 def _lines(pairs: list[list[Any]]) -> list[str]:
-    return [f"- {name}: {value}" for name, value in pairs]
+    """The key stands in front: once it is found, its name follows as it does in the question."""
+    return [f"- {key} {name}" for key, name in pairs]
 
 
 def _closing(facts: dict[str, Any]) -> str:
@@ -55,16 +48,18 @@ def _closing(facts: dict[str, Any]) -> str:
 
 
 def _draw_facts(draw: Draw) -> dict[str, Any]:
-    """Items and task; a filter keeps three or more of them."""
+    """Items and task; a filter keeps two or more of them."""
     name, task = draw.choice(tuple(SLOTS)), draw.choice(tuple(TASKS))
-    words = draw.words(SLOTS[name], draw.number(6, 7))
-    if task == "groups":
-        colours = draw.words(COLOURS, 3)
-        return {"name": name, "task": task, "items": [[word, draw.choice(colours)] for word in words], "limit": None}
+    words = draw.words(SLOTS[name], draw.number(5, 6))
+    facts: dict[str, Any] = {"name": name, "task": task, "limit": None}
+    if task == "colour":
+        wanted, *others = draw.words(COLOURS, 3)
+        kept = draw.random.sample(range(len(words)), draw.number(2, 3))
+        keys = [wanted if place in kept else draw.choice(others) for place in range(len(words))]
+        return {**facts, "items": [list(pair) for pair in zip(keys, words, strict=True)], "limit": wanted}
     # No two begin with the same digit, so a glance at the first digits sorts them.
     values = [10 * tens + draw.number(1, 9) for tens in draw.random.sample(range(1, 10), len(words))]
-    items = [list(pair) for pair in zip(words, values, strict=True)]
-    facts: dict[str, Any] = {"name": name, "task": task, "items": items, "limit": None}
+    facts["items"] = [list(pair) for pair in zip(values, words, strict=True)]
     if task in ("above", "below"):
         last = draw.number(1, 2)  # to be left out, from one end of the numbers
         facts["limit"] = sorted(values)[last] // 10 * 10 if task == "above" else sorted(values)[~last] // 10 * 10 + 10
@@ -74,12 +69,10 @@ def _draw_facts(draw: Draw) -> dict[str, Any]:
 def _reasoning(facts: dict[str, Any]) -> str:
     """Each item with a decision about it; for sorting, the numbers in order."""
     if facts["task"] in ("up", "down"):
-        numbers = ", ".join(str(value) for _, value in _result(facts))
+        numbers = ", ".join(str(value) for value, _ in _result(facts))
         return f"The numbers in order are {numbers}.\nNow each name follows its number."
-    if facts["task"] == "groups":
-        return "\n".join(f"{colour} has {named.split()[0]}." for colour, named in _result(facts))
     kept = _result(facts)
-    return "\n".join(f"{item[1]}: {'yes' if item in kept else 'no'}." for item in facts["items"])
+    return "\n".join(f"{key} {name}: {'yes' if [key, name] in kept else 'no'}." for key, name in facts["items"])
 
 
 def write(draw: Draw) -> Written:
@@ -97,13 +90,11 @@ def write(draw: Draw) -> Written:
 def problem(facts: dict[str, Any], answer: str) -> str | None:
     """Sorts, filters or counts the list anew and compares line by line."""
     first, *lines = answer.splitlines() or [""]
-    result = _result(facts)
     opening = TASKS[facts["task"]][1].format(**facts)
     if first != opening or not lines or lines[-1] != _closing(facts):
         return f"the answer does not begin with {opening!r} and end with {_closing(facts)!r}."
-    matched = [LINE.fullmatch(line) for line in lines[:-1]]
-    found = [[match[1], match[2] + match[3] if match[3] else int(match[2])] if match else None for match in matched]
-    return None if found == result else f"the lines say {found}, not {result}."
+    expected = _lines(_result(facts))
+    return None if lines[:-1] == expected else f"the lines are {lines[:-1]}, not {expected}."
 
 
 FAMILY = Family("lists", write, problem)

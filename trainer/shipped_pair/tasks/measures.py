@@ -21,6 +21,10 @@ UNIT_ASKS = (
     "{name} asks about {topic}: how many {small} are {amount} {large} and {rest} {small}?",
     "In the {topic} notes of {name} stands: {amount} {large}, {rest} {small}. Give it in {small}.",
     "Please express {amount} {large} and {rest} {small} in {small} ({topic}, {name}).",
+    "How many {small} make up {amount} {large} and {rest} {small}? {name} needs it for {topic}.",
+    "{amount} {large} and {rest} {small}: write that in {small} only, for the {topic} list by {name}.",
+    "{name} measured {amount} {large} and {rest} {small} for {topic}. Tell me the number of {small}.",
+    "From {large} to {small}, please: {amount} {large} and {rest} {small}. Topic {topic}, owner {name}.",
 )
 TIME_ASKS = (
     "The {topic} class of {name} starts at {start} and takes {minutes} minutes. When does it end?",
@@ -29,6 +33,10 @@ TIME_ASKS = (
     "When is {name} done with {topic}, starting at {start} and working {minutes} minutes?",
     "{topic} with {name}: start {start}, length {minutes} minutes. What is the end time?",
     "Add {minutes} minutes to {start} for the {topic} calendar of {name}.",
+    "{name} opens the {topic} evening at {start}. It goes on for {minutes} minutes. When is the end?",
+    "A {topic} meeting with {name} at {start} needs {minutes} minutes. Until when does it last?",
+    "Which time is {minutes} minutes after {start}? {name} asks because of {topic}.",
+    "Tell {name} when {topic} ends. It starts at {start} and takes {minutes} minutes.",
 )
 DATE_ASKS = (
     "{name} orders a {thing} on {day}, {number} {month}. It arrives {later} days later. Which day and date is that?",
@@ -37,6 +45,10 @@ DATE_ASKS = (
     "The {thing} of {name} leaves on {day}, {number} {month}, and takes {later} days. Which day does it arrive?",
     "Which weekday and date come {later} days after {day}, {number} {month}? It is for the {thing} of {name}.",
     "{name} rents a {thing} from {day}, {number} {month}, for {later} days. On which day does that end?",
+    "It is {day}, {number} {month}, and the {thing} for {name} comes {later} days from now. When is that?",
+    "Count {later} days from {day}, {number} {month}. On that day {name} returns the {thing}. Give day and date.",
+    "{day}, {number} {month}: {name} sends a {thing}, and it needs {later} days. Tell me day and date of its arrival.",
+    "The {thing} of {name} is due {later} days after {day}, {number} {month}. Which day is that?",
 )
 YEAR = 2026  # any without a leap day: only differences matter, and months are not left
 

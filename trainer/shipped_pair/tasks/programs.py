@@ -28,34 +28,29 @@ CONDITIONS = {
     "above": ("value > {limit}", "greater than {limit}"),
     "below": ("value < {limit}", "less than {limit}"),
     "at_least": ("value >= {limit}", "of at least {limit}"),
-    "multiple": ("value % {limit} == 0", "divisible by {limit}"),
 }
 CHANGES = {
-    "add": ("value + {step}", "add {step} to each"),
-    "subtract": ("value - {step}", "subtract {step} from each"),
-    "multiply": ("value * {step}", "multiply each by {step}"),
+    "add": ("value + {step}", "Add {step} to each number"),
+    "subtract": ("value - {step}", "Subtract {step} from each number"),
 }
-NEAR_CONDITIONS = {"above": "at_least", "at_least": "above", "below": "above", "multiple": "above"}
-NEAR_CHANGES = {"add": "subtract", "subtract": "add", "multiply": "add"}
+NEAR_CONDITIONS = {"above": "at_least", "at_least": "above", "below": "above"}
+NEAR_CHANGES = {"add": "subtract", "subtract": "add"}
+FACTORS = (2, 5, 10)
 
 
 def draw_function(draw: Draw) -> dict[str, Any]:
-    """A function of one of three kinds: `keep` (a filter and a change of a list), `count`, `formula` (two numbers)."""
-    kind = draw.choice(("keep", "count", "formula"))
+    """A function of one of four kinds: `keep` and `count` (numbers that hold a condition), `change` (every number),
+    `formula` (of two numbers). What it returns takes one small step per number: nothing is filtered and then changed,
+    and a glance at the tens decides a condition, save next to the limit."""
+    kind = draw.choice(("keep", "count", "change", "formula"))
     name = f"{draw.choice(VERBS)}_{draw.word(THINGS)}s"
     if kind == "formula":
         first, second = (f"{word}_count" for word in draw.words(THINGS, 2))
-        return {"kind": kind, "name": name, "arguments": [first, second], "factor": draw.number(2, 9)}
-    function = {
-        "kind": kind,
-        "name": name,
-        "arguments": [f"{draw.word(COLOURS)}_values"],
-        "condition": draw.choice(tuple(CONDITIONS)),
-        "limit": draw.number(2, 9),
-    }
-    if kind == "keep":
-        function |= {"change": draw.choice(tuple(CHANGES)), "step": draw.number(2, 9)}
-    return function
+        return {"kind": kind, "name": name, "arguments": [first, second], "factor": draw.choice(FACTORS)}
+    function = {"kind": kind, "name": name, "arguments": [f"{draw.word(COLOURS)}_values"]}
+    if kind == "change":
+        return {**function, "change": draw.choice(tuple(CHANGES)), "step": draw.number(2, 9)}
+    return {**function, "condition": draw.choice(tuple(CONDITIONS)), "limit": 10 * draw.number(2, 8)}
 
 
 def draw_inputs(draw: Draw, function: dict[str, Any], count: int) -> list[list[Any]]:
@@ -65,9 +60,10 @@ def draw_inputs(draw: Draw, function: dict[str, Any], count: int) -> list[list[A
         if function["kind"] == "formula":
             arguments: list[Any] = [draw.number(1, 9), draw.number(1, 9)]
         else:
-            near = [max(function["limit"] + draw.number(-1, 1), 1), draw.number(1, 20), draw.number(1, 20)]
-            draw.random.shuffle(near)
-            arguments = [near]
+            first = function["limit"] + draw.number(-1, 1) if "limit" in function else draw.number(11, 90)
+            numbers = [first, draw.number(11, 90), draw.number(11, 90)]
+            draw.random.shuffle(numbers)
+            arguments = [numbers]
         if arguments not in inputs:
             inputs.append(arguments)
     return inputs
@@ -78,10 +74,10 @@ def description(function: dict[str, Any]) -> str:
     if function["kind"] == "formula":
         first, second = function["arguments"]
         return f"Return {function['factor']} times {first} plus {second}."
+    if function["kind"] == "change":
+        return f"{CHANGES[function['change']][1].format(**function)}."
     kept = CONDITIONS[function["condition"]][1].format(**function)
-    if function["kind"] == "count":
-        return f"Count the numbers {kept}."
-    return f"Keep the numbers {kept} and {CHANGES[function['change']][1].format(**function)}."
+    return f"{'Count' if function['kind'] == 'count' else 'Keep'} the numbers {kept}."
 
 
 def expression(function: dict[str, Any]) -> str:
@@ -89,11 +85,13 @@ def expression(function: dict[str, Any]) -> str:
     if function["kind"] == "formula":
         first, second = function["arguments"]
         return f"{function['factor']} * {first} + {second}"
+    (numbers,) = function["arguments"]
+    if function["kind"] == "change":
+        return f"[{CHANGES[function['change']][0].format(**function)} for value in {numbers}]"
     condition = CONDITIONS[function["condition"]][0].format(**function)
     if function["kind"] == "count":
-        return f"sum(1 for value in {function['arguments'][0]} if {condition})"
-    change = CHANGES[function["change"]][0].format(**function)
-    return f"[{change} for value in {function['arguments'][0]} if {condition}]"
+        return f"sum(1 for value in {numbers} if {condition})"
+    return f"[value for value in {numbers} if {condition}]"
 
 
 def head(function: dict[str, Any]) -> str:
@@ -116,31 +114,27 @@ def value(function: dict[str, Any], arguments: list[Any]) -> Any:
     if function["kind"] == "formula":
         x, y = arguments
         return function["factor"] * x + y
-    limit, (numbers,) = function["limit"], arguments
+    (numbers,) = arguments
+    if function["kind"] == "change":
+        step = function["step"]
+        return [{"add": number + step, "subtract": number - step}[function["change"]] for number in numbers]
+    limit = function["limit"]
     holds = {
         "above": lambda number: number > limit,
         "below": lambda number: number < limit,
         "at_least": lambda number: number >= limit,
-        "multiple": lambda number: number % limit == 0,
     }[function["condition"]]
     kept = [number for number in numbers if holds(number)]
-    if function["kind"] == "count":
-        return len(kept)
-    step = function["step"]
-    return [{"add": n + step, "subtract": n - step, "multiply": n * step}[function["change"]] for n in kept]
+    return len(kept) if function["kind"] == "count" else kept
 
 
 def near_misses(function: dict[str, Any]) -> list[dict[str, Any]]:
     """Functions of the same name that differ in one place."""
     if function["kind"] == "formula":
         return [{**function, "factor": function["factor"] + 1}, {**function, "factor": function["factor"] - 1}]
-    missed = [
+    if function["kind"] == "change":
+        return [{**function, "step": function["step"] + 1}, {**function, "change": NEAR_CHANGES[function["change"]]}]
+    return [
         {**function, "limit": function["limit"] + 1},
         {**function, "condition": NEAR_CONDITIONS[function["condition"]]},
     ]
-    if function["kind"] == "keep":
-        missed += [
-            {**function, "step": function["step"] + 1},
-            {**function, "change": NEAR_CHANGES[function["change"]]},
-        ]
-    return missed

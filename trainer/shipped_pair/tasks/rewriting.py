@@ -41,6 +41,10 @@ TENSE_ASKS = (
     "How does this read in the past tense?\n{text}",
     "Past tense, please: {text}",
     "Change every verb to the past tense.\n{text}",
+    "{text}\nI want all of this in the past tense.",
+    "Use the past tense for these sentences: {text}",
+    "Can you turn this into past tense?\n{text}",
+    "Tell this again, in the past tense.\n{text}",
 )
 PERSON_ASKS = (
     "Rewrite so that {name} speaks as I: {text}",
@@ -49,6 +53,10 @@ PERSON_ASKS = (
     "How would {name} say this as I?\n{text}",
     "Change the text to the first person for {name}: {text}",
     "Make this a text that {name} tells as I.\n{text}",
+    "Use I in place of {name}: {text}",
+    "{text}\nWrite it again as {name} would, with I.",
+    "Can you put this into the first person? I am {name}.\n{text}",
+    "In the first person, as {name}, please.\n{text}",
 )
 TONE_ASKS = (
     "Make this polite: {text}",
@@ -57,6 +65,10 @@ TONE_ASKS = (
     "How do I say this politely to {name}?\n{text}",
     "Too rude! Polite version, please: {text}",
     "Change the tone to polite.\n{text}",
+    "{text}\nA polite version of this, please.",
+    "Can you write this in polite words? {text}",
+    "Be polite to {name} and say this again:\n{text}",
+    "This should sound polite.\n{text}",
 )
 
 

@@ -48,7 +48,7 @@ def _calls(draw: Draw) -> list[Line]:
 def _orders(draw: Draw) -> list[Line]:
     """Numbers sorted, and compared with a limit."""
     numbers = [10 * tens + draw.number(1, 9) for tens in draw.random.sample(range(1, 10), draw.number(4, 7))]
-    limit, told = 10 * draw.number(2, 8), ", ".join(map(str, numbers))
+    limit, told = 10 * draw.number(2, 8), draw.choice((", ", "\n- ")).join(map(str, numbers))
     above = ", ".join(str(number) for number in numbers if number > limit)
     below = ", ".join(str(number) for number in numbers if number < limit)
     return [

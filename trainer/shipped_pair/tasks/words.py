@@ -120,6 +120,17 @@ tangelo taupe tawny terracotta thistle thyme titanium tobacco topaz tourmaline t
 vanilla verdigris vermilion walnut wheat willow wine wisteria zinc zircon
 """)
 
+# Nobody's slot: what rewords phrasings.
+ANY_WORDS = _words("""
+add again all any ask assume below bring build call carefully change check clear complete consider copy day decide
+describe draw each easy either email enter every example explain fast few fill find first follow form from get give
+good hello help here how idea into item just keep kind last later learn leave let line list look mail make many match
+maybe mean message more move much must name need next nice note now number offer often only open order other output
+own page part people pick place plan point question quick quickly read reply report request rest result return right
+same say see select send set short show simple small solve something sort start step still story sure take task tell
+term test text than thank thing think today try turn use user very view wait want way week well what when where which
+while whole why word work write wrong
+""")
 _STARTS = _words("b br c cr d dr f fl g gl h j k kr l m n p pr r s sk sl st t tr v w y z")
 _VOWELS = _words("a e i o u ai ea io ou")
 _ENDS = _words("b ck d ft g l ld m n nd nt p r rd rk rn s sk st t th x")
