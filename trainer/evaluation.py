@@ -139,6 +139,9 @@ class LossMeter:
             dist.all_reduce(self.sums)
             if per_step_of_all:
                 dist.all_reduce(steps)
+        # Others may have seen losses where this process had no batch.
+        columns = zip(self.names, self.sums.T.tolist(), strict=True)
+        seen = self.seen | {name for name, column in columns if any(column)}
         means = (self.sums / steps.clamp_min(1)).tolist()
         self.sums.zero_()
         self.steps = 0
@@ -146,5 +149,5 @@ class LossMeter:
             f"{name}_loss_{position}": mean
             for position, losses in enumerate(means, start=1)
             for name, mean in zip(self.names, losses, strict=True)
-            if name in self.seen
+            if name in seen
         }

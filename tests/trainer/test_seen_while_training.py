@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from hf_specheads.trainer.__main__ import main
-from hf_specheads.trainer.evaluation import AgreementMeter, Throughput
+from hf_specheads.trainer.evaluation import AgreementMeter, LossMeter, Throughput
 from hf_specheads.trainer.losses import DraftedRows, TargetDistribution, agreement
 from hf_specheads.trainer.utilisation import count_operations, known_peak, peak_flops
 
@@ -64,6 +64,14 @@ def test_tokens_per_second(monkeypatch) -> None:
     with seen.paused():
         clock[0] += 50.0
     assert seen.drain()["tokens_per_second"] == 1.0
+
+
+def test_losses_of_other_processes_count_where_this_one_had_no_batch(monkeypatch) -> None:
+    """Evaluation sets may be smaller than the processes are many; the best checkpoint is chosen by each of them."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums: sums.add_(torch.tensor([3.0, 0.0])))
+    meter = LossMeter(1, "cpu", ["token", "feature"])
+    assert meter.drain() == {"token_loss_1": 3.0}
 
 
 def test_use_of_the_device_by_hand(monkeypatch) -> None:
