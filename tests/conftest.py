@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -25,20 +26,31 @@ from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    # Seeds for devices that are not there wait for them, each with the stack it was set from written out: most of what
+    # `torch.manual_seed` costs.
+    if not kind.is_available():
+        kind.manual_seed_all = lambda seed: None
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before cases are left out by their marks."""
+    """Before cases are left out by their marks. Tests that need the local Hub come first, so that they stay together
+    when several workers share the run, and one of them only starts the process that talks to it."""
     mark_the_rest(items)
+    items.sort(key=lambda item: "hub" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay until the end: collections of garbage need not look at them again and again."""
     gc.collect()
     gc.freeze()
+    # pytest hangs its handlers on every logger that tells the root nothing, six times per test; torch has dozens.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and name != "torch.__trace" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

@@ -249,23 +249,44 @@ def test_lora_target():
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    "how", ["forward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("model.compile", "torch.compile"))]
-)
-def test_compiled_target(how):
+def same_text_when_compiled(how: str, traced: list) -> None:
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
     target, ids = own_target("llama", num_hidden_layers=1), prompt()  # tracing takes its time per layer
     stub = stub_for(target, ids)
     expected = plain(target, ids, FEW)
-    torch._dynamo.reset()
     if how == "model.compile":
-        target.compile(backend="eager")
+        target.compile(backend=backend)
     elif how == "forward":
-        target.forward = torch.compile(target.forward, backend="eager")
+        target.forward = torch.compile(target.forward, backend=backend)
     else:
-        target = torch.compile(target, backend="eager")
+        target = torch.compile(target, backend=backend)
     plain(target, ids, 3)  # compiled before the heads are first used
     assert torch.equal(plain(target, ids, FEW, assistant_model=stub), expected)
+
+
+COMPILED = ("forward", "model.compile", "torch.compile")
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_target(how):
+    """What compiling makes of a model, for us to look through: wrapped, with another `forward`; nothing is traced."""
+    traced: list = []
+    with torch.compiler.set_stance("force_eager"):
+        same_text_when_compiled(how, traced)
+    assert not traced
+
+
+@pytest.mark.slow  # by default the same wrappers, untraced; what traces by default is tests/claims/test_compiled.py
+@pytest.mark.parametrize("how", COMPILED)
+def test_traced_target(how):
+    traced: list = []
     torch._dynamo.reset()
+    same_text_when_compiled(how, traced)
+    torch._dynamo.reset()
+    assert traced
 
 
 def test_offloaded_target(tmp_path):

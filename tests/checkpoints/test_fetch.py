@@ -212,6 +212,7 @@ def test_a_passing_failure_is_survived(hub: HubEndpoint, folder: Path, how: dict
     assert same(hub.run(weights, name), folder)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("status", [401, 403, 501])
 def test_a_lasting_failure_is_named(hub: HubEndpoint, folder: Path, file: str, status: int) -> None:

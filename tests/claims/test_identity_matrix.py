@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.heads import random_heads
+from support.heads import METHODS_BY_KIND, random_heads
 from support.stubs import StubHead
 from support.targets import DIFFERENT_FAMILIES, plain, prompt, shared_target
 from support.trees import TREES
@@ -13,10 +13,11 @@ from hf_specheads.heads.auto import METHODS
 NEW, LONGER = 16, 24
 
 
+# By default the methods that draft by the code of others are below, and greedy in tests/heads/test_pruning.py.
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
 def test_greedy(method, kind, family):
     target, ids = shared_target(family), prompt()
     heads = random_heads(target, method, TREES[kind])

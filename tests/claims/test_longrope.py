@@ -10,7 +10,7 @@ from support.targets import own_target, prompt
 from hf_specheads.generation import candidates
 
 LIMIT = 48
-LENGTHS = range(20, 35)
+LENGTHS = range(30, 42)
 
 
 def target_of(family: str):
@@ -28,7 +28,7 @@ def target_of(family: str):
 
 
 def same_texts(family: str) -> list[bool]:
-    """Whether texts of 15 prompts that end at the limit exactly are the same with heads that are always right."""
+    """Whether texts of a dozen prompts that end at the limit exactly are the same with heads that are always right."""
     target, same = target_of(family), []
     for length in LENGTHS:
         ids = prompt(length, seed=length)

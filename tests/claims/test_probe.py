@@ -73,6 +73,7 @@ def test_local_layers_of_gpt_neo_are_found_by_structure_and_by_numbers(monkeypat
         plain(target, ids, NEW, assistant_model=tree)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt-oss"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_targets_that_verify_as_they_decode(family, kind):

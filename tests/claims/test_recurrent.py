@@ -163,12 +163,13 @@ def test_heads_without_a_chosen_tree_draft_chains(model_type):
 
 
 # ---------------------------------------------------------------------- rounds
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", SHAPES)
 @pytest.mark.parametrize("depth", [1, 7])
-def test_depths(model_type, depth):
-    for ranks in ((0,), (None,), (0, None), MIXED):
-        got = plain(target_of(model_type), prompt(), NEW, assistant_model=oracle(model_type, ranks, depth=depth))
-        assert torch.equal(got, plain_text(model_type)), ranks
+@pytest.mark.parametrize("ranks", [MIXED, (0,), (None,), (0, None)], ids=["mixed", "right", "wrong", "by turns"])
+def test_depths(model_type, depth, ranks):
+    got = plain(target_of(model_type), prompt(), NEW, assistant_model=oracle(model_type, ranks, depth=depth))
+    assert torch.equal(got, plain_text(model_type))
 
 
 def test_accepted_tokens_do_not_pile_up():
@@ -289,6 +290,7 @@ class EndsAt(MaxLengthCriteria):
     """A user's own criterion, asked about every token."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", SHAPES)
 @pytest.mark.parametrize("end", (1, 4, 6, 9))
 def test_a_criterion_in_mid_text(model_type, end):
@@ -301,6 +303,7 @@ def test_a_criterion_in_mid_text(model_type, end):
     assert_same_states(cache, plain_cache(target, prompt(), end))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4"])
 @pytest.mark.parametrize("at", [2, 5, 9])
 def test_a_streamer_that_raises(model_type, at):

@@ -94,8 +94,11 @@ class Script:
         return self.probability
 
 
-def algorithm_distribution(script: Script, target, heads, setting: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    outputs = itertools.product(range(VOCAB), repeat=LENGTH)
+def algorithm_distribution(
+    script: Script, target, heads, setting: dict[str, Any], first: int | None = None
+) -> dict[tuple[int, ...], float]:
+    """Of all outputs, or of those that begin with a token."""
+    outputs = itertools.product(range(VOCAB) if first is None else [first], *[range(VOCAB)] * (LENGTH - 1))
     return {wanted: script.run(wanted, lambda: sample(target, heads, **setting)) for wanted in outputs}
 
 
@@ -104,8 +107,11 @@ def algorithm_distribution(script: Script, target, heads, setting: dict[str, Any
     [
         ("all", True),
         ("plain", False),
-        ("repetition", True),
-        *(pytest.param(*case, marks=SLOW) for case in (("all", False), ("top-p", False), ("top-k", True))),
+        # By default penalties are in test_sampling_matrix.py.
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (("repetition", True), ("all", False), ("top-p", False), ("top-k", True))
+        ),
     ],
     ids=lambda value: {True: "token by token", False: "all nodes at once"}.get(value, value),
 )
@@ -174,11 +180,14 @@ def _bonus_without_temperature(temperature: float) -> Any:
 
 @pytest.mark.parametrize("exact_seed", [True, False], ids=["token by token", "all nodes at once"])
 def test_planted_bug_is_found_by_enumeration(exact_seed, monkeypatch):
+    """In a part of it: the outputs that begin like the likeliest one."""
     target = five_token_target()
     expected = target_distribution(target, SETTINGS["temperature"], LENGTH)
-    script = Script(monkeypatch, spoil=_bonus_without_temperature(0.6))
-    found = algorithm_distribution(script, target, heads_for(target, exact_seed, depth=1), SETTINGS["temperature"])
-    assert largest_error(found, expected) > 1e-3
+    first = max(expected, key=expected.__getitem__)[0]
+    part = {output: probability for output, probability in expected.items() if output[0] == first}
+    script, heads = Script(monkeypatch, spoil=_bonus_without_temperature(0.6)), heads_for(target, exact_seed, depth=1)
+    found = algorithm_distribution(script, target, heads, SETTINGS["temperature"], first)
+    assert found.keys() == part.keys() and largest_error(found, part) > 1e-3
 
 
 # ---------------------------------------------------------------------- the real random numbers
@@ -220,6 +229,7 @@ def test_sampled_distribution(case):
     assert statistic < critical
 
 
+@pytest.mark.slow  # by default it is found by enumeration
 def test_planted_bug_is_found_by_sampling(monkeypatch):
     """The same test fails when the bonus token ignores the temperature."""
     original, spoil = rules.verify_all_nodes, _bonus_without_temperature(0.4)

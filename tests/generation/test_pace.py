@@ -106,7 +106,7 @@ def test_close_to_the_best_of_the_menu(start, accepted, costs):
     assert sum(rates) / 3 >= (0.96 if best == 1 else 0.92) * best, (rates, best)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(accepted=st.floats(0.0, 1.0), level=st.floats(0.01, 1.0), node=st.floats(0.0, 1.0), seed=st.integers(0, 9))
 def test_never_far_below_plain_steps(accepted, level, node, seed):
     pace, world = Pace(menu_of(CPU_TREE)), World(accepted, level, node, seed, noise=0)
@@ -116,7 +116,7 @@ def test_never_far_below_plain_steps(accepted, level, node, seed):
     assert tokens / seconds >= 0.965
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example(cost=1.5, tau=1.46875)  # hardly dearer than what it gives
 @given(cost=st.floats(1.2, 6.0), tau=st.floats(1.0, 3.0))
 def test_one_tree_that_always_costs_and_gives_the_same(cost, tau):

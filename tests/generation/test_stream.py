@@ -66,6 +66,7 @@ def texts_of(found: list[Any]) -> list[list[int]]:
     return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("family", ["llama", "qwen2-window", "gemma2"])
 def test_every_text_is_its_own(family: str, max_batch: int) -> None:
@@ -119,8 +120,8 @@ def test_drafts_do_not_depend_on_the_place(method: str) -> None:
 def test_copies_from_the_own_text() -> None:
     target, alone = shared_target("llama"), [ids.repeat(1, 3) for ids in prompts((5, 4, 6))]
     heads = random_heads(target, "eagle").with_tree(kind="chain", depth=2, top_k=1, total_tokens=3, lookup=4)
-    found = list(generate_stream(target, heads, alone, 2, max_new_tokens=40, do_sample=False))
-    assert texts_of(found) == alone_texts(target, alone, max_new_tokens=40)
+    found = list(generate_stream(target, heads, alone, 2, max_new_tokens=24, do_sample=False))
+    assert texts_of(found) == alone_texts(target, alone, max_new_tokens=24)
 
 
 def test_adaptive_heads_draft_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,7 @@ def fitted(family: str, kind: str) -> tuple[Any, HydraHead, torch.Tensor, torch.
     return target, helpful_hydra(target, ids, 24, **KINDS[kind]), ids, plain(target, ids, 24)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.get("kind", "default"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -57,7 +57,8 @@ TREES_OF_DRAWN = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES_OF_DRAWN)
+# By default chains are drawn of whole vocabularies, in claims/test_sampling_matrix.py.
+@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_sampled_children_follow_the_target(tree):
     """Drawn from three of five tokens; the other two are emitted as often as the target says."""
     target, samples = five_token_target(), 150

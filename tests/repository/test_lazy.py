@@ -50,12 +50,24 @@ def main(*words: str) -> str:
 
 
 # ---------------------------------------------------------------------- what is loaded
-def test_importing_the_package_loads_next_to_nothing() -> None:
-    modules = loaded_by("import hf_specheads")
-    assert {name for name in modules if name.startswith("hf_specheads")} == {
+# What waits for no library, in the order of one interpreter: help, versions, what heads are (by metadata,
+# `config.json` and the first bytes of the weights), and that an option is wrong.
+AT_ONCE = {
+    "import hf_specheads": "import hf_specheads",
+    **{f"{command} --help": main(*([command] if command else []), "--help") for command in (None, *COMMANDS)},
+    "env": main("env"),
+    "inspect": main("inspect", str(SHIPPED)),
+    "a wrong option": main("eval", "--target", "x"),
+}
+
+
+def test_what_waits_for_no_library() -> None:
+    loaded = dict(zip(AT_ONCE, loaded_after(*AT_ONCE.values()), strict=True))
+    assert {name for name in loaded["import hf_specheads"] if name.startswith("hf_specheads")} == {
         "hf_specheads", "hf_specheads.registration", "hf_specheads.version",
     }  # fmt: skip
-    assert not heavy(modules)
+    assert {step: heavy(modules) for step, modules in loaded.items() if heavy(modules)} == {}
+    assert {"hf_specheads.cli.inspect", "hf_specheads.cli.env"} <= loaded["inspect"], "the commands were not run"
 
 
 AUTO, MODEL = "from transformers import AutoModelForCausalLM", "from transformers import PreTrainedModel"
@@ -78,21 +90,6 @@ def test_heads_load_what_any_model_of_transformers_does() -> None:
     added = heads - model
     assert "hf_specheads.heads.poss" in added
     assert len({name for name in added if not name.startswith("hf_specheads")}) < 150
-
-
-@pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_loads_neither_torch_nor_transformers(command: str | None) -> None:
-    assert not heavy(loaded_by(main(*([command] if command else []), "--help")))
-
-
-def test_what_is_asked_in_passing_waits_for_no_library() -> None:
-    """Versions, and what heads are: by metadata, `config.json` and the first bytes of the weights."""
-    both = f"{main('env')}; {main('inspect', str(SHIPPED))}"
-    assert not heavy(loaded_by(both))
-
-
-def test_a_wrong_option_is_told_at_once() -> None:
-    assert not heavy(loaded_by(main("eval", "--target", "x")))
 
 
 # ---------------------------------------------------------------------- what is there all the same

@@ -60,6 +60,7 @@ def frozen(target):
     return target.requires_grad_(False)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
 @pytest.mark.parametrize("apart", [False, True])
@@ -131,8 +132,11 @@ def test_no_tensor_of_all_logits_nor_of_rows_by_rows(frozen, method):
     assert 0 < largest.elements < rows * VOCAB < rows * rows
 
 
-@pytest.mark.parametrize("method", ["eagle3", "poss", "hydra"])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("method", "apart"),
+    [("eagle3", False), ("poss", True), ("hydra", False)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", True), ("poss", False), ("hydra", True))],
+)
 def test_under_autocast(frozen, method, apart):
     """In bf16 chunks reuse one cast of every weight; gradients stay fp32, and near those without autocast."""
     heads = make_heads(frozen, method, **METHODS[method]).bind(frozen).train()

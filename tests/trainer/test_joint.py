@@ -116,6 +116,7 @@ def naive_loss(trainer: JointTrainer, examples: list[dict[str, list[int]]]) -> t
     return total
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("collator", [PaddedCollator, PackedCollator])
 @pytest.mark.parametrize("self_distillation", [True, False])
 @pytest.mark.parametrize("again", [True, False])

@@ -69,6 +69,7 @@ def test_push_to_hub(hub: HubEndpoint, tmp_path: Path) -> None:
     assert str(tmp_path) not in text and hub.repos[name].find("main").title == "End of training"
 
 
+@pytest.mark.slow  # by default of heads that are pushed by themselves: publishing/test_push.py
 def test_what_a_user_wrote_stays(hub: HubEndpoint, tmp_path: Path) -> None:
     name = hub.new_name()
     hub.run(train_and_push, tmp_path / "run", name)
@@ -106,6 +107,7 @@ def test_the_command_pushes(hub: HubEndpoint, workspace, tmp_path: Path) -> None
     assert pushed == (tmp_path / "run" / "training_facts.json").read_bytes()
 
 
+@pytest.mark.slow  # by default heads with an adapter are pushed in publishing/test_push.py, and saved in test_joint.py
 def test_the_adapter_of_a_target_trained_along(hub: HubEndpoint, workspace, tmp_path: Path) -> None:
     name = hub.new_name()
     options = [f"output_dir={tmp_path / 'run'}", "push_to_hub=true", f"hub_model_id={name}", "method=eagle",

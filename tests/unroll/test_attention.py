@@ -61,6 +61,7 @@ def assert_equal(ours, wanted, states, documents):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("streams", [1, 2, 4, 12])
 @pytest.mark.parametrize("own_rows", [False, True])

@@ -376,8 +376,9 @@ def generation_statistic(case: str, samples: int = 80) -> tuple[float, float]:
     return statistic, critical_value(freedom)
 
 
+# By default rounds of chains are enumerated above, and drawn many times in claims/test_sampling_matrix.py.
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c in ("chain", "static tree") else pytest.mark.slow) for c in GENERATIONS]
+    "case", [pytest.param(c, marks=[] if c == "static tree" else pytest.mark.slow) for c in GENERATIONS]
 )
 def test_sampled_generations_follow_the_target(case):
     statistic, critical = generation_statistic(case)
