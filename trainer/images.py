@@ -103,7 +103,7 @@ class ImageReader:
             ExampleError: for a chat that cannot be read.
         """
         segments, images = self._segments(row)
-        return [self._encoded(example, images)[:2] for example in segments]
+        return [self._encoded(example, images) for example in segments]
 
     def inputs(self, row: Mapping[str, Any], reply: int, length: int) -> dict[str, torch.Tensor]:
         """What the target's forward gets besides ids and mask: pixels, their sizes, and token types [1, length].
@@ -114,16 +114,17 @@ class ImageReader:
             length: Tokens of the example, after the cut.
         """
         segments, images = self._segments(row)
-        ids, _, inputs = self._encoded(segments[reply], images)
-        per_token = (1, len(ids))
-        return {name: value[:, :length] if value.shape == per_token else value for name, value in inputs.items()}
+        inputs = dict(self._processed(_text(segments[reply]), images))
+        ids = inputs.pop("input_ids")
+        del inputs["attention_mask"]
+        return {name: value[:, :length] if value.shape == ids.shape else value for name, value in inputs.items()}
 
     def prompt(self, row: Mapping[str, Any], reply: int) -> dict[str, torch.Tensor]:
         """Arguments of `generate` for what stands before the first supervised token of an example."""
         segments, images = self._segments(row)
         first = next(place for place, segment in enumerate(segments[reply]) if segment.generated)
         asked = segments[reply][:first]
-        return dict(self._processed("".join(segment.text for segment in asked), images))
+        return dict(self._processed(_text(asked), images))
 
     def last_image(self, ids: Sequence[int]) -> int:
         """Place of the last token of an image, -1 without one."""
@@ -135,35 +136,27 @@ class ImageReader:
         own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
         kwargs = {**self.template_kwargs, **own}
         segments = chat_segments(messages, self.processor, tools_of(row), kwargs)
-        if images and not any(self._count(example, images) for example in segments):
+        if images and not any(self._shown(_text(example), len(images)) for example in segments):
             known = [getattr(self.processor, name, None) for name in PLACEHOLDERS]
             raise ExampleError(f"the chat template writes none of {[t for t in known if t]} for an image.")
         return segments, images
 
-    def _encoded(
-        self, segments: Sequence[Segment], images: Sequence[Any]
-    ) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
-        """Ids, loss mask, and the target's other inputs. Ids are those of the whole text; a segment's end lies where
-        the tokens of all up to it end, as when serving reads them for a prompt."""
-        processed = dict(self._processed("".join(segment.text for segment in segments), images))
-        ids = processed.pop("input_ids")[0].tolist()
-        del processed["attention_mask"]
+    def _encoded(self, segments: Sequence[Segment], images: Sequence[Any]) -> Row:
+        """Ids and loss mask. Ids are those of the whole text; a segment's end lies where the tokens of all up to it
+        end, as when serving reads them for a prompt."""
+        ids = self._processed(_text(segments), images)["input_ids"][0].tolist()
         mask: list[int] = []
         for place, segment in enumerate(segments, start=1):
-            end = len(ids) if place == len(segments) else self._length(segments[:place], images)
+            end = len(ids) if place == len(segments) else self._length(_text(segments[:place]), images)
             mask += [int(segment.generated)] * (end - len(mask))
-        return ids, mask, processed
+        return ids, mask
 
-    def _length(self, segments: Sequence[Segment], images: Sequence[Any]) -> int:
+    def _length(self, text: str, images: Sequence[Any]) -> int:
         """Tokens of the beginning of a chat."""
-        text = "".join(segment.text for segment in segments)
         return int(self._processed(text, images)["input_ids"].shape[1]) if text else 0
 
-    def _count(self, segments: Sequence[Segment], images: Sequence[Any]) -> int:
-        """How many of the images these segments show."""
-        return self._shown("".join(segment.text for segment in segments), len(images))
-
     def _shown(self, text: str, most: int) -> int:
+        """How many images a text shows, of `most`."""
         known = [getattr(self.processor, name, None) for name in PLACEHOLDERS]
         counts = [text.count(token) for token in known if isinstance(token, str)]
         return next((count for count in counts if 0 < count <= most), 0)
@@ -178,6 +171,10 @@ class ImageReader:
             return self.processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
         except (OSError, ValueError, TypeError) as error:
             raise ExampleError(f"the images of a chat cannot be read: {error}") from error
+
+
+def _text(segments: Sequence[Segment]) -> str:
+    return "".join(segment.text for segment in segments)
 
 
 class ImageChats(TorchDataset):

@@ -68,17 +68,17 @@ THINGS = _words("""
 acorn anchor apron armchair atlas backpack badge bagel balloon banana bandage banner barrel basin basket battery
 beaker bell belt bicycle blanket blender boiler bolt bonnet bookcase bottle bracelet brick bridle broom bucket buckle
 bulb burger button cabinet cable cactus cake camera candle canoe canvas carpet carrot cart cassette chain
-chair chalkboard chisel clamp clarinet clock cloak cobweb coconut collar comb compass cookie cork cradle crayon
+chair chalkboard chisel clamp clarinet clock cloak cobweb coconut collar comb compass cork cradle crayon
 croissant crown cucumber cupboard curtain cushion dagger diamond doll donut doormat drawer drill drum dumbbell earring
 easel eggplant engine envelope eraser fan faucet feather fiddle flagpole flask flute fork fountain freezer fridge
-funnel garland gasket gearbox gem globe goblet goggle guitar hammer hammock handle hanger harmonica harp hat hatchet
+funnel garland gasket gearbox gem globe goblet goggle guitar hammer hammock hanger harmonica harp hat hatchet
 headset heater helmet hinge hook hose jacket jar jersey jigsaw jug kayak kettle keyboard kite ladder ladle lamp
 lantern laptop lemon lever lightbulb locket loom magnet mallet mango map marble mattress medal melon microscope mirror
 mitten mixer monitor mop motor mug mushroom napkin necklace needle notebook nozzle oar olive onion oven paddle padlock
 pail pancake panel parasol parcel peach pear pebble pedal pencil pendant pepper pillow pin pipe pitcher plank plug
 poster pot pretzel printer pulley pump pumpkin puppet purse quilt racket radiator radio raft raincoat rake razor
 ribbon rivet robot rocket rope router rug ruler saddle sail sandal saucer scanner scarf scooter screw sensor shawl
-shovel sieve skateboard skillet sled sleeve slipper sneaker socket sofa spanner spatula speaker spoon sprinkler
+shovel sieve skateboard skillet sled sleeve slipper sneaker sofa spanner spatula speaker spoon sprinkler
 stapler statue stool stove strainer sweater syringe tambourine teapot telescope tent thermos thimble tile toaster
 tomato torch towel tractor tray tripod trombone trivet trowel trumpet tube tulip turbine umbrella urn valve vase vest
 violin wagon waffle wallet wardrobe wheelbarrow whistle wig windmill wrench yacht zipper
