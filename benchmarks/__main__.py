@@ -23,7 +23,7 @@ from .results import RESULTS, Result
 from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
-from .training import memory, step
+from .training import memory, step, switches
 from .trees import choose, default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
@@ -32,7 +32,7 @@ from .trees import choose, default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    choose, methods, acceptance, step, memory, families, doctor, diff, commands, answers,
+    choose, methods, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -14,6 +14,8 @@ BACKWARDS = ("per_pass", "summed")
 PASS_REDUCTIONS = ("sum", "mean")
 NOISE_SCALINGS = ("none", "eagle", "neftune")
 PACKING_STRATEGIES = ("best_fit", "batch")
+SHARDINGS = ("fsdp2", "zero3")
+STEPS_IN_BACKWARD = ("lomo", "adalomo")
 
 
 @dataclass
@@ -54,6 +56,10 @@ class DraftHeadTrainingArguments(TrainingArguments):
             EAGLE-3, the backward is always summed). `per_pass` needs less memory and more time.
         max_nonfinite_steps: Steps in a row whose loss or gradients are infinite or no numbers, after which training
             gives up. Each of them is skipped and counted in the log (`skipped_steps`).
+        max_grad_value: Clip every gradient to [-max_grad_value, max_grad_value], after `max_grad_norm` (the authors of
+            EAGLE, HASS and PosS clip by value, at 0.5, and not by norm: `max_grad_norm=0`). Default: not by value.
+        peak_tflops: TFLOP/s that the device can do, for `mfu` in the log; default: what its data sheet says of 16-bit
+            products, for devices that [`utilisation`] knows, and no `mfu` for others.
         loss_chunk_rows: Rows of which all logits exist at a time: memory of the losses is a few times that times the
             vocabulary.
         pass_reduction: `"sum"` over passes, as the authors' gradients; `"mean"` divides by `num_passes`, which keeps
@@ -63,8 +69,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         max_length: Longest training example in tokens; longer chats are cut, longer texts split.
         packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
             The target is tried with two documents first, and refused if one of them sees the other.
-        shard_target: Shard the decoder layers of the frozen target over the processes (FSDP2); heads stay
-            data-parallel.
+        shard_target: Shard the decoder layers of the frozen target over the processes; heads stay data-parallel.
+        target_sharding: By what: `"fsdp2"`, or `"zero3"` (DeepSpeed, which has to be installed).
         packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
             nearly `max_length` tokens; `"batch"` packs the examples of every batch.
         chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
@@ -101,12 +107,15 @@ class DraftHeadTrainingArguments(TrainingArguments):
     embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
     backward: str = field(default="summed", metadata={"help": f"One of {BACKWARDS}."})
     loss_chunk_rows: int = field(default=CHUNK_ROWS, metadata={"help": "Rows of which all logits exist at a time."})
+    max_grad_value: float | None = field(default=None, metadata={"help": "Clip gradients by value, too."})
+    peak_tflops: float | None = field(default=None, metadata={"help": "What the device can do, for `mfu`."})
     pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
     max_nonfinite_steps: int = field(default=5, metadata={"help": "Non-finite steps in a row before giving up."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
     packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
     shard_target: bool = field(default=False, metadata={"help": "Shard the frozen target over the processes."})
+    target_sharding: str = field(default="fsdp2", metadata={"help": f"One of {SHARDINGS}."})
     packing_strategy: str = field(default="best_fit", metadata={"help": f"One of {PACKING_STRATEGIES}."})
     chat_template_kwargs: dict | None = field(default=None, metadata={"help": "For the chat template."})
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
@@ -133,11 +142,20 @@ class DraftHeadTrainingArguments(TrainingArguments):
         _at_least("num_anchors", self.num_anchors, 1)
         _at_least("max_nonfinite_steps", self.max_nonfinite_steps, 1)
         _at_least("loss_chunk_rows", self.loss_chunk_rows, 1)
+        for name in ("max_grad_value", "peak_tflops"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"`{name}` must be above 0, got {value!r}.")
         _at_least("max_length", self.max_length, 3)
         _at_least("eval_acceptance_prompts", self.eval_acceptance_prompts, 0)
         _at_least("eval_prompt_length", self.eval_prompt_length, 1)
         _at_least("eval_max_new_tokens", self.eval_max_new_tokens, 1)
+        if self.optim in STEPS_IN_BACKWARD:
+            raise ValueError(
+                f"optim={str.__str__(self.optim)!r} takes its step within a backward, of which an unroll may have "
+                "several; choose another optimizer, e.g. optim=adamw_torch."
+            )
         _one_of("backward", self.backward, BACKWARDS)
+        _one_of("target_sharding", self.target_sharding, SHARDINGS)
         _one_of("packing_strategy", self.packing_strategy, PACKING_STRATEGIES)
         if isinstance(self.chat_template_kwargs, str):  # from a command line
             self.chat_template_kwargs = json.loads(self.chat_template_kwargs)

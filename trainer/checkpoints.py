@@ -9,17 +9,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
 
 from .guards import refuse_nonfinite_weights
 from .identity import refuse_other_run, write_identity
+from .upkeep import StepUpkeep
 
 PARTIAL = "_partial-checkpoint"  # pushes leave out what begins with an underscore
 
 
-class AtomicCheckpoints(Trainer):
+class AtomicCheckpoints(StepUpkeep):
     """A `Trainer` that, killed while saving, leaves the previous checkpoint the newest.
 
     Trainer writes into `<output_dir>/_partial-checkpoint/`, a name that resuming does not look at; the finished folder
@@ -63,6 +64,7 @@ class AtomicCheckpoints(Trainer):
         return os.path.join(folder, PARTIAL) if self._writing_partial else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.set_optimizer("eval")
         refuse_nonfinite_weights(model)
         run = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -1,15 +1,19 @@
-"""Running means of the loss components, agreement with the target, and tokens per second."""
+"""Running means of the loss components, agreement with the target, tokens per second and use of the device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .unroll import DEFAULT_LOSSES, PassLosses
+from .utilisation import count_operations
+
+T = TypeVar("T")
 
 
 class AgreementMeter:
@@ -38,19 +42,38 @@ class AgreementMeter:
 
 
 class Throughput:
-    """Tokens per second between two entries of the log, evaluations left out."""
+    """Tokens per second between two entries of the log, evaluations left out, and how well the device is used.
 
-    def __init__(self) -> None:
+    Args:
+        peak: Operations per second the device can do; `None` if nobody knows.
+    """
+
+    def __init__(self, peak: float | None = None) -> None:
         self.tokens = torch.zeros(())
+        self.peak = peak
+        self._places, self._batches = 0, 0  # of tokens, padding included
+        self._operations = 0.0  # of a place
         self._since: float | None = None
         self._paused = 0.0
 
+    def of(self, batch: Mapping[str, torch.Tensor], work: Callable[[], T]) -> T:
+        """Does the work of a batch, and counts it. Operations are counted in the second batch (what is compiled was
+        compiled by then), and taken to be in proportion to the size of the others."""
+        self.add(batch)
+        self._batches += 1
+        if self.peak is None or self._batches != 2:
+            return work()
+        result, operations = count_operations(work)
+        self._operations = operations / batch["input_ids"].numel()
+        return result
+
     def add(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Counts the tokens of a batch, padding left out."""
+        """Counts the tokens of a batch that is about to be trained on, padding left out."""
         if self._since is None:  # what came before the first step is no training
             self._since = time.perf_counter()
         real = batch.get("attention_mask", batch["input_ids"])
         self.tokens = self.tokens.to(real.device) + real.ne(0).sum()
+        self._places += batch["input_ids"].numel()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,14 +84,17 @@ class Throughput:
             self._paused += time.perf_counter() - started
 
     def drain(self) -> dict[str, float]:
-        """`tokens_per_second` of all processes, and `peak_memory_gib` of this one's accelerator; starts anew."""
+        """`tokens_per_second` of all processes; `mfu` and `peak_memory_gib` of this one's device, where known. Starts
+        anew."""
         tokens = self.tokens.float()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens)
         now = time.perf_counter()
         seconds = max(now - (now if self._since is None else self._since) - self._paused, 1e-9)
-        self.tokens, self._since, self._paused = torch.zeros(()), now, 0.0
         values = {"tokens_per_second": round(float(tokens) / seconds, 1)}
+        if self.peak is not None and self._operations:
+            values["mfu"] = self._operations * self._places / (seconds * self.peak)
+        self.tokens, self._places, self._since, self._paused = torch.zeros(()), 0, now, 0.0
         if torch.cuda.is_available():
             values["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return values
@@ -113,6 +139,9 @@ class LossMeter:
             dist.all_reduce(self.sums)
             if per_step_of_all:
                 dist.all_reduce(steps)
+        # Others may have seen losses where this process had no batch.
+        columns = zip(self.names, self.sums.T.tolist(), strict=True)
+        seen = self.seen | {name for name, column in columns if any(column)}
         means = (self.sums / steps.clamp_min(1)).tolist()
         self.sums.zero_()
         self.steps = 0
@@ -120,5 +149,5 @@ class LossMeter:
             f"{name}_loss_{position}": mean
             for position, losses in enumerate(means, start=1)
             for name, mean in zip(self.names, losses, strict=True)
-            if name in self.seen
+            if name in seen
         }

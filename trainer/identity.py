@@ -19,7 +19,14 @@ TRAINING = (
     *("pass_reduction", "top_k", "lk_decay", "pass_decay", "feature_noise", "feature_noise_scaling"),
     *("embedding_noise", "upstream_masking", "max_length", "packing", "chat_template_kwargs", "seed", "data_seed"),
     *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "target_lora_rank"),
+    *(
+        "max_grad_norm",
+        "max_grad_value",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "target_lora_rank",
+    ),
     *("target_lora_alpha", "target_lora_modules", "target_loss_weight", "self_distillation"),
     *("target_learning_rate", "heads_warmup_steps"),
 )
@@ -54,6 +61,8 @@ def run_identity(
     values["examples_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     values["data"] = data_identity(data)
     values["target"] = (heads.config.target or {}).get("fingerprint")
+    if args.max_grad_value is not None:
+        values["max_grad_value"] = args.max_grad_value
     if custom_optimizer is not None:
         values["optim"] = custom_optimizer
     values = json.loads(json.dumps(values, default=str, sort_keys=True))

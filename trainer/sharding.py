@@ -1,4 +1,4 @@
-"""A frozen target whose layers are sharded over the processes (FSDP2), while heads stay data-parallel.
+"""A frozen target whose layers are sharded over the processes (FSDP2 or ZeRO-3), while heads stay data-parallel.
 
 Only the decoder layers are: embedding, final norm and `lm_head`, which heads and losses call by themselves, stay whole
 on every process. Each layer is gathered for its own forward and freed after it, so all processes have to run the
@@ -7,14 +7,16 @@ target together. Generation, where a text decides how many forwards there are, i
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -29,6 +31,8 @@ def sharding_problem(args: DraftHeadTrainingArguments, joint: bool) -> str | Non
         return "shard_target=True needs several processes; start them with `accelerate launch --num_processes N`."
     if joint:
         return "shard_target=True is for a frozen target, and an adapter of it is trained; set shard_target=False."
+    if args.target_sharding == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        return "target_sharding='zero3' needs DeepSpeed; run `pip install deepspeed`, or leave it out (FSDP2)."
     return None
 
 
@@ -45,9 +49,9 @@ def shard_target(target: PreTrainedModel, args: DraftHeadTrainingArguments, join
         raise ValueError(problem)
     layers = decoder_layers(target, "set shard_target=False")
     if share_here(target) is None:
-        mesh = _mesh(args)
+        shard = _sharder(args)
         for layer in layers:
-            _shard(layer, mesh)
+            shard(layer)
     return len(layers)
 
 
@@ -78,12 +82,12 @@ def load_shares(
     plan = _agree_on_a_plan(target, failed)
     assert target is not None
     target.eval().requires_grad_(False)
-    mesh = _mesh(args)
+    shard = _sharder(args)
     names = {module: name for name, module in target.named_modules()}
     for layer in decoder_layers(target, "set shard_target=False"):
         _receive(target, [each for each in plan if each.name.startswith(f"{names[layer]}.")], args.device)
-        _shard(layer, mesh)
-    _receive(target, [each for each in plan if not isinstance(_tensor(target, each.name), DTensor)], args.device)
+        shard(layer)
+    _receive(target, [each for each in plan if not _is_sharded(_tensor(target, each.name))], args.device)
     return target
 
 
@@ -156,14 +160,41 @@ def _put(target: nn.Module, place: _Place, tensor: torch.Tensor) -> None:
     (module._parameters if place.parameter else module._buffers)[own] = tensor  # type: ignore[assignment]
 
 
-def _mesh(args: DraftHeadTrainingArguments) -> DeviceMesh:
-    return init_device_mesh(args.device.type, (dist.get_world_size(),))
-
-
-def _shard(layer: nn.Module, mesh: DeviceMesh) -> None:
+def _sharder(args: DraftHeadTrainingArguments) -> Callable[[nn.Module], Any]:
+    """What shards a layer in place, so that it is gathered for its own forward and freed after it."""
+    if args.target_sharding == "zero3":
+        return _shard_by_deepspeed
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
+    return partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+
+
+def _shard_by_deepspeed(layer: nn.Module) -> None:
+    """ZeRO-3, without an optimizer. An engine of its own for every layer: heads and losses call what is around the
+    layers in another order than a forward does, which an engine of the whole target would take for a new model."""
+    import deepspeed
+
+    dtype = next(layer.parameters()).dtype
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }
+    deepspeed.initialize(model=layer, config=config, dist_init_required=False)
+    layer.eval()
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
+
+
+def _sizes(parameter: torch.Tensor) -> tuple[int, int]:
+    """Numbers of a sharded parameter on this process, and in all."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local().numel(), parameter.numel()
+    return parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]  # DeepSpeed's
 
 
 def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:
@@ -243,7 +274,7 @@ def _take_part(target: PreTrainedModel) -> None:
 
 def share_here(target: nn.Module) -> float | None:
     """Share of the sharded weights that lies on this process; `None` for a target that is whole."""
-    sharded = [parameter for parameter in target.parameters() if isinstance(parameter, DTensor)]
-    if not sharded:
+    sizes = [_sizes(parameter) for parameter in target.parameters() if _is_sharded(parameter)]
+    if not sizes:
         return None
-    return sum(parameter.to_local().numel() for parameter in sharded) / sum(p.numel() for p in sharded)
+    return sum(here for here, _ in sizes) / sum(whole for _, whole in sizes)

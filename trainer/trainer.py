@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -34,6 +33,8 @@ from .publishing import HubCards
 from .sharding import in_step, shard_target
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
+from .upkeep import warn_of_settings
+from .utilisation import peak_flops
 
 
 # The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.
@@ -107,11 +108,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         given = self.optimizer
         self.optimizer_given = None if given is None else type(given).__name__
         refuse_sharding(self)
-        if args.upstream_masking:
-            warnings.warn(
-                "upstream_masking=True trains with masks that drafting does not have; for parity experiments only.",
-                stacklevel=2,
-            )
+        warn_of_settings(args)
         self._place_target(target)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
@@ -137,7 +134,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
         self._meters = [self._train_losses]  # of training
-        self._agreement, self._throughput = AgreementMeter(self.num_passes, self.args.device), Throughput()
+        self._agreement = AgreementMeter(self.num_passes, self.args.device)
+        self._throughput = Throughput(peak_flops(args))
         self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros(())
 
     def identity(self) -> dict[str, Any]:
@@ -149,7 +147,9 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """As in Trainer; what an evaluation will ask of `generate` is tried first."""
         if self.eval_dataset is not None:
             self._acceptance.rehearse(self.eval_dataset)
-        return super().train(*args, **kwargs)
+        output = super().train(*args, **kwargs)
+        self.set_optimizer("eval")
+        return output
 
     # ------------------------------------------------------------------ loss
     def start_unroll(
@@ -224,6 +224,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """Gradients of one batch. The heads are called without their DDP wrapper, and the gradients are summed over
         processes here, because several backwards per forward are more than DDP handles."""
         self.model.train()
+        self.set_optimizer("train")
         inputs = self._prepare_inputs(inputs)
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
@@ -231,7 +232,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             self._step_loss = torch.zeros((), device=self.args.device)
             for meter in self._meters:
                 meter.mark()
-        loss = self.backward_batch(inputs, num_items_in_batch)
+        loss = self._throughput.of(inputs, lambda: self.backward_batch(inputs, num_items_in_batch))
+        self.clear_cache()
         self._step_loss += loss
         self._micro_step += 1
         if self.accelerator.sync_gradients:
@@ -276,7 +278,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
                 total += self.weighted_loss(losses, position)
         unroll.finish_backward()
         self._agreement.sums += unroll.measured
-        self._throughput.add(inputs)
         return total
 
     def _is_logged_step(self) -> bool:
@@ -292,10 +293,6 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """As `accelerator.backward` scales a loss before its backward."""
         loss = loss / self.accelerator.gradient_accumulation_steps
         return loss if self.accelerator.scaler is None else self.accelerator.scaler.scale(loss)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """What the next optimizer step changes."""
-        return [p for p in self.model.parameters() if p.requires_grad]
 
     def _noise(self, features: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         if self.args.feature_noise == 0:
@@ -329,7 +326,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in Trainer; training logs gain each loss component, accuracy and expected acceptance per draft
-        position (of the logged steps), and tokens per second."""
+        position (of the logged steps), tokens per second, and how well a known device is used."""
         if "loss" in logs:
             logs.update({**self._train_losses.drain(), **self._agreement.drain(), **self._throughput.drain()})
             if self._step_guard.skipped:
@@ -359,6 +356,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def _evaluation_loop(self, dataloader: torch.utils.data.DataLoader, prefix: str) -> EvalLoopOutput:
         self.model.to(self.args.device).eval()
+        self.set_optimizer("eval")
         meter = LossMeter(self.num_passes, self.args.device, self.loss_names)
         agreement = AgreementMeter(self.num_passes, self.args.device)
         model = self.frozen_target.model

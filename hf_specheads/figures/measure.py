@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -18,6 +17,7 @@ from ..generation.refusals import tree_problem_of
 from ..heads.base import DraftHead
 from ..metrics import GenerationStats, acceptance_length, position_acceptance
 from ..provenance import device_name, versions
+from ..publishing.curves import curve, read_history
 from ..texts import Text, token_ids_of
 from ..tree.config import DraftTreeConfig
 from ..tuning.progress import bar
@@ -314,13 +314,9 @@ def training_curve(folder: str | Path) -> dict[str, list[list[float]]]:
     Args:
         folder: With `training_facts.json`, as heads are saved with, or a checkpoint's `trainer_state.json`.
     """
-    path = next((Path(folder) / name for name in FACTS if (Path(folder) / name).is_file()), None)
-    if path is None:
-        return {}
-    history = json.loads(path.read_text(encoding="utf-8")).get("log_history") or []
+    history = next((read_history(Path(folder) / name) for name in FACTS if (Path(folder) / name).is_file()), [])
     names = {"loss": "loss", "evaluation_loss": "eval_loss", "tau": "eval_acceptance_length"}
-    curves = {name: [[entry["step"], entry[key]] for entry in history if key in entry] for name, key in names.items()}
-    return {name: curve for name, curve in curves.items() if curve}
+    return {name: points for name, key in names.items() if (points := curve(history, key))}
 
 
 def _settings(target: PreTrainedModel, name: str | None, rows: Sequence[list[int]], sweeps: Sweeps) -> dict[str, Any]:

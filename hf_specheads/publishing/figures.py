@@ -1,23 +1,31 @@
-"""Figures of a model card, drawn from measured results: pos-acc by draft position, and speed-up."""
+"""Figures of a model card: pos-acc by draft position and speed-up, as measured, and the curves of the training."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .curves import History, by_position, curve
+from .palette import method_colour
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Title, which is the alternative text of the image, and where it lies beside the weights.
 POS_ACC, SPEED_UP = "pos-acc by draft position", "speed-up over plain generate"
-FIGURES = {POS_ACC: "figures/pos_acc.png", SPEED_UP: "figures/speed_up.png"}
+CURVES = "loss, acceptance by draft position, and tau while training"
+FIGURES = {POS_ACC: "figures/pos_acc.png", SPEED_UP: "figures/speed_up.png", CURVES: "figures/training.png"}
 Evaluations = Sequence[Mapping[str, Any]]  # results as `specheads eval --json` writes them
 Drawing = Callable[["Axes", Evaluations], None]
-SIZE, DPI, COLOURS = (6.0, 3.0), 100, 48
+SIZE, CURVES_SIZE, DPI, COLOURS = (6.0, 3.0), (9.0, 3.0), 100, 48
+DRAWN = ("loss", "eval_loss", "eval_acceptance_length", "expected_acceptance_length")  # any of which makes curves
+FAINTEST = 0.25  # of the deepest draft position's colour
 
 
 def can_draw() -> bool:
@@ -25,14 +33,16 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_figures(folder: str | Path, evaluations: Evaluations) -> list[Path]:
-    """Draws what was measured into a folder, and removes figures of what no longer is.
+def draw_figures(folder: str | Path, evaluations: Evaluations, history: History = (), method: str = "") -> list[Path]:
+    """Draws what was measured and logged into a folder, and removes figures of what no longer is.
 
     The same results give the same bytes.
 
     Args:
         folder: Of the saved heads; the files go where [`FIGURES`] says.
         evaluations: Results as `specheads eval --json` writes them; each may carry a `task` name.
+        history: The log of the training; one entry is no curve.
+        method: Of the heads, for the colour of the curves.
 
     Returns:
         The files drawn.
@@ -40,37 +50,80 @@ def draw_figures(folder: str | Path, evaluations: Evaluations) -> list[Path]:
     Raises:
         ImportError: if there is something to draw, and matplotlib is not installed.
     """
-    drawn = []
+    drawn: list[Path] = []
     for title, draw, field in ((POS_ACC, _draw_pos_acc, "pos_acc"), (SPEED_UP, _draw_speed_up, "speed_up")):
-        path = Path(folder) / FIGURES[title]
         measured = [result for result in evaluations if result.get(field)]
-        if not measured:
-            path.unlink(missing_ok=True)
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _draw(path, title, draw, measured)
-        drawn.append(path)
-    return drawn
+        fill = partial(_fill, title=title, draw=draw, measured=measured)
+        drawn += _draw(Path(folder) / FIGURES[title], fill, SIZE) if measured else _remove(folder, title)
+    if any(len(curve(history, name)) > 1 for name in DRAWN):
+        fill = partial(_fill_curves, history=history, colour=method_colour(method))
+        return drawn + _draw(Path(folder) / FIGURES[CURVES], fill, CURVES_SIZE)
+    return drawn + _remove(folder, CURVES)
 
 
-def _draw(path: Path, title: str, draw: Drawing, measured: Evaluations) -> None:
+def _remove(folder: str | Path, title: str) -> list[Path]:
+    (Path(folder) / FIGURES[title]).unlink(missing_ok=True)
+    return []
+
+
+def _draw(path: Path, fill: Callable[[Figure], None], size: tuple[float, float]) -> list[Path]:
     if not can_draw():
         raise ImportError("figures need matplotlib; install it with `pip install matplotlib`.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image  # comes with matplotlib
 
-    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")  # not pyplot: no global state, no window
-    axes = figure.subplots()
-    draw(axes, measured)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")  # not pyplot: no global state, no window
+    fill(figure)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # A palette, for a third of the size; and no version of matplotlib in the file, which would change with it.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS)
+    path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
+    return [path]
+
+
+def _fill(figure: Figure, title: str, draw: Drawing, measured: Evaluations) -> None:
+    axes = figure.subplots()
+    draw(axes, measured)
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def _fill_curves(figure: Figure, history: History, colour: str) -> None:
+    """Lines are of the training, circles of held-out data."""
+    loss, positions, tau = figure.subplots(1, 3)
+    _curve(loss, history, "loss", "eval_loss", "training", "held-out", colour)
+    _curve(tau, history, "expected_acceptance_length", "eval_acceptance_length", "expected", "generate", colour)
+    names = {name: None for entry in history for name in entry}
+    depth = max(len(by_position(names, "acceptance_")), len(by_position(names, "eval_pos_acc_")))
+    for i in range(1, depth + 1):
+        strength = 1 - (1 - FAINTEST) * (i - 1) / max(depth - 1, 1)
+        trained = bool(curve(history, f"acceptance_{i}"))
+        labels = (str(i), "") if trained else ("", str(i))
+        _curve(positions, history, f"acceptance_{i}", f"eval_pos_acc_{i}", *labels, colour, alpha=strength)
+    positions.set_ylim(0, 1.03)
+    tau.set_ylim(bottom=1)
+    for axes, title in ((loss, "loss"), (positions, "accepted at draft position"), (tau, "tau")):
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("optimizer step", fontsize=9)
+        axes.grid(axis="y", linewidth=0.4)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1)
+
+
+def _curve(
+    axes: Axes, history: History, line: str, circles: str, label: str, held_out: str, colour: str, alpha: float = 1.0
+) -> None:
+    styles = ((line, label, {"linewidth": 1.2}),
+              (circles, held_out, {"marker": "o", "markersize": 3, "linewidth": 0.6, "linestyle": "--"}))  # fmt: skip
+    for name, text, style in styles:
+        if points := curve(history, name):
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, color=colour, alpha=alpha, label=text, **style)
 
 
 def _draw_pos_acc(axes: Axes, measured: Evaluations) -> None:

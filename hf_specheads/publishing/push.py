@@ -31,6 +31,7 @@ from .card.facts import (
 )
 from .card.render import render_card
 from .card.sections import target_link
+from .curves import read_history
 from .figures import FIGURES, can_draw, draw_figures
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,9 @@ def complete_folder(
         The card's path.
     """
     if can_draw():
-        draw_figures(folder, card.get("evaluations") or read_evaluations(folder / EVAL_RESULTS))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        evaluations = card.get("evaluations") or read_evaluations(folder / EVAL_RESULTS)
+        draw_figures(folder, evaluations, read_history(folder / TRAINING_FACTS), str(config.get("method", "")))
     else:
         logger.warning("no figures in the model card: they need matplotlib (`pip install matplotlib`).")
     facts = collect_facts(folder, **{**card, "name": repo_id})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import make_parser
-from benchmarks.training import step
+from benchmarks.training import step, switches
 from benchmarks.training.naive_step import dense_step
 from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import Unroll
@@ -114,3 +116,21 @@ def test_default_and_full_grid():
     }
     cells = step.chosen_cells(make_parser().parse_args(["step", "--full", "--families", "poss"]))
     assert [cell["passes"] for cell in cells] == list(range(1, 9)) * 4
+
+
+def test_switches_of_a_training(pair, measure, monkeypatch) -> None:
+    """Every switch reaches the trainer; heads, data and seed are the same otherwise, and so is what they come to."""
+    monkeypatch.setitem(switches.RECIPE, "max_grad_norm", 0.01)  # below the norms of this pair
+    rows = [{"input_ids": torch.randint(3, 60, (12,)).tolist()} for _ in range(6)]
+    (pair / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--target", str(pair / "target"), "--prompts", str(pair / "prompts.jsonl"), "--max_new_tokens", "6",
+             "--data", str(pair / "data.jsonl"), "--warm_start", str(pair / "eagle"), "--specialists", "2", "1",
+             "--steps", "3", "--examples", "2", "--max_length", "12", "--learning_rate", "0.01", "--seeds", "2",
+             "--tree", "chain", "--switches"]  # fmt: skip
+    chosen = ["clipped by value", "a backward per pass", "the authors' masks"]
+    result = measure("switches", *words, *chosen)
+    losses = {name: [one["loss"] for one in seeds] for name, seeds in result["switches"].items()}
+    assert list(losses) == ["the recipe", *chosen] and all(len(set(each)) == 2 for each in losses.values())
+    recipe = losses.pop("the recipe")
+    assert losses.pop("a backward per pass") == pytest.approx(recipe, rel=1e-4)  # the same gradients
+    assert all(each != recipe for each in losses.values())

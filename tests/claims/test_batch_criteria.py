@@ -185,7 +185,11 @@ def test_one_trie_per_row(with_eos):
     [
         lambda: {"logits_processor": LogitsProcessorList(
             [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=torch.tensor([2, 8, 5]))])},
-        lambda: {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=2)},
+        # By default the scheme of the last case, which has something per row as well.
+        pytest.param(
+            lambda: {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=2)},
+            marks=pytest.mark.slow,
+        ),
         lambda: {"watermarking_config": WatermarkingConfig(bias=6.0)},
     ],
     ids=["prompt_ignore_length", "selfhash", "watermark"],

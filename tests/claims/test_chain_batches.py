@@ -129,6 +129,7 @@ def test_rows_are_sampled_from_the_targets_distribution(children):
     assert 0 in accepted and max(accepted) == 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("model_type", "given"), [("qwen3_next", "chunks"), ("qwen3_next", "embeddings"), ("mamba2", "embeddings")]
 )

@@ -64,6 +64,7 @@ def test_prompts_with_images(model_type):
         assert torch.equal(generate(target, batch, assistant_model=oracle(target, batch, expected)), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
 @pytest.mark.parametrize("method", ["eagle", "poss"])
 def test_heads_made_for_a_target(model_type, method):

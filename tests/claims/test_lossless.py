@@ -87,6 +87,7 @@ def test_tree_shapes(family, tree, ranks):
     assert_same_text(target, ids, expected, StubHead(target, expected, ranks, **tree))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["eagle", "hass", "poss"])
 @pytest.mark.parametrize("tree", [TREES[3], TREES[4], TREES[6]], ids=lambda tree: "-".join(map(str, tree.values())))
 def test_untrained_heads(method, tree):

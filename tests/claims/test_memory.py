@@ -127,6 +127,7 @@ def cache_tensors(cache) -> Iterator[torch.Tensor]:
         yield from tensors_of(list(vars(layer).values()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "llama4", "lfm2"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_is_returned_owns_just_its_rows(family, sampled):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -90,6 +90,14 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "sampled tree": (STATIC | {"children": "sampled"}, {}, "verify_sampled_at_once", "verify_sampled_token_by_token"),
     "typical": ({}, {"verification": "typical"}, "verify_typical", "verify_typical"),
 }
+LOSSLESS = [rule for rule in RULES if rule != "typical"]
+# Every processor once; every rule with one that looks at rows, and with one that reads the text where that changes
+# what verifies.
+IN_THE_DEFAULT_RUN = [
+    *zip(("temperature", "top-k", "top-p", "min-p"), LOSSLESS, strict=True),
+    ("typical-p", LOSSLESS[0]),
+    *zip(READ_THE_TEXT, LOSSLESS[1:], strict=True),
+]
 VERIFY = {verify.__name__: verify for verify in (
     verify_all_nodes, verify_token_by_token, verify_sampled_at_once, verify_sampled_token_by_token,
 )}  # fmt: skip
@@ -130,8 +138,14 @@ def processed(processors: str, context: tuple[int, ...]) -> torch.Tensor:
     return scores[0].softmax(-1)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("processors", PROCESSORS)
+def cases(rules: Iterable[str]) -> list[Any]:
+    """All processors with all of some rules; typical acceptance is in the default run with all of them."""
+    chosen = [*IN_THE_DEFAULT_RUN, *((processors, "typical") for processors in PROCESSORS)]
+    return [pytest.param(*case, marks=[] if case in chosen else pytest.mark.slow)
+            for case in itertools.product(PROCESSORS, rules)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processors", "rule"), cases(RULES))
 def test_constraints_hold(processors, rule, monkeypatch):
     heads, used = heads_of(rule), set()
     for name in (*VERIFY, "verify_typical"):
@@ -234,23 +248,7 @@ def expected_two(processors: str) -> dict[tuple[int, int], float]:
     }
 
 
-LOSSLESS = [rule for rule in RULES if rule != "typical"]
-# Every processor once; every rule with one that looks at rows, and with one that reads the text where that changes
-# what verifies.
-IN_THE_DEFAULT_RUN = [
-    *zip(("temperature", "top-k", "top-p", "min-p"), LOSSLESS, strict=True),
-    ("typical-p", LOSSLESS[0]),
-    *zip(READ_THE_TEXT, LOSSLESS[1:], strict=True),
-]
-
-
-@pytest.mark.parametrize(
-    ("processors", "rule"),
-    [
-        pytest.param(*case, marks=[] if case in IN_THE_DEFAULT_RUN else pytest.mark.slow)
-        for case in itertools.product(PROCESSORS, LOSSLESS)
-    ],
-)
+@pytest.mark.parametrize(("processors", "rule"), cases(LOSSLESS))
 def test_distribution_of_the_next_two_tokens(processors, rule):
     samples, expected = 200, expected_two(processors)
     counts = next_two(rule, processors, samples)

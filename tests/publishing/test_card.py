@@ -49,6 +49,21 @@ def test_metadata(folder: Path) -> None:
     assert results["speed_up"].dataset_name == "held-out functions"
 
 
+def test_the_last_values_of_a_training_are_a_table(folder: Path) -> None:
+    history = [
+        {"step": 10, "loss": 2.5, "acceptance_1": 0.5, "acceptance_2": 0.25, "expected_acceptance_length": 1.625},
+        {"step": 20, "loss": 2.0, "acceptance_1": 0.75, "acceptance_2": 0.5, "expected_acceptance_length": 2.125},
+        {"step": 20, "eval_loss": 2.25, "eval_acceptance_length": 1.9, "eval_pos_acc_1": 0.6},
+        {"step": 20, "train_runtime": 3.0},
+    ]
+    text = write_card(folder, training={"log_history": history}).read_text()
+    assert "| last logged | step | loss | tau | 1 | 2 |\n" in text
+    assert "| training, expected | 20 | 2 | 2.12 | 0.75 | 0.5 |\n" in text
+    assert "| held-out, expected | 20 | 2.25 |  |  |  |\n" in text
+    assert "| held-out, by `generate` | 20 |  | 1.9 | 0.6 |  |\n" in text
+    assert "last logged" not in write_card(folder, training={"log_history": []}).read_text()
+
+
 def test_the_weights_of_all_losses_are_shown(folder: Path) -> None:
     weights = {f"{loss}_loss_weight": 0.5 + index for index, loss in enumerate(LOSSES)}
     arguments = {"output_dir": "runs", "pass_decay": 0.9, **weights, "learning_rate": 3e-5}

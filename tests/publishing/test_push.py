@@ -29,7 +29,8 @@ RESULTS = [
     {"task": "temperature 1", "acceptance_length": 1.5, "pos_acc": [0.4, 0.3], "speed_up": 0.9, "identical": True},
 ]
 TRAINING = {"command": "specheads train --config x", "hours": 1.5, "commit": "0123abc", "versions": {"torch": "2.99"},
-            "recipe": {"train_data": "lab/texts"}}  # fmt: skip
+            "recipe": {"train_data": "lab/texts"},
+            "log_history": [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}]}  # fmt: skip
 
 
 # ------------------------------------------------------------------ what runs in the client's process

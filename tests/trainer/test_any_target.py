@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,18 +25,38 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+TRAINING_BY_DEEPSPEED = """
+    import sys
+    import deepspeed
+    from hf_specheads.trainer.__main__ import main
+
+    # Shared memory in place of gloo, on processors only: made by a compiler when DeepSpeed starts, which takes minutes
+    # and waits for ever if an interrupted one has left its lock.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
-def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path) -> None:
-    """FSDP2 over two processes of gloo, against one process with the whole target and the same batch."""
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_a_sharded_target_trains_the_same_heads(workspace, tmp_path: Path, sharding: str) -> None:
+    """FSDP2 or ZeRO-3 over two processes of gloo, against one process with the whole target and the same batch."""
     common = [*workspace.options, "max_grad_norm=0.0", "eval_examples=5", "max_steps=2", "eval_acceptance_prompts=3",
               "per_device_eval_batch_size=2"]  # fmt: skip
+    program = ["-m", "hf_specheads.trainer"]
+    if sharding == "zero3":
+        pytest.importorskip("deepspeed")
+        (tmp_path / "training.py").write_text(textwrap.dedent(TRAINING_BY_DEEPSPEED))
+        program = [str(tmp_path / "training.py")]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", str(free_port()), "-m", "hf_specheads.trainer"]  # fmt: skip
-    two = [*common, "per_device_train_batch_size=2", "ddp_backend=gloo", "shard_target=true"]
+              "--main_process_port", str(free_port()), *program]  # fmt: skip
+    two = [*common, "per_device_train_batch_size=2", "ddp_backend=gloo", "shard_target=true",
+           f"target_sharding={sharding}"]  # fmt: skip
     result = subprocess.run(
         [*launch, *two, f"output_dir={tmp_path / 'two'}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True,
+        timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     assert "50 % of the layers' weights on each process" in result.stdout
@@ -114,6 +135,38 @@ def test_tensors_beside_buffers_are_refused() -> None:
 def test_what_cannot_be_sharded_is_refused(workspace, tmp_path: Path, capsys) -> None:
     assert main([*workspace.options, "shard_target=true", f"output_dir={tmp_path / 'run'}"]) == 2
     assert "needs several processes" in capsys.readouterr().err
+
+
+def two_processes(**arguments) -> SimpleNamespace:
+    return SimpleNamespace(**{"world_size": 2, "target_sharding": "zero3", **arguments})
+
+
+def test_deepspeed_gets_the_layers_one_by_one(monkeypatch, target) -> None:
+    """As it is called; what it does is tested above, where it is installed."""
+    given = []
+    module = ModuleType("deepspeed")
+    module.initialize = lambda **options: given.append(options)
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    monkeypatch.setattr(sharding.importlib.util, "find_spec", lambda name: module)
+    layers = list(target.to(torch.bfloat16).model.layers)
+    assert sharding.shard_target(target, two_processes()) == len(layers) == len(given)
+    for layer, options in zip(layers, given, strict=True):
+        assert options["model"] is layer and not layer.training
+        assert options["config"]["zero_optimization"]["stage"] == 3
+        assert options["config"]["bf16"]["enabled"] and not options["config"]["fp16"]["enabled"]
+    for place, parameter in enumerate(target.model.layers.parameters()):  # as DeepSpeed leaves them
+        parameter.ds_tensor, parameter.ds_numel = torch.zeros(1 if place % 2 else 3), 4
+    pairs, odd = divmod(sum(1 for _ in target.model.layers.parameters()), 2)
+    assert sharding.share_here(target) == (4 * pairs + 3 * odd) / (4 * (2 * pairs + odd))
+    sharding.shard_target(target, two_processes())
+    assert len(given) == len(layers), "what is sharded stays as it is"
+
+
+def test_deepspeed_that_is_not_installed_is_named(monkeypatch, target) -> None:
+    monkeypatch.setattr(sharding.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs DeepSpeed; run `pip install deepspeed`, or leave it out"):
+        sharding.shard_target(target, two_processes())
+    assert sharding.sharding_problem(two_processes(target_sharding="fsdp2"), joint=False) is None
 
 
 def test_options_reach_the_target(workspace, tmp_path: Path, monkeypatch) -> None:

@@ -20,6 +20,10 @@ from hf_specheads.trainer.losses import LOSSES
         ("pass_reduction", "max", "`pass_reduction` must be one of"),
         ("max_length", 2, "`max_length` must be at least 3"),
         ("eval_max_new_tokens", 0, "`eval_max_new_tokens` must be at least 1"),
+        ("target_sharding", "zero2", r"`target_sharding` must be one of \['fsdp2', 'zero3'\], got 'zero2'"),
+        ("max_grad_value", 0.0, "`max_grad_value` must be above 0, got 0.0"),
+        ("peak_tflops", -1.0, "`peak_tflops` must be above 0, got -1.0"),
+        ("optim", "adalomo", "optim='adalomo' takes its step within a backward"),
         ("remove_unused_columns", True, "`remove_unused_columns` must be False"),
     ],
 )

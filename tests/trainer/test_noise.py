@@ -63,6 +63,7 @@ def test_embedding_and_feature_noise_are_drawn_apart(make_trainer, target):
     assert not torch.equal(*draws)
 
 
+@pytest.mark.slow  # by default step by step: gradients of Hydra heads in test_chunks.py, whole runs in test_trainer.py
 def test_hydra_runs_that_must_be_equal(make_trainer, target):
     """One backward per pass or for all, padded or packed rows; SGD, because Adam turns rounding into sign flips."""
     heads = make_heads(target, "hydra", head_arch="prefix-mlp", num_blocks=2)

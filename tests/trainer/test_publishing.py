@@ -13,7 +13,7 @@ from safetensors.torch import load
 from support.hub.endpoint import HubEndpoint
 from support.targets import training_target
 
-from hf_specheads.publishing.figures import FIGURES, POS_ACC
+from hf_specheads.publishing.figures import CURVES, FIGURES, POS_ACC
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from hf_specheads.trainer.__main__ import main
@@ -34,7 +34,7 @@ def build(folder: Path, **arguments: Any) -> DraftHeadTrainer:
 
 
 def train_and_push(folder: Path, name: str, **options: Any) -> None:
-    trainer = build(folder, hub_model_id=name, eval_strategy="steps", eval_steps=2)
+    trainer = build(folder, hub_model_id=name, eval_strategy="steps", eval_steps=2, logging_steps=1)
     trainer.train()
     trainer.push_to_hub(**options)
 
@@ -56,12 +56,13 @@ def test_push_to_hub(hub: HubEndpoint, tmp_path: Path) -> None:
     name = hub.new_name()
     hub.run(train_and_push, tmp_path / "run", name, license="mit", dataset="lab/texts", finetuned_from="lab/target")
     files = hub.files(name)
-    assert {"config.json", "model.safetensors", "training_facts.json", FIGURES[POS_ACC]} <= set(files)
+    assert {"config.json", "model.safetensors", "training_facts.json", FIGURES[POS_ACC], FIGURES[CURVES]} <= set(files)
     assert not [path for path in files if path.endswith((".bin", ".pkl"))], "no pickle, least of all of the token"
     assert load(files["model.safetensors"]).keys() == make_heads(training_target()).state_dict().keys()
     metadata, text = card_of(hub, name)
     assert metadata["license"] == "mit" and metadata["datasets"] == ["lab/texts"]
     assert metadata["base_model"] == "lab/target" and "poss" in metadata["tags"]
+    assert f"]({FIGURES[CURVES]})" in text and "| held-out, by `generate` | 2 |" in text
     assert MEASURED_IN_TRAINING in text and "pos-acc at draft position" in text and "`steps` | 2" in text
     facts = json.loads(files["training_facts.json"])
     assert facts["hours"] is not None and facts["versions"]["hf-specheads"] and facts["num_passes"] == 4
@@ -124,7 +125,10 @@ def test_a_card_without_a_repository(make_trainer) -> None:
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(model_name="mine", limits=["Only poems."])
-    text = (Path(trainer.args.output_dir) / "README.md").read_text()
+    folder = Path(trainer.args.output_dir)
+    text = (folder / "README.md").read_text()
+    assert f"]({FIGURES[CURVES]})" in text and (folder / FIGURES[CURVES]).read_bytes().startswith(b"\x89PNG")
+    assert "| training, expected | 4 |" in text
     assert "# mine\n" in text and "- Only poems." in text and "`steps` | 4" in text
 
 

@@ -58,7 +58,8 @@ def test_a_resumed_stream_goes_on_where_it_was(make_trainer, target, tmp_path):
         assert torch.equal(value, weights(resumed)[name]), name
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+# By default streams are resumed in mid run, above.
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_finished_run_is_not_trained_further(make_trainer, target, tmp_path, streamed):
     """Killed between its last checkpoint and its end; three steps are not a whole number of epochs."""
     from datasets import Dataset

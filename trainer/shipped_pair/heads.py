@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
@@ -31,6 +30,7 @@ from hf_specheads.trainer import (
 )
 
 from ..facts import FACTS, write_facts
+from ..utilisation import count_operations
 from .answers import AnswerBlocks, corpus_answer, read_answers
 from .chat import prompt_tokens
 from .feature_cache import BLOCK, CachedBlocks, cached_layers, stack_blocks
@@ -143,12 +143,11 @@ class HeadTraining:
         trainer = self.trainer(run, heads, self.args.output_dir / "counting", 1)
         blocks, body = self.blocks(run, heads), sum(p.numel() for p in self.target.get_decoder().layers.parameters())
         batch = stack_blocks([blocks[index] for index in range(BATCH)])
-        with FlopCounterMode(display=False) as counter:
-            trainer.training_step(trainer.model, batch)
+        _, counted = count_operations(lambda: trainer.training_step(trainer.model, batch))
         trainer.model.zero_grad()
         trainer.reset_losses()
         saved = 2 * body * BATCH * BLOCK if "final_features" in batch else 0
-        return saved + counter.get_total_flops()
+        return saved + counted
 
     def run(self, name: str) -> None:
         """Trains one run and saves heads (bf16) and facts into its folder."""

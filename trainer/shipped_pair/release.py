@@ -14,6 +14,7 @@ from typing import Any
 from hf_specheads import DraftTreeConfig
 from hf_specheads.publishing.card.facts import EVAL_RESULTS, TRAINING_FACTS, read_evaluations
 from hf_specheads.publishing.card.render import write_card
+from hf_specheads.publishing.curves import read_history
 from hf_specheads.publishing.figures import draw_figures
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 
@@ -106,7 +107,8 @@ def release(args: argparse.Namespace) -> None:
             set_tree(folder, tree)
         if entries := evaluations(name, args.results):
             (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        draw_figures(folder, read_evaluations(folder / EVAL_RESULTS))
+        method = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("method", "")
+        draw_figures(folder, read_evaluations(folder / EVAL_RESULTS), read_history(folder / TRAINING_FACTS), method)
         limits = [*LIMITS, *([NOTES[name]] if name in NOTES else [])]
         write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=limits)
 

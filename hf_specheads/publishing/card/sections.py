@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...configuration import DraftHeadConfig
+from ..curves import last_values
+from ..figures import CURVES, POS_ACC, SPEED_UP
 from .facts import CardFacts, is_hub_id
 
 # Of a training run, what a reader of a card wants; the file next to the weights has everything.
@@ -105,7 +107,7 @@ def results(facts: CardFacts) -> str:
     table = markdown_table(
         ["task", *used], [[task, *(row[n] for n in used)] for task, row in zip(tasks, rows, strict=True)]
     )
-    return "\n\n".join([table, *_pos_acc(tasks, evaluations), *figure_links(facts)])
+    return "\n\n".join([table, *_pos_acc(tasks, evaluations), *figure_links(facts, POS_ACC, SPEED_UP)])
 
 
 def _right_answers(shares: Mapping[str, Mapping[str, float]]) -> str:
@@ -131,9 +133,9 @@ def _pos_acc(tasks: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> 
     return [markdown_table(header, rows), explanation]
 
 
-def figure_links(facts: CardFacts) -> list[str]:
-    """Markdown images of the figures that lie beside the weights."""
-    return [f"![{title}]({path})" for title, path in facts.figures.items()]
+def figure_links(facts: CardFacts, *titles: str) -> list[str]:
+    """Markdown images of those figures that lie beside the weights."""
+    return [f"![{title}]({facts.figures[title]})" for title in titles if title in facts.figures]
 
 
 def _rounded(value: Any, digits: int) -> str:
@@ -149,7 +151,7 @@ def _tree_text(tree: Mapping[str, Any] | None) -> str:
 
 # ------------------------------------------------------------------ training, architecture
 def training(facts: CardFacts) -> str:
-    """A table of what was trained on what, how long, and to what end."""
+    """Curves and last values of the log, and a table of what was trained on what, how long, and to what end."""
     shown = {key: value for key, value in (facts.training or {}).items() if key not in TRAINING_LEFT_OUT}
     if isinstance(arguments := shown.get("arguments"), Mapping):
         weights = [name for name in arguments if name.endswith(LOSS_WEIGHT)]
@@ -157,7 +159,18 @@ def training(facts: CardFacts) -> str:
         shown["arguments"] = {name: arguments[name] for name in names if name in arguments}
     if isinstance(recipe := shown.get("recipe"), Mapping):
         shown["recipe"] = {name: value for name, value in recipe.items() if name not in ("training", "target")}
-    return _fact_table(shown)
+    return "\n\n".join(part for part in (*_log(facts), _fact_table(shown)) if part)
+
+
+def _log(facts: CardFacts) -> list[str]:
+    header, rows = last_values((facts.training or {}).get("log_history") or [])
+    if not any(row[3] for row in rows):  # a tau, of anything
+        return figure_links(facts, CURVES)
+    explanation = (
+        "tau: tokens of a round, the target's own included. At draft positions: how probably a token drawn there is "
+        "accepted, and for `generate` how often it was, given that all earlier ones were."
+    )
+    return [*figure_links(facts, CURVES), markdown_table(header, rows), explanation]
 
 
 def _fact_table(facts: Mapping[str, Any]) -> str:

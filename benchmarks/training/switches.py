@@ -1,0 +1,163 @@
+"""What the switches of a training cost or bring: POSS heads trained alike but for one of them.
+
+    python -m benchmarks switches --target T --data runs/data --warm_start runs/eagle
+
+All start from the same EAGLE heads and see the same batches in the same order; each is trained with several seeds. tau
+is of greedy trees on held-out prompts. The authors' trainer (arXiv 2506.03566, their code) differs from the recipe in
+that it clips gradients by value, counts masked scores as 0, and runs a backward per pass. The latter has the same
+gradients but for rounding: differences of its size mean nothing. Nothing is timed, so the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, set_seed
+
+from hf_specheads import AutoDraftHead, DraftHead, load_heads
+from hf_specheads.bootstrap import difference_interval
+from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
+from hf_specheads.trainer.sources import DataSource
+
+from ..acceptance.acceptance import TREES, counts_of, generate_all, numbers_of
+from ..acceptance.questions import counts_from, verdict
+from ..results import Result, footnote, markdown_table, number
+from ..setup import Inputs, add_generation_arguments, display_name, load_prompts, load_target, settings
+from ..sides import Side
+
+SOURCES = ("hf_specheads", "trainer")
+RECIPE = {"max_grad_norm": 0.5, "warmup_steps": 0.01}
+SWITCHES: dict[str, dict[str, Any]] = {
+    "the recipe": {},
+    "clipped by value": {"max_grad_norm": 0.0, "max_grad_value": 0.5},
+    "not clipped": {"max_grad_norm": 0.0},
+    "a backward per pass": {"backward": "per_pass"},
+    "the authors' masks": {"upstream_masking": True},
+    "no warm-up": {"warmup_steps": 0},
+    "longer warm-up": {"warmup_steps": 0.1},
+    "all as the authors": {"max_grad_norm": 0.0, "max_grad_value": 0.5, "backward": "per_pass",
+                           "upstream_masking": True, "warmup_steps": 0},
+}  # fmt: skip
+FIRST = next(iter(SWITCHES))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Target, data, start, and how long."""
+    add_generation_arguments(parser, [], prompts=["held_out"], repeats=None)
+    parser.add_argument("--data", required=True, help="as `train_data` of a recipe: file, folder or Hub id")
+    parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all start from")
+    parser.add_argument("--specialists", type=int, nargs=2, default=[2, 3], help="how many, and positions of each")
+    parser.add_argument("--switches", nargs="+", choices=list(SWITCHES), default=list(SWITCHES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--examples", type=int, default=8, help="of a step")
+    parser.add_argument("--max_length", type=int, default=256, help="longest example, in tokens")
+    parser.add_argument("--learning_rate", type=float, default=3e-5)
+    parser.add_argument("--tree", choices=list(TREES), default="16 nodes")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts of about the same length at a time")
+
+
+# ---------------------------------------------------------------------- training
+def new_heads(target: PreTrainedModel, args: argparse.Namespace) -> DraftHead:
+    """POSS heads from the warm start; all switches and seeds begin with the same weights."""
+    set_seed(0)
+    count, positions = args.specialists
+    return AutoDraftHead.from_target(
+        target, "poss", from_heads=load_heads(args.warm_start, dtype=target.dtype),
+        num_specialists=count, positions_per_specialist=positions,
+    )  # fmt: skip
+
+
+def train(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, name: str, seed: int
+) -> tuple[DraftHead, float]:
+    """Trained heads, and their mean loss over the last tenth of the steps."""
+    heads = new_heads(target, args)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = DraftHeadTrainer(
+            model=heads,
+            target=target,
+            args=DraftHeadTrainingArguments(folder, **training_arguments(args, name, seed)),
+            train_dataset=DataSource(args.data).load(),
+            processing_class=tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return heads.eval(), losses[-1]
+
+
+def training_arguments(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+    """The recipe's, with one switch."""
+    common = {
+        "max_steps": args.steps, "per_device_train_batch_size": args.examples, "max_length": args.max_length,
+        "learning_rate": args.learning_rate, "lr_scheduler_type": "linear", "adam_beta2": 0.95, "weight_decay": 0.01,
+        "feature_noise": 0.1, "seed": seed, "logging_steps": max(args.steps // 10, 1), "save_strategy": "no",
+        "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "eval_acceptance_prompts": 0,
+    }  # fmt: skip
+    return {**common, **RECIPE, **SWITCHES[name]}
+
+
+# ---------------------------------------------------------------------- measuring
+def measure_one(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Inputs], args: argparse.Namespace,
+    name: str, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One training: its loss, and tau with what it is made of."""
+    heads, loss = train(target, tokenizer, args, name, seed)
+    heads.adaptive = False
+    depth = args.specialists[0] * args.specialists[1]
+    fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
+    side = Side(name, {"assistant_model": heads.bind(target).with_tree(**fields)})
+    runs = generate_all(target, side, prompts, args, "greedy")
+    found = numbers_of(counts_of(runs, len(prompts)), {})
+    tokens, rounds = counts_from(found["counts"])
+    tau = sum(tokens) / max(sum(rounds), 1)
+    print(f"{name}, seed {seed}: loss {loss:.4f}, tau {tau:.3f}", file=sys.stderr, flush=True)
+    return {"loss": loss, "acceptance_length": tau, "counts": found["counts"]}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every switch with every seed."""
+    target, tokenizer = load_target(args)
+    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    measured = {
+        name: [measure_one(target, tokenizer, prompts, copy.copy(args), name, seed) for seed in range(args.seeds)]
+        for name in dict.fromkeys([FIRST, *args.switches])
+    }
+    named = ("steps", "examples", "max_length", "learning_rate", "specialists", "tree")
+    facts = {name: getattr(args, name) for name in named}
+    places = {"data": display_name(args.data), "warm_start": display_name(args.warm_start)}
+    return {**settings(args, prompts), **facts, **places, "switches": measured}
+
+
+# ---------------------------------------------------------------------- the table
+def table(result: Result) -> str:
+    """tau of every switch, over seeds and of each, and its difference from the recipe's."""
+    recipe = pooled(result["switches"][FIRST])
+    rows = []
+    for name, seeds in result["switches"].items():
+        taus = [one["acceptance_length"] for one in seeds]
+        apart = difference_interval(pooled(seeds), recipe)
+        told = ("", "") if name == FIRST else (str(apart), verdict(apart))
+        loss = sum(one["loss"] for one in seeds) / len(seeds)
+        rows.append((name, number(sum(taus) / len(taus), 3), ", ".join(number(tau, 3) for tau in taus), *told,
+                     number(loss, 4)))  # fmt: skip
+    count, positions = result["specialists"]
+    header = ("POSS trained with", "tau", "of each seed", "difference from the recipe", "", "loss")
+    return markdown_table(header, rows) + footnote(
+        result, f"{count} specialists of {positions} draft positions from {result['warm_start']}, {result['steps']} "
+        f"steps of {result['examples']} x {result['max_length']} tokens of {result['data']}; greedy, {result['tree']}",
+        f"95 % intervals over {result['num_prompts']} prompts of every seed, paired",
+    )  # fmt: skip
+
+
+def pooled(seeds: Sequence[Result]) -> tuple[list[float], list[float]]:
+    """Tokens and rounds of every prompt, all seeds one after the other."""
+    counts = [counts_from(one["counts"]) for one in seeds]
+    return [t for tokens, _ in counts for t in tokens], [r for _, rounds in counts for r in rounds]
