@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -108,8 +109,8 @@ def poss_heads(target: LlamaForCausalLM) -> PossHead:
     ).eval()
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+@functools.cache
+def _shared_tokenizer() -> PreTrainedTokenizerFast:
     """99 words split at spaces: `w3` to `w98`, and three special tokens."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 99)}}
     words_only = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -122,6 +123,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<pad>",
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The same for all tests; what a test sets of its chat template ends with the test."""
+    return _shared_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def _no_template_stays() -> Iterator[None]:
+    yield
+    _shared_tokenizer().chat_template = None
 
 
 @pytest.fixture(scope="session")

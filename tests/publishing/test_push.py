@@ -186,7 +186,7 @@ def test_what_an_earlier_push_left_is_replaced(hub: HubEndpoint, folder: Path, t
     (folder / "eval_results.json").unlink()
     hub.run(push, folder, name)
     assert set(hub.files(name)) == {".gitattributes", "README.md", "config.json", "model.safetensors",
-                                    "training_facts.json", "eval_results.json"}  # fmt: skip
+                                    "training_facts.json", "eval_results.json", "figures/training.png"}  # fmt: skip
 
 
 # ------------------------------------------------------------------ how it is committed

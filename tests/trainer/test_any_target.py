@@ -172,8 +172,8 @@ def test_deepspeed_that_is_not_installed_is_named(monkeypatch, target) -> None:
 def test_options_reach_the_target(workspace, tmp_path: Path, monkeypatch) -> None:
     made, kept = [], building.load_target
 
-    def load(recipe):
-        made.append(kept(recipe))
+    def load(recipe, images=False):
+        made.append(kept(recipe, images))
         return made[0]
 
     monkeypatch.setattr(building, "load_target", load)

@@ -224,8 +224,9 @@ def test_templates_and_chats_that_cannot_be_read(characters) -> None:
 
 
 def test_chats_with_images_are_refused():
-    """A template would write a placeholder where training has no picture."""
+    """A template would write a placeholder where training has no picture: a processor is asked for."""
     content = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "what is it?"}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a house"}]
-    assert "parts of type ['image']" in chat_problem(messages)
+    assert chat_problem(messages).startswith("images, which the target's processor")
+    assert "parts of type ['audio']" in chat_problem([{"role": "user", "content": [{"type": "audio"}]}])
     assert chat_problem([{"role": "user", "content": content[1:]}, messages[1]]) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_sums_and_values_are_python(kind) -> None:
 def test_orders_hold_all_numbers_that_belong() -> None:
     for seed in range(20):
         up, down, above, below, many = ORDERS(Draw(f"{seed}", False))
-        numbers = [int(number) for number in up[0].partition(";")[0].split(", ")]
+        numbers = [int(number) for number in re.findall(r"\d+", up[0])]
         listed = [[int(n) for n in found.split(", ") if n.strip() != "none"] for _, found in (up, down, above, below)]
         assert listed[0] == sorted(numbers) and listed[1] == sorted(numbers, reverse=True)
         assert sorted(listed[2] + listed[3]) == sorted(numbers)

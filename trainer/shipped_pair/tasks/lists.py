@@ -54,7 +54,7 @@ def _draw_facts(draw: Draw) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": name, "task": task, "limit": None}
     if task == "colour":
         wanted, *others = draw.words(COLOURS, 3)
-        kept = draw.random.sample(range(len(words)), draw.number(2, 3))
+        kept = draw.random.sample(range(len(words)), draw.number(3, 4))
         keys = [wanted if place in kept else draw.choice(others) for place in range(len(words))]
         return {**facts, "items": [list(pair) for pair in zip(keys, words, strict=True)], "limit": wanted}
     # No two begin with the same digit, so a glance at the first digits sorts them.
