@@ -112,7 +112,7 @@ def test_every_package_is_listed() -> None:
 
 def test_dependencies_are_floors() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"train", "quant", "app", "figures", "docs", "dev"}
+    assert set(extras) == {"train", "quant", "app", "zero3", "figures", "docs", "dev"}
     for requirement in [*PROJECT["project"]["dependencies"], *(r for extra in extras.values() for r in extra)]:
         assert ">=" in requirement and not set("<=~!").intersection(requirement.replace(">=", "")), requirement
 
