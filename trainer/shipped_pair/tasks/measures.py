@@ -24,7 +24,7 @@ UNIT_ASKS = (
     "How many {small} make up {amount} {large} and {rest} {small}? {name} needs it for {topic}.",
     "{amount} {large} and {rest} {small}: write that in {small} only, for the {topic} list by {name}.",
     "{name} measured {amount} {large} and {rest} {small} for {topic}. Tell me the number of {small}.",
-    "From {large} to {small}, please: {amount} {large} and {rest} {small}. Topic {topic}, owner {name}.",
+    "What are {amount} {large} and {rest} {small} in {small}? It is for the {topic} folder of {name}.",
 )
 TIME_ASKS = (
     "The {topic} class of {name} starts at {start} and takes {minutes} minutes. When does it end?",
