@@ -16,7 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_utils import load_image
 
-from .chats import ExampleError, Row, Segment, chat_segments
+from .chats import ExampleError, Row, Segment, chat_problem, chat_segments
 from .columns import messages_of, tools_of
 from .data import PaddedCollator
 
@@ -53,11 +53,11 @@ def image_messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[A
     Raises:
         ExampleError: if images and the places for them do not match.
     """
-    given = row.get("messages") if row.get("messages") is not None else messages_of(row.get("conversations"))
+    given: Any = row.get("messages") if row.get("messages") is not None else messages_of(row.get("conversations"))
     waiting = list(row.get("images") or [])
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {given!r}.")
-    messages = [{**message, "content": _parts(message.get("content"))} for message in given]
+    if problem := chat_problem(given, images=True):
+        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
+    messages: list[dict[str, Any]] = [{**message, "content": _parts(message.get("content"))} for message in given]
     places = [part for message in messages for part in message["content"] or () if part.get("type") == "image"]
     if waiting and not places:  # images without a place stand in front of the first question
         first = next((message for message in messages if message["role"] == "user"), messages[0])
@@ -79,6 +79,8 @@ def image_messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[A
 def _parts(content: Any) -> list[dict[str, Any]] | None:
     if content is None or isinstance(content, str):
         return None if content is None else [{"type": "text", "text": content}]
+    if not all(isinstance(part, Mapping) for part in content):
+        raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got parts {content!r}.")
     # Data sets in columns give every part the fields of all.
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 

@@ -101,7 +101,7 @@ def prepare_dataset(
     if kind != "input_ids" and tokenizer is None:
         raise ValueError(f"a dataset with a `{kind}` column needs a tokenizer; pass `processing_class`.")
     if reads_images(tokenizer, kind):
-        return _with_images(dataset, kind, ImageReader(tokenizer, max_length, template_kwargs), num_proc, report)
+        return _with_images(dataset, ImageReader(tokenizer, max_length, template_kwargs), num_proc, report)
     how = Tokenizing(tokenizer_of(tokenizer), max_length, dict(template_kwargs or {}))
     if not hasattr(dataset, "__len__"):
         return _streamed(dataset, names, kind, how, report)
@@ -133,7 +133,7 @@ def _kept(dataset: Examples, prepared: Any, max_length: int, report: DataReport)
     return prepared.remove_columns(["note", "problem"])
 
 
-def _with_images(dataset: Any, kind: str, reader: ImageReader, num_proc: int | None, report: DataReport) -> ImageChats:
+def _with_images(dataset: Any, reader: ImageReader, num_proc: int | None, report: DataReport) -> ImageChats:
     """Chats for a processor. Only ids and masks are kept: pixels are made when an example is read.
 
     Raises:

@@ -17,6 +17,7 @@ from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments, JointTrainer, JointTrainingArguments
 from hf_specheads.trainer import prepare_dataset as prepare
 from hf_specheads.trainer.building import build_trainer, first_example, load_tokenizer
+from hf_specheads.trainer.chats import ExampleError
 from hf_specheads.trainer.images import ImageChats, ImageCollator, image_messages
 from hf_specheads.trainer.preparing import DataReport
 from hf_specheads.trainer.recipe import Recipe
@@ -118,6 +119,9 @@ def test_rows_that_cannot_be_read_are_counted():
     data = Dataset.from_dict({"messages": [ONE, ONE, NONE], "images": [[picture(0)], [], []]})
     prepared = prepare(data, processor, 64, report=report)
     assert (len(prepared), report.bad) == (2, 1) and "has 1 images, and `images` has 0" in report.first_problem
+    for wrong in ("hi", ["hi"], [{"role": "user", "content": [3]}], [{"role": "user"}]):
+        with pytest.raises(ExampleError, match="must be a list"):
+            image_messages({"messages": wrong})
     with pytest.raises(ValueError, match="an image ends at token 23, and max_length is 18"):
         prepare(rows().select([2]), processor, 18)
     processor.chat_template = TEMPLATE.replace("IMAGE", "PICTURE")

@@ -1,6 +1,6 @@
 """Trains the shipped target: byte-level BPE and a deep, narrow Llama, on chats and the standard library's source.
 
-    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 5000 --minutes 50
+    python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 4100 --minutes 90
 
 Resumes from the newest checkpoint in the output folder when there is one, so that a long training can be cut into
 calls of some minutes each with the same arguments. Each call leaves the model so far in `final`, with its share of
@@ -129,7 +129,7 @@ def earlier_facts(folder: Path | None) -> dict[str, Any]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--max_steps", type=int, default=5000, help="of the whole training, all calls together")
+    parser.add_argument("--max_steps", type=int, default=4100, help="of the whole training, all calls together")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call; then call again to go on")
     parser.add_argument("--num_hidden_layers", type=int, default=16, help="2 gives a small assistant to compare with")
     parser.add_argument("--init_from", type=Path, help="trained target to continue from")
@@ -137,12 +137,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
     parser.add_argument("--block_size", type=int, default=352)
     parser.add_argument("--batch_size", type=int, default=14)
-    parser.add_argument("--matrix_lr", type=float, default=0.006)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--matrix_lr", type=float, default=0.012)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--weight_decay", type=float, default=0.05, help="of the matrices")
-    parser.add_argument("--decay_share", type=float, default=0.7, help="of the steps, at the end, with falling rates")
+    parser.add_argument("--decay_share", type=float, default=0.8, help="of the steps, at the end, with falling rates")
     parser.add_argument("--text_share", type=float, default=0.03, help="of the blocks that are library text alone")
-    parser.add_argument("--sheet_share", type=float, default=0.1, help="of the blocks that are exercises")
+    parser.add_argument("--sheet_share", type=float, default=0.2, help="of the blocks that are exercises")
     parser.add_argument("--save_steps", type=int, default=200, help="also steps between evaluations of the loss")
     parser.add_argument("--workers", type=int, default=0, help="processes that write chats; 0: the training's own")
     parser.add_argument("--answers_per_family", type=int, default=20, help="held-out chats to answer; 0: none")
@@ -214,8 +214,8 @@ def main() -> None:
     train_texts, held_out_texts = read_split(held_out=False), read_split(held_out=True)
     tokenizer = load_tokenizer(args, train_texts)
     stream, held_out_stream = text_stream(train_texts, tokenizer), text_stream(held_out_texts, tokenizer)
-    shares_ = {"text_share": args.text_share, "sheet_share": args.sheet_share}
-    blocks = {"block_size": args.block_size, "seed": args.seed, **shares_}
+    kinds = {"text_share": args.text_share, "sheet_share": args.sheet_share}
+    blocks = {"block_size": args.block_size, "seed": args.seed, **kinds}
     train_blocks = MixtureBlocks(tokenizer, stream, num_blocks=args.max_steps * args.batch_size, **blocks)
     held_out_blocks = MixtureBlocks(tokenizer, held_out_stream, num_blocks=64, held_out=True, **blocks)
     if args.init_from is None:
