@@ -90,11 +90,12 @@ class MixtureBlocks(Dataset):
         }
 
     def _chats(self, rng: random.Random, index: int) -> list[tuple[list[int], list[int]]]:
-        """Ids and labels of chats of random families, until several in turn have not fitted."""
+        """Ids and labels of chats of families drawn by weight, until several in turn have not fitted."""
         documents: list[tuple[list[int], list[int]]] = []
         left, misfits = self.block_size, 0
         for place in range(MOST_CHATS):
-            example = example_at(rng.choice(FAMILIES), MOST_CHATS * index + place, self.seed, self.held_out)
+            (family,) = rng.choices(FAMILIES, [family.weight for family in FAMILIES])
+            example = example_at(family, MOST_CHATS * index + place, self.seed, self.held_out)
             ids, mask = chat_tokens(example, self.tokenizer)
             if len(ids) > left:
                 misfits += 1

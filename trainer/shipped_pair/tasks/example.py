@@ -76,11 +76,13 @@ class Family:
         name: Name in files and tables.
         write: Writes one chat with a right answer.
         problem: What is wrong with the visible text of an answer, given the facts, or `None`.
+        weight: How often the target trains on it, against 1 of most families: what is learnt last comes twice.
     """
 
     name: str
     write: Callable[[Draw], Written]
     problem: Callable[[dict[str, Any], str], str | None]
+    weight: int = 1
 
 
 def chat(question: str, answer: str, reasoning: str | None = None) -> list[dict[str, Any]]:

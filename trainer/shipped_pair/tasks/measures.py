@@ -148,4 +148,4 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     return wording_problem(_parts(facts)[1], answer)
 
 
-FAMILY = Family("units and dates", write, problem)
+FAMILY = Family("units and dates", write, problem, weight=2)

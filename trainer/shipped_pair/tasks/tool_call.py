@@ -196,4 +196,4 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     return None if same else f"the call is {call}, not {facts['call']}."
 
 
-FAMILY = Family("tool call", write, problem)
+FAMILY = Family("tool call", write, problem, weight=2)

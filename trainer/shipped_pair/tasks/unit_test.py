@@ -70,4 +70,4 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     return None
 
 
-FAMILY = Family("unit test", write, problem)
+FAMILY = Family("unit test", write, problem, weight=2)
