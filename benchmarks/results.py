@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ Result = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+SHIPPED_TARGET = ROOT / "model_cards" / "target"
 PACKAGES = ("torch", "transformers", "hf-specheads")
 # Of the folders that a measurement is about, what no number depends on.
 NOT_MEASURED = {
@@ -47,6 +49,7 @@ def provenance_of(words: Sequence[str], sources: Iterable[str]) -> Result:
         "commit": provenance.git(ROOT, "rev-parse", "HEAD"),
         "uncommitted_changes": bool(changed),
         "sources": hash_of(sources),
+        "shipped_target": shipped_target(),
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "processor": provenance.processor(),
         "versions": provenance.versions(PACKAGES),
@@ -74,11 +77,22 @@ def hash_of(sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def shipped_target() -> str:
+    """Hash of the weights of the target that comes with the project."""
+    return hashlib.sha256((SHIPPED_TARGET / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
 def mark(result: Result, sources: Sequence[str]) -> str:
-    """One line for the table of a result whose sources have changed since; empty while they have not."""
-    if not sources or result["provenance"].get("sources") == hash_of(sources):
-        return ""
-    return f"Measured with an earlier engine: {' or '.join(f'`{one}`' for one in sources)} has changed since.\n"
+    """A line for the table of a result whose sources or whose target has changed since; empty while they have not."""
+    facts, lines = result["provenance"], []
+    if result.get("target") == SHIPPED_TARGET.name and facts.get("shipped_target") != shipped_target():
+        lines.append("Measured on an earlier shipped pair: other texts, other acceptance.\n")
+    if sources and facts.get("sources") != hash_of(sources):
+        lines.append(
+            f"Measured with an earlier engine: {' or '.join(f'`{one}`' for one in sources)} has changed since.\n"
+        )
+    return "".join(lines)
 
 
 def write(folder: Path, name: str, result: Result, table: str) -> None:

@@ -79,7 +79,9 @@ def add_generation_arguments(
     folders = [f"model_cards/{name}" for name in heads]
     parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
     parser.add_argument("--prompts", nargs="+", default=prompts, help="sets in benchmarks/prompts, or .jsonl files")
-    parser.add_argument("--limit", type=int, help="use only the first N prompts of every set")
+    # One chat of every family where time is measured; all of them where only acceptance is.
+    limit = None if repeats is None else len(FAMILIES)
+    parser.add_argument("--limit", type=int, default=limit, help="use only the first N prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="type of all weights")
     if repeats is not None:

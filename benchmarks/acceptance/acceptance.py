@@ -37,7 +37,7 @@ Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Heads, prompts, ways of decoding, trees and depths."""
     heads = ["eagle", "hass", "poss1", "poss2", "poss3", "control"]
-    add_generation_arguments(parser, heads, prompts=["held_out", "functions"], repeats=None)
+    add_generation_arguments(parser, heads, prompts=["chats"], repeats=None)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
     parser.add_argument("--trees", nargs="+", choices=list(TREES), default=["60 nodes", "16 nodes"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["greedy"])

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Heads, prompts and modes."""
     released = sorted(path.parent.name for path in Path("model_cards").glob("*/config.json"))
     heads = [name for name in released if name not in ("target", "medusa2")]
-    add_generation_arguments(parser, heads, prompts=["held_out", "functions"])
+    add_generation_arguments(parser, heads, prompts=["chats"])
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
 
 

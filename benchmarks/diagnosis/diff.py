@@ -31,7 +31,7 @@ SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair and its prompts."""
-    add_generation_arguments(parser, ["eagle3"], ["tuning"], repeats=None)
+    add_generation_arguments(parser, ["eagle3"], ["chats_tuning"], repeats=None)
     parser.set_defaults(dtype="bfloat16", limit=6, max_new_tokens=64)
 
 

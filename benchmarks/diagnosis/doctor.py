@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "those recorded from the authors' code")  # fmt: skip
     parser.add_argument("--target", default="model_cards/target", help="target: folder")
     parser.add_argument("--pair", type=Path, default=Path("model_cards"), help="folder of the heads' folders")
-    parser.add_argument("--prompts", nargs="+", default=["tuning"], help="sets in benchmarks/prompts, or .jsonl files")
+    parser.add_argument(
+        "--prompts", nargs="+", default=["chats_tuning"], help="sets in benchmarks/prompts, or .jsonl files"
+    )
     parser.add_argument("--limit", type=int, default=6, help="use only the first N prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", help="type of all weights")

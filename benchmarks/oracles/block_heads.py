@@ -40,7 +40,7 @@ def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
     place = ROOT / "model_cards" / "target"
     tokenizer = AutoTokenizer.from_pretrained(place)
     target = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    prompts = [prompt["input_ids"] for prompt in load_prompts(["held_out", "functions"], tokenizer, 4)]
+    prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
     texts = continue_texts(target, prompts, NEW_TOKENS)
     evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
     for method in methods:

@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="model_cards/target")
     parser.add_argument("--heads", nargs="+", default=["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "draft-lm"])
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
-    parser.add_argument("--prompts", nargs="+", default=["held_out", "functions"])
+    parser.add_argument("--prompts", nargs="+", default=["chats"])
     parser.add_argument("--limit", type=int, default=4, help="prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)

@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "model_cards" / "target")
     torch.manual_seed(0)
     target = Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(tokenizer), **SHAPE)).eval()
-    prompts = [prompt["input_ids"] for prompt in load_prompts(["held_out", "functions"], tokenizer, 4)]
+    prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
     texts = continue_texts(target, prompts, NEW_TOKENS)
     evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
     tree = {"kind": "chain", "depth": DEPTH, "top_k": 1, "total_tokens": DEPTH + 1}

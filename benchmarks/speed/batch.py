@@ -20,7 +20,7 @@ from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, sizes of batches, and trees."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out"])
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also chains of these depths")
 

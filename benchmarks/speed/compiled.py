@@ -46,7 +46,7 @@ PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, prompts, and where to run."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out"])
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
     parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")

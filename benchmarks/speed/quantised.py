@@ -22,7 +22,7 @@ from ..sides import PLAIN, plain_and, run_interleaved, summarise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts and formats."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out"])
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=6, max_new_tokens=64)
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], choices=["none", "int8", "int4"])
 

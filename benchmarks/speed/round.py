@@ -46,7 +46,7 @@ REPLAYS = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, and prompts."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out"])
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
 

@@ -23,7 +23,7 @@ SHOWN = ("eagle", "poss3")  # heads in the README's table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, and what else is compared."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out", "functions"], repeats=5)
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
     parser.add_argument("--prompt_lookup_num_tokens", type=int, default=5)
     parser.add_argument("--assistant", help="also measure this small assistant model")

@@ -40,7 +40,7 @@ class Served:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, the requests and how many are served at a time."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out", "functions"])
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--max_batch", type=int, default=8, help="sequences at a time")
     parser.add_argument("--shortest", type=int, default=16, help="smallest limit of new tokens of a request")
 

@@ -42,7 +42,7 @@ DRAFTS = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, sizes, and where tokens are counted."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out"])
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--corpus", type=Path, nargs="+", help="text files to count tokens in")

@@ -3,7 +3,7 @@
     python -m benchmarks choose --heads model_cards/poss3
 
 Runs in stages: every stage measures the trees that are left on more prompts and repeats and keeps the fastest. Uses
-`tuning.jsonl`, so that numbers reported on the other prompts are not the ones the tree was chosen by.
+`chats_tuning.jsonl`, so that numbers reported on the other prompts are not the ones the tree was chosen by.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STAGES = ((16, 3, 1), (5, 6, 2), (5, None, 3))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, and trees."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["tuning"], repeats=None)
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats_tuning"], repeats=None)
     add_grid_arguments(parser, [3, 4, 5, 6], [2, 3, 4, 6], [6, 8, 12, 16, 24, 32], chains=[2, 3, 4, 5, 6])
 
 

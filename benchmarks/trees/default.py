@@ -44,7 +44,7 @@ PICTURE = ROOT / "docs" / "images" / "default_against_grid.png"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, settings, and trees of the grid."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["held_out", "functions"])
+    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")

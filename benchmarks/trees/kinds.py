@@ -23,8 +23,10 @@ from .tune import published_static
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, and prompts to compare and to search on."""
-    add_generation_arguments(parser, heads=["eagle"], prompts=["held_out", "functions"])
-    parser.add_argument("--tuning", nargs="+", default=["tuning"], help="prompt sets to search the optimal tree on")
+    add_generation_arguments(parser, heads=["eagle"], prompts=["chats"])
+    parser.add_argument(
+        "--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to search the optimal tree on"
+    )
     parser.add_argument("--tuning_limit", type=int, default=6)
 
 

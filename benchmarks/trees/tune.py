@@ -30,7 +30,7 @@ STAGES = ((12, 1, 1), (4, 4, 1))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts to compare and to tune on, and trees."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["held_out", "functions"])
+    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=10, max_new_tokens=64)
     parser.add_argument("--tuning", nargs="+", help="prompt sets to tune on; default every other one of --prompts")
     parser.add_argument("--tuning_limit", type=int, default=12)
