@@ -76,7 +76,7 @@ class Family:
         name: Name in files and tables.
         write: Writes one chat with a right answer.
         problem: What is wrong with the visible text of an answer, given the facts, or `None`.
-        weight: How often the target trains on it, against 1 of most families: what is learnt last comes twice.
+        weight: How often the target trains on it, against 1 of most families: what is learnt last comes oftener.
     """
 
     name: str

@@ -97,4 +97,4 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     return None if lines[:-1] == expected else f"the lines are {lines[:-1]}, not {expected}."
 
 
-FAMILY = Family("lists", write, problem, weight=2)
+FAMILY = Family("lists", write, problem, weight=3)

@@ -25,6 +25,11 @@ UNIT_ASKS = (
     "{amount} {large} and {rest} {small}: write that in {small} only, for the {topic} list by {name}.",
     "{name} measured {amount} {large} and {rest} {small} for {topic}. Tell me the number of {small}.",
     "What are {amount} {large} and {rest} {small} in {small}? It is for the {topic} folder of {name}.",
+    "What do {amount} {large}, {rest} {small} give in {small}? It is a question on {topic} from {name}.",
+    "The folder of {name} on {topic} says: {amount} {large}, {rest} {small}. Write it in {small}.",
+    "Which number of {small} is {amount} {large} and {rest} {small}? It goes into the {topic} folder of {name}.",
+    "In {small}, please: {amount} {large}, {rest} {small}. That is in the {topic} notes of {name}.",
+    "{name} works on {topic}: turn {amount} {large} and {rest} {small} into {small}.",
 )
 TIME_ASKS = (
     "The {topic} class of {name} starts at {start} and takes {minutes} minutes. When does it end?",
@@ -37,6 +42,11 @@ TIME_ASKS = (
     "A {topic} meeting with {name} at {start} needs {minutes} minutes. Until when does it last?",
     "Which time is {minutes} minutes after {start}? {name} asks because of {topic}.",
     "Tell {name} when {topic} ends. It starts at {start} and takes {minutes} minutes.",
+    "{topic}, {name}: from {start}, {minutes} minutes long. What is the end?",
+    "Start of {topic} with {name}: {start}. Length: {minutes} minutes. When is it over?",
+    "{name} is at {topic}: start {start}, then {minutes} minutes. What time is the end?",
+    "{topic} begins at {start}, with {name}. Its length is {minutes} minutes; when does it end?",
+    "At {start} {name} starts with {topic}, which takes {minutes} minutes. When is the end?",
 )
 DATE_ASKS = (
     "{name} orders a {thing} on {day}, {number} {month}. It arrives {later} days later. Which day and date is that?",
@@ -49,6 +59,11 @@ DATE_ASKS = (
     "Count {later} days from {day}, {number} {month}. On that day {name} returns the {thing}. Give day and date.",
     "{day}, {number} {month}: {name} sends a {thing}, and it needs {later} days. Tell me day and date of its arrival.",
     "The {thing} of {name} is due {later} days after {day}, {number} {month}. Which day is that?",
+    "Which day and date is {later} days after {day}, {number} {month}? {name} gets the {thing} then.",
+    "What day comes {later} days after {day}, {number} {month}? Then {name} has the {thing}; give the date too.",
+    "{later} days after {day}, {number} {month}, {name} wants the {thing}. Which weekday and date is that?",
+    "{name} waits {later} days for the {thing}, from {day}, {number} {month}. Which weekday is it then?",
+    "The {thing} comes to {name} {later} days after {day}, {number} {month}. Tell me day and date.",
 )
 YEAR = 2026  # any without a leap day: only differences matter, and months are not left
 
@@ -148,4 +163,4 @@ def problem(facts: dict[str, Any], answer: str) -> str | None:
     return wording_problem(_parts(facts)[1], answer)
 
 
-FAMILY = Family("units and dates", write, problem, weight=2)
+FAMILY = Family("units and dates", write, problem, weight=3)
