@@ -27,6 +27,7 @@ from .right_answers import generate_ids
 from .tasks import FAMILIES, Example, example_at
 
 TEMPERATURES = (0.0, 1.0)  # taking turns
+IN_TURN = 32
 # Far from the seeds of the target's own chats, so that few of these have been seen word by word.
 SEED = 1000
 
@@ -54,9 +55,11 @@ class Answer:
 
 
 def asked_examples(count: int, seed: int = SEED) -> Iterator[Example]:
-    """Held-in chats, families taking turns."""
+    """Held-in chats, `IN_TURN` of a family and then of the next: answers in a batch are of about the same length."""
     for index in range(count):
-        yield example_at(FAMILIES[index % len(FAMILIES)], index // len(FAMILIES), seed)
+        turn, place = divmod(index, IN_TURN)
+        cycle, family = divmod(turn, len(FAMILIES))
+        yield example_at(FAMILIES[family], cycle * IN_TURN + place, seed)
 
 
 def answer(
@@ -82,7 +85,7 @@ def write_answers(
     tokenizer: PreTrainedTokenizerBase,
     output: Path,
     count: int,
-    batch_size: int = 32,
+    batch_size: int = IN_TURN,
     seed: int = SEED,
 ) -> dict[str, int]:
     """Answers `count` chats into a JSONL file, from where the file ends.
@@ -172,7 +175,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file, one line per chat")
     parser.add_argument("--chats", type=int, default=13_000)
-    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--batch_size", type=int, default=IN_TURN)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--from_corpus", action="store_true", help="write the corpus's answers, not the target's")
     args = parser.parse_args()
