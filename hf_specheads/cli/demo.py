@@ -82,6 +82,12 @@ def prompt_of(entry: dict[str, Any]) -> str | list[dict[str, Any]]:
     return entry["prompt"] if "prompt" in entry else _asked(entry)
 
 
+def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[str | list[dict[str, Any]]]:
+    """The built-in texts, or chats for a target that chats; none with tools, which not every chat template takes."""
+    entries = read_demo_prompts(None, bool(tokenizer.chat_template))
+    return [prompt_of(entry) for entry in entries if not entry.get("tools")]
+
+
 def _inputs(
     entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
 ) -> dict[str, torch.Tensor]:

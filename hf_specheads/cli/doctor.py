@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import add_heads_arguments, add_target_arguments, load_unbound_pair
+from .demo import prompts_for
 from .display import emit, note
 from .evaluate import read_prompts
 
@@ -31,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the page; 1 if anything was found."""
-    prompts: list[Any] = read_prompts(args.prompts or [Path(__file__).with_name("demo_prompts.jsonl")])[: args.limit]
+    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
     target, tokenizer, heads = load_unbound_pair(args)
+    prompts = (prompts or prompts_for(tokenizer))[: args.limit]
     from ..diagnosis.doctor import diagnose
 
     note(args, f"Looking at {args.max_new_tokens} tokens after each of {len(prompts)} prompts ...")

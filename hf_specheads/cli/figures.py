@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .demo import prompt_of, read_demo_prompts
+from .demo import prompts_for
 from .display import emit, note
 from .evaluate import read_prompts
 from .pair import (
@@ -115,11 +115,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     from .. import load_heads
     from ..figures.measure import measure
 
-    prompts: list[Any] = (
-        read_prompts(args.prompts)
-        if args.prompts
-        else [prompt_of(entry) for entry in read_demo_prompts(None, bool(tokenizer.chat_template))]
-    )
+    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else prompts_for(tokenizer)
     prompts = prompts[: args.limit or (2 if args.quick else None)]
     heads = {name: load_heads(folder, **place).bind(target) for name, folder in folders.items()}
     results = measure(target, heads, prompts, tokenizer, sweeps, folders)

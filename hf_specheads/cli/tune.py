@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_heads_arguments, add_target_arguments, load_pair
+from .demo import prompts_for
 from .display import emit, note, table
 from .evaluate import read_prompts
 
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output or (Path(args.heads) if Path(args.heads).is_dir() else None)
     if folder is None and not args.dry_run:
         raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
-    files = args.prompts or [Path(__file__).with_name("demo_prompts.jsonl")]
-    prompts = read_prompts(files)[: args.limit]
+    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
     target, tokenizer, heads = load_pair(args)
+    prompts = (prompts or prompts_for(tokenizer))[: args.limit]
     import torch
 
     from ..tuning.tune import tune

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,11 @@ def test_held_out_words_that_are_one_token_are_named(chat_tokenizer: PreTrainedT
     assert unlearnable_words(knowing) == [word]
     with pytest.raises(SystemExit, match=word):
         refuse_unlearnable_words(knowing)
+
+
+def test_the_shipped_tokenizer_spells_held_out_words_in_several_tokens() -> None:
+    shipped = Path(__file__).parents[3] / "model_cards" / "target"
+    assert unlearnable_words(PreTrainedTokenizerFast.from_pretrained(shipped)) == []
 
 
 def test_common_words_fill_no_slot() -> None:
