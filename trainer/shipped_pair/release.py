@@ -39,7 +39,7 @@ LANGUAGE = ["en", "code"]
 def copy_model(source: Path, folder: Path) -> None:
     """Copies config, weights, tokenizer and facts; a checkpoint's optimiser state stays behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ("*.json", "*.safetensors"):
+    for pattern in ("*.json", "*.jinja", "*.safetensors"):
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
     if (source / ADAPTER_FOLDER).is_dir():
