@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from hf_specheads import load_heads
 
 PAIR = Path(__file__).resolve().parents[1] / "model_cards"
-PROMPT = 'def moving_average(values, window):\n    """Return the means of every `window` consecutive values."""\n'
+PROMPT = (
+    "I want a table with topic, host, day, time, room from these sentences:\n"
+    "The meeting about yoga is hosted by Elliot Sandoval on Friday at 15:40 in room MT-471.\n"
+    "The meeting about insurance is hosted by Jelena Horvath on Sunday at 18:45 in room RF-730."
+)
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default=str(PAIR / "target"), help="folder or Hub id of a language model")
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     # Draft heads go where an assistant model would; everything else of `generate` stays as it is.
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    print(args.prompt, end="")
+    print(args.prompt, end="\n\n" if tokenizer.chat_template else "")
     text = target.generate(**inputs, assistant_model=heads, streamer=streamer, **options)
     stats = heads.last_stats
     print(f"\n{stats.acceptance_length:.2f} tokens per round (tau), {stats.target_forwards} forwards of the target")

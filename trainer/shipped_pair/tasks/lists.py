@@ -50,11 +50,11 @@ def _closing(facts: dict[str, Any]) -> str:
 def _draw_facts(draw: Draw) -> dict[str, Any]:
     """Items and task; a filter keeps two or more of them."""
     name, task = draw.choice(tuple(SLOTS)), draw.choice(tuple(TASKS))
-    words = draw.words(SLOTS[name], 5)
+    words = draw.words(SLOTS[name], draw.number(5, 6))
     facts: dict[str, Any] = {"name": name, "task": task, "limit": None}
     if task == "colour":
         wanted, *others = draw.words(COLOURS, 3)
-        kept = draw.random.sample(range(len(words)), 3)
+        kept = draw.random.sample(range(len(words)), draw.number(3, 4))
         keys = [wanted if place in kept else draw.choice(others) for place in range(len(words))]
         return {**facts, "items": [list(pair) for pair in zip(keys, words, strict=True)], "limit": wanted}
     # No two begin with the same digit, so a glance at the first digits sorts them.
