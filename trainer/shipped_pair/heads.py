@@ -232,7 +232,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval_prompts", type=int, default=10)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
-    parser.add_argument("--bf16", action="store_true", help="forwards in bf16: faster where a CPU has AMX, else slower")
+    parser.add_argument("--bf16", action="store_true", help="forwards in bf16")
     parser.add_argument("--seed", type=int, default=0, help="other seeds go to folders of their own")
     args = parser.parse_args()
     args.only = chosen_runs(args.only)
