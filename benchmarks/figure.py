@@ -60,7 +60,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
 
 def _draw_accepted(axes: Axes, prompt_sets: dict[str, Any]) -> None:
     """Per draft position the product of pos-acc down to it: the share of drafts that were accepted so far."""
-    for (name, sides), style in zip(prompt_sets.items(), STYLES, strict=False):
+    for (name, sides), style in zip(prompt_sets.items(), itertools.cycle(STYLES), strict=False):
         for heads, colour in HEADS.items():
             reached = list(itertools.accumulate(sides[heads]["pos_acc"], operator.mul))
             label = f"{heads}, {name}: tau {sides[heads]['acceptance_length']:.1f}"

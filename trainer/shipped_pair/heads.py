@@ -72,7 +72,6 @@ def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: 
         seed=args.seed,
         data_seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
-        bf16=args.bf16,
         **{**COMMON, **run.training},
     )
 
@@ -166,8 +165,7 @@ class HeadTraining:
         command = "python -m hf_specheads.trainer.shipped_pair.heads"
         facts = trainer.facts() | {
             "name": name,
-            "command": f"{command} --only {name} --eagle_steps {args.eagle_steps} --seed {args.seed}"
-            + (" --bf16" if args.bf16 else ""),
+            "command": f"{command} --only {name} --eagle_steps {args.eagle_steps} --seed {args.seed}",
             "optimizer": "adamw" if run.joint else learning_rates(run, args),
             "tokens": steps * BATCH * BLOCK,
             "training_flops": per_step * steps,
@@ -232,7 +230,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval_prompts", type=int, default=10)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
-    parser.add_argument("--bf16", action="store_true", help="forwards in bf16")
     parser.add_argument("--seed", type=int, default=0, help="other seeds go to folders of their own")
     args = parser.parse_args()
     args.only = chosen_runs(args.only)
