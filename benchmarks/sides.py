@@ -152,17 +152,21 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
 def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
     """What drafts brought, pooled over all runs `[repeat][prompt]`; empty without heads.
 
-    Acceptance length and pos-acc are of rounds, tokens per forward of all forwards: plain steps and prefills too.
+    Acceptance length and pos-acc are of rounds, tokens per forward of all forwards: plain steps and prefills too. Of
+    heads that profile, the time of drafting in a round as well.
     """
     stats = [run.stats for repeat in runs for run in repeat if run.stats is not None]
     if not stats:
         return {}
     accepted = [row for one in stats for row in one.num_accepted]
     offered = [row for one in stats for row in one.offered]
+    timed = [one for one in stats if one.profile]
+    drafting = sum(one.seconds["draft"] for one in timed) / max(sum(one.rounds for one in timed), 1)
     return {
         "plain_steps": sum(one.plain_steps for one in stats),
         "tokens_per_forward": sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats),
         "acceptance_length": acceptance_length(accepted),
         "pos_acc": position_acceptance(accepted, offered),
         "draft_forwards": sum(one.draft_forwards for one in stats),
+        **({"draft_milliseconds": 1000 * drafting} if timed else {}),
     }

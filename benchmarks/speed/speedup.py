@@ -26,12 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
     parser.add_argument("--prompt_lookup_num_tokens", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="also tell what drafting takes in a round")
     parser.add_argument("--assistant", help="also measure this small assistant model")
+
+
+def variant(args: argparse.Namespace) -> str:
+    """With the time of drafting, a result of its own."""
+    return "profile" if args.profile else ""
 
 
 def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
     """Plain first, then heads, then what transformers offers."""
-    sides = plain_and(load_all_heads(target, args.heads))
+    heads = load_all_heads(target, args.heads)
+    for one in heads.values():
+        one.profile = args.profile
+    sides = plain_and(heads)
     if args.baselines:
         tokens = args.prompt_lookup_num_tokens
         sides.append(Side(f"prompt lookup, {tokens} tokens", {"prompt_lookup_num_tokens": tokens}))
@@ -68,21 +77,16 @@ def table(result: Result) -> str:
     for name, sides in result["prompt_sets"].items():
         rows = [
             (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
-             pos_acc(s.get("pos_acc")), number(s.get("tokens_per_forward")), percent(s["forwards_saved"]),
+             pos_acc(s.get("pos_acc")), number(s.get("draft_milliseconds")), number(s.get("tokens_per_forward")),
+             percent(s["forwards_saved"]),
              "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
             for side, s in sides.items()
         ]  # fmt: skip
-        header = (
-            name,
-            "tokens/s",
-            "speed-up (range)",
-            "tau",
-            "pos-acc",
-            "tokens per forward",
-            "forwards saved",
-            "same text",
-        )
-        text += markdown_table(header, rows) + "\n"
+        titles = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "draft ms per round", "tokens per forward",
+                  "forwards saved", "same text")  # fmt: skip
+        measured = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
+        shown = [[row[place] for place in measured] for row in (titles, *rows)]
+        text += markdown_table(shown[0], shown[1:]) + "\n"
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
     return text.rstrip("\n") + "\n" + footnote(
         result, f"Greedy, {result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, "

@@ -12,7 +12,7 @@ from support.targets import plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import setup, sides
-from benchmarks.speed import cache, compiled, quantised
+from benchmarks.speed import cache, compiled, quantised, speedup
 from benchmarks.speed import round as round_
 from hf_specheads import load_heads
 
@@ -32,6 +32,16 @@ def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair, 
         assert found[name]["speed_up_range"][0] <= found[name]["speed_up"] <= found[name]["speed_up_range"][1]
     assert found["plain generate"]["forwards_saved"] == 0
     assert "acceptance_length" not in found["plain generate"]
+
+
+def test_speedup_tells_the_time_of_drafting(measure, pair):
+    words = ("--target", str(pair / "target"), "--prompts", str(pair / "prompts.jsonl"), "--max_new_tokens", "10")
+    result = measure(
+        "speedup", *words, "--heads", str(pair / "eagle"), "--repeats", "1", "--profile", written="speedup_profile"
+    )
+    (found,) = result["prompt_sets"].values()
+    assert found["eagle"]["draft_milliseconds"] > 0 and "draft_milliseconds" not in found["plain generate"]
+    assert "draft ms per round" in speedup.table(result)
 
 
 def test_speedup_fails_when_a_text_differs(measure_pair, monkeypatch):
