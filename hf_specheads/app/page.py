@@ -62,7 +62,7 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
         with gr.Column(scale=1, min_width=250):
             controls = _controls(models, chosen)
         with gr.Column(scale=4, elem_classes="sh-tight"):
-            prompt, send, stop, clear = _input(examples)
+            prompt, send, stop, clear, starts = _input(examples)
             with gr.Row():
                 with gr.Column(elem_classes="sh-tight"):
                     ours_head = gr.HTML(numbers_html(WITH_HEADS, None, True), js_on_load=None, elem_id="ours-head")
@@ -105,13 +105,15 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
     # No event is cancelled: a reply ends by itself, and says so, after the step that it is at.
     stop.click(halt, talk, show_progress="hidden")
     clear.click(forget, talk, [talk, *shown], show_progress="hidden")
+    if starts is not None:
+        starts.dataset.click(forget, talk, [talk, *shown], show_progress="hidden")
     step.input(look, [talk, step], [ours, words, tree], show_progress="hidden")
     ours.click(pick, [talk], [step, ours, words, tree], show_progress="hidden")
     return talk
 
 
 def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
-    """The prompt, its buttons, and prompts to start from."""
+    """The prompt, its buttons, and prompts to start a chat from, if there are some."""
     with gr.Row(equal_height=True):
         prompt = gr.Textbox(
             examples[0][1] if examples else "", lines=4, max_lines=8, show_label=False, container=False, scale=6,
@@ -121,10 +123,11 @@ def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
             send = gr.Button("Generate", variant="primary", size="sm", elem_id="generate")
             stop = gr.Button("Stop", size="sm", elem_id="stop")
             clear = gr.Button("New chat", size="sm", elem_id="clear")
+    starts = None
     if examples:
-        names = [name for name, _ in examples]
-        gr.Examples([[text] for _, text in examples], prompt, label="Prompts to start from", example_labels=names)
-    return prompt, send, stop, clear
+        names, texts = [name for name, _ in examples], [[text] for _, text in examples]
+        starts = gr.Examples(texts, prompt, label="Prompts to start a new chat from", example_labels=names)
+    return prompt, send, stop, clear, starts
 
 
 def _controls(models: Models, chosen: str) -> list[Any]:

@@ -77,10 +77,9 @@ def reply_html(turns: Sequence[Turn], newest: int | None = None, nothing: str = 
         nothing: What stands there before the first turn.
     """
     code = "" if turns and turns[-1].answers else " code"
-    if not turns:
-        return f'<div class="sh-reply"><span class="empty">{escape(nothing)}</span></div>'
     shown = "".join(_turn(turn, newest if turn is turns[-1] else None) for turn in turns)
-    return f'<div class="sh-reply{code}">{shown}</div>'
+    shown = shown or f'<span class="empty">{escape(nothing)}</span>'
+    return f'<div class="sh-reply{code}"><div class="sh-turns">{shown}</div></div>'
 
 
 def _turn(turn: Turn, newest: int | None) -> str:

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     models, chosen = load_models(args)
     from ..app.page import build_page, launch_options
 
-    prompts = [(entry["name"], question_of(entry)) for entry in read_demo_prompts(args.prompts, models.chats)]
+    entries = read_demo_prompts(args.prompts, models.chats)
+    prompts = [(entry["name"], question_of(entry)) for entry in entries if not entry.get("tools")]  # the page has none
     page = build_page(models, prompts, chosen)
     where = {"server_name": args.host, "server_port": args.port, "inbrowser": args.open}
     _, url, _ = page.launch(prevent_thread_lock=True, **launch_options(), **where)

@@ -216,8 +216,9 @@ def _texts(facts: Facts) -> Iterator[Finding]:
     if noise is not None and noise.found and facts.given.count >= FEWEST:
         yield Finding(
             "not text",
-            f"the prompts surprise the target like tokens drawn at random ({noise.prompts:.1f} nats a token, random "
-            f"ones {noise.random:.1f}, plain text {noise.known:.1f}): what heads accept after them says nothing",
+            f"the prompts' tokens surprise the target in their order as much as shuffled ({noise.prompts:.1f} and "
+            f"{noise.shuffled:.1f} nats a token, plain text {noise.known:.1f}): what heads accept after them says "
+            "nothing",
             "measure on prompts like those in use",
             facts.score.position_1,
             certain=False,

@@ -1,4 +1,4 @@
-"""Whether prompts are text to the target, or noise: between a text it must know and tokens drawn at random."""
+"""Whether prompts are text to the target, or noise: as likely in any other order of their tokens."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ SAMPLES = (
     "twenty minutes.",
 )
 RANDOM_TEXTS, RANDOM_TOKENS, LEAST_TOKENS = 8, 48, 8
+SHUFFLES = 3
+LEAST_ORDER = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,66 +34,84 @@ class Noise:
     """Surprise in nats a token.
 
     Attributes:
-        prompts, known, random: Of the prompts, of the sample that the target knows best, and of random tokens.
-        share: Where the prompts stand between both, from 0 to 1.
+        prompts, shuffled: Of the prompts' tokens in their own order and in a random one.
+        known, random: Of the sample that the target knows best, and of tokens drawn at random.
+        order: Share of the surprise that the prompts' own order saves.
         told: Whether the target surely tells the sample from random tokens.
     """
 
     prompts: float
+    shuffled: float
     known: float
     random: float
-    share: Interval
+    order: Interval
     told: bool
 
     @property
     def found(self) -> bool:
-        """Whether prompts are surely nearer to random tokens, for a target that knows text at all."""
-        return self.told and self.share.low > 0.5
+        """Whether the order of the prompts' tokens surely says next to nothing to a target that knows text at all."""
+        return self.told and self.order.high < LEAST_ORDER
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no infinity: of a single prompt no interval is known."""
-        ends = {name: value if math.isfinite(value) else None for name, value in asdict(self.share).items()}
-        return {**asdict(self), "share": ends}
+        ends = {name: value if math.isfinite(value) else None for name, value in asdict(self.order).items()}
+        return {**asdict(self), "order": ends}
 
 
 def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -> Noise | None:
     """Of the prompts of an evidence; `None` without a tokenizer, since no text is known then, or without prompts of
-    more than a few tokens."""
-    places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
-    starts = torch.tensor(evidence.starts, device=places.device)[:, None]
-    given = (places >= 1) & (places < starts)
-    if tokenizer is None or int(given.sum()) < LEAST_TOKENS * len(evidence.starts):
+    more than a few tokens.
+
+    Prompts are read without special tokens: a target that was only ever asked for answers need not foresee what users
+    say in a chat, but where they say it in words, it finds the words likelier in their order than shuffled.
+    """
+    if tokenizer is None:
         return None
-    prompts = (evidence.surprise * given).sum(-1).tolist(), given.sum(-1).tolist()
-    random = _surprise(target, _random_texts(target, tokenizer))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    prompts = [_without(special, ids[:start]) for ids, start in zip(evidence.token_ids, evidence.starts, strict=True)]
+    prompts = [ids for ids in prompts if len(ids) >= LEAST_TOKENS]
     samples = [torch.tensor(tokenizer(text)["input_ids"]) for text in SAMPLES]
     samples = [ids for ids in samples if len(ids.unique()) > LEAST_TOKENS]  # and not unknown words
-    known = min((_surprise(target, [ids]) for ids in samples), key=lambda one: float(one.mean()), default=None)
-    if known is None:
+    if not prompts or not samples:
         return None
-    by_token = known[0].tolist()
-    sides = [(prompts[0], prompts[1]), (by_token, [1.0] * len(by_token)),
-             (random.sum(-1).tolist(), [float(random.shape[1])] * len(random))]  # fmt: skip
-    draws = [ratio_draws(sums, counts) for sums, counts in sides]
-    means = [sum(sums) / sum(counts) for sums, counts in sides]
-    between = interval_of(draws[2] - draws[1], means[2] - means[1])
-    units = min(len(prompts[0]), len(random))
-    share = (draws[0] - draws[1]) / (draws[2] - draws[1]).clamp_min(1e-6)
-    mean = (means[0] - means[1]) / max(means[2] - means[1], 1e-6)
+    known = min((_surprise(target, [ids])[0] for ids in samples), key=lambda one: sum(one) / len(one))
+    random = [sum(one) for one in _surprise(target, _random_texts(target, special))]
+    order, means = _order(target, prompts)
+    draws = ratio_draws(known, [1.0] * len(known)), ratio_draws(random, [RANDOM_TOKENS - 1.0] * len(random))
+    mean_known, mean_random = sum(known) / len(known), sum(random) / len(random) / (RANDOM_TOKENS - 1)
+    told = careful(interval_of(draws[1] - draws[0], mean_random - mean_known), len(random)).low > 0
     # Who knows no text finds none surely likelier than if all tokens were alike.
-    knows = float(draws[1].quantile(0.975)) < math.log(target.config.get_text_config(decoder=True).vocab_size)
-    stands, told = careful(interval_of(share, mean), units), careful(between, units).low > 0
-    return Noise(means[0], means[1], means[2], stands, told and knows)
-
-
-def _surprise(target: PreTrainedModel, texts: list[torch.Tensor]) -> torch.Tensor:
-    """fp32 [B, T - 1], of texts of one length."""
-    return capture(target, texts, [0] * len(texts)).surprise[:, 1:]
-
-
-def _random_texts(target: PreTrainedModel, tokenizer: Any) -> list[torch.Tensor]:
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    special = set(getattr(tokenizer, "all_special_ids", ()))
+    knows = float(draws[0].quantile(0.975)) < math.log(vocabulary)
+    return Noise(*means, mean_known, mean_random, order, told and knows)
+
+
+def _order(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[Interval, tuple[float, float]]:
+    """Share of the surprise that the order of tokens saves; and nats a token in their own order, and shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    ordered = [sum(one) for one in _surprise(target, prompts)]
+    shuffled = [0.0] * len(prompts)
+    for _ in range(SHUFFLES):
+        mixed = [ids[torch.randperm(len(ids), generator=generator)] for ids in prompts]
+        shuffled = [so_far + sum(one) / SHUFFLES for so_far, one in zip(shuffled, _surprise(target, mixed), strict=True)]
+    counts = [len(ids) - 1.0 for ids in prompts]
+    saved = interval_of(1 - ratio_draws(ordered, shuffled), 1 - sum(ordered) / sum(shuffled))
+    return careful(saved, len(prompts)), (sum(ordered) / sum(counts), sum(shuffled) / sum(counts))
+
+
+def _surprise(target: PreTrainedModel, texts: list[torch.Tensor]) -> list[list[float]]:
+    """Of every token but the first, per text."""
+    found = capture(target, texts, [0] * len(texts)).surprise
+    return [row[1 : len(ids)].tolist() for row, ids in zip(found, texts, strict=True)]
+
+
+def _without(special: set[int], ids: torch.Tensor) -> torch.Tensor:
+    """int64 [T], ids that are none of the special ones."""
+    return torch.tensor([token for token in ids.tolist() if token not in special], dtype=torch.long)
+
+
+def _random_texts(target: PreTrainedModel, special: set[int]) -> list[torch.Tensor]:
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
     plain = torch.tensor([token for token in range(vocabulary) if token not in special])
     generator = torch.Generator().manual_seed(0)
     return [plain[torch.randint(len(plain), (RANDOM_TOKENS,), generator=generator)] for _ in range(RANDOM_TEXTS)]

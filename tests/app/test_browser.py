@@ -25,6 +25,7 @@ WebDriverException = pytest.importorskip("selenium.common.exceptions").WebDriver
 Keys = webdriver.Keys
 
 PAIR = Path(__file__).parents[2] / "model_cards"
+NAMES = ("one", "two")  # of questions whose answers have more than a hundred tokens
 PATIENCE = 240.0  # seconds: a machine may be busy
 
 
@@ -61,6 +62,12 @@ class Page:
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
         element.click()
 
+    def start_from(self, name: str) -> None:
+        """A new chat, with one of the page's questions."""
+        (example,) = [one for one in self.all("button.gallery-item") if one.text == name]
+        example.click()
+        self.wait_for(lambda: not self.all("#ours .t"), "an empty chat")
+
     def fill(self, css: str, text: str) -> None:
         field = self.one(css)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
@@ -88,10 +95,13 @@ def models() -> Any:
 
 @pytest.fixture(scope="module")
 def url(models: Any) -> Iterator[str]:
-    """The page, served by this process."""
+    """The page with the demo's questions, served by this process."""
     from hf_specheads.app.page import build_page, launch_options
+    from hf_specheads.cli.app import question_of
+    from hf_specheads.cli.demo import read_demo_prompts
 
-    page = build_page(models, [("one", "def add(a, b):\n"), ("two", "import os\n")], "poss3")
+    chats = read_demo_prompts(None, models.chats)
+    page = build_page(models, [(name, question_of(chat)) for name, chat in zip(NAMES, chats, strict=False)], "poss3")
     _, address, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1", **launch_options())
     yield address
     page.close(verbose=False)
@@ -132,6 +142,7 @@ def test_it_generates_beside_plain_decoding(page: Page) -> None:
 
 
 def test_the_tree_of_any_round_is_shown(page: Page) -> None:
+    page.start_from("two")
     page.choose("#tree-kind", "dynamic")
     page.fill("#tokens input[type=number]", "24")  # another number than before tells the new reply
     page.click("#generate")
@@ -143,6 +154,20 @@ def test_the_tree_of_any_round_is_shown(page: Page) -> None:
     assert page.one("#ours .t.now").get_attribute("data-round") == number
     assert len(page.all("#tree svg .accepted")) >= 2 and page.all("#tree svg .rejected")
     assert page.one("#tree svg .accepted title").get_attribute("textContent").startswith("accepted: ")
+
+
+def test_the_end_of_a_reply_is_seen_and_an_example_begins_a_new_chat(page: Page) -> None:
+    seen = """const box = document.querySelector('#ours .sh-reply').getBoundingClientRect();
+    const end = [...document.querySelectorAll('#ours .t')].at(-1).getBoundingClientRect();
+    return end.bottom <= box.bottom + 1 && end.top >= box.top - 1;"""
+    page.start_from("one")
+    page.fill("#tokens input[type=number]", "120")
+    page.click("#generate")
+    page.wait_for(lambda: page.all("#ours .t") and "The same text" in page.text("#verdict"), "a long reply")
+    assert page.driver.execute_script(seen), "the newest tokens are out of sight"
+    page.start_from("two")
+    assert "SQL" in page.one("#prompt textarea").get_attribute("value")
+    assert not page.all("#ours .t") and not page.all("#plain .turn")
 
 
 @pytest.fixture

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.diagnosis.lab import tiny_tokenizer
 from benchmarks.diagnosis.tiny import fresh_heads, tiny_prompts
 from hf_specheads.bootstrap import Interval, careful
-from hf_specheads.diagnosis.evidence import Evidence
+from hf_specheads.diagnosis.evidence import Evidence, capture
 from hf_specheads.diagnosis.groups import Group, begins_turns, foreseeable
 from hf_specheads.diagnosis.noise import Noise, measure_noise
 from hf_specheads.diagnosis.stored import untouched
 from hf_specheads.diagnosis.teacher_forced import draft_everywhere, unread_tokens
+from hf_specheads.texts import token_ids_of
+
+DEMO_CHATS = Path(__file__).parents[2] / "hf_specheads" / "cli" / "demo_chats.jsonl"
 
 ASKS = "{% for m in messages %}w7 {{ m['content'] }} w9 {% endfor %}{% if add_generation_prompt %}w11 w13{% endif %}"
 
@@ -41,7 +47,7 @@ def test_a_target_that_knows_no_text_is_not_asked_whether_prompts_are(deep, evid
     assert found is not None and not found.told and not found.found
     one = measure_noise(deep, evidence.part([0]), letters)
     assert one is not None and not one.found
-    assert "Infinity" not in json.dumps(one.to_dict()) and one.to_dict()["share"]["low"] is None
+    assert "Infinity" not in json.dumps(one.to_dict()) and one.to_dict()["order"]["low"] is None
 
 
 def letters(text: str) -> dict[str, list[int]]:
@@ -49,9 +55,29 @@ def letters(text: str) -> dict[str, list[int]]:
     return {"input_ids": [3 + ord(letter) % 96 for letter in text]}
 
 
-@pytest.mark.parametrize("low, told, noise", [(0.6, True, True), (0.4, True, False), (0.6, False, False)])
-def test_noise_is_nearer_to_random_tokens(low: float, told: bool, noise: bool) -> None:
-    assert Noise(8.0, 3.0, 9.0, Interval(0.8, low, 1.0), told).found is noise
+@pytest.mark.parametrize("high, told, noise", [(0.05, True, True), (0.2, True, False), (0.05, False, False)])
+def test_noise_is_as_likely_in_any_order(high: float, told: bool, noise: bool) -> None:
+    assert Noise(8.0, 8.1, 3.0, 9.0, Interval(0.01, -0.03, high), told).found is noise
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[PreTrainedModel, Any]:
+    folder = str(Path(__file__).parents[2] / "model_cards" / "target")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["chats", "random tokens"])
+def test_what_users_say_is_no_noise_to_a_target_that_learnt_answers_only(shipped, kind: str) -> None:
+    target, tokenizer = shipped
+    chats = [json.loads(line)["messages"][:1] for line in DEMO_CHATS.read_text(encoding="utf-8").splitlines()]
+    prompts = [token_ids_of(chat, tokenizer) for chat in chats]
+    if kind == "random tokens":
+        generator = torch.Generator().manual_seed(1)
+        prompts = [torch.randint(5, 4096, (len(ids),), generator=generator) for ids in prompts]
+    texts = [torch.cat([ids, ids[:1]]) for ids in prompts]
+    found = measure_noise(target, capture(target, texts, [len(ids) for ids in prompts]), tokenizer)
+    assert found is not None and found.told
+    assert found.found is (kind == "random tokens"), found
 
 
 def test_where_turns_begin() -> None:
