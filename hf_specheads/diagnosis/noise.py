@@ -93,7 +93,8 @@ def _order(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[Interv
     shuffled = [0.0] * len(prompts)
     for _ in range(SHUFFLES):
         mixed = [ids[torch.randperm(len(ids), generator=generator)] for ids in prompts]
-        shuffled = [so_far + sum(one) / SHUFFLES for so_far, one in zip(shuffled, _surprise(target, mixed), strict=True)]
+        sums = [sum(one) for one in _surprise(target, mixed)]
+        shuffled = [so_far + one / SHUFFLES for so_far, one in zip(shuffled, sums, strict=True)]
     counts = [len(ids) - 1.0 for ids in prompts]
     saved = interval_of(1 - ratio_draws(ordered, shuffled), 1 - sum(ordered) / sum(shuffled))
     return careful(saved, len(prompts)), (sum(ordered) / sum(counts), sum(shuffled) / sum(counts))
