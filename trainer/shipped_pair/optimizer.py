@@ -44,8 +44,8 @@ def is_table(model: nn.Module, name: str, weight: torch.Tensor) -> bool:
 class MatrixMomentum(torch.optim.Optimizer):
     """Muon for the matrices inside the layers, AdamW for embeddings, projections to a vocabulary, norms and biases.
 
-    A table of a vocabulary (an embedding, an `lm_head`, DSpark's Markov head) is no map between states: most of its rows
-    have no gradient in a step, and an orthogonalised update would move those few as far as a whole matrix.
+    A table of a vocabulary (an embedding, an `lm_head`, DSpark's Markov head) is no map between states: most of its
+    rows have no gradient in a step, and an orthogonalised update would move the others as far as a whole matrix.
 
     Args:
         model: The model; tables are found by their rows, one per token of `config.vocab_size` or
