@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from . import results
-from .acceptance import acceptance, methods
+from .acceptance import acceptance
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
@@ -32,7 +32,7 @@ from .trees import choose, default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    choose, methods, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
+    choose, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -65,19 +65,20 @@ Inputs = dict[str, torch.Tensor]
 
 # ---------------------------------------------------------------------- arguments, and what they name
 def add_generation_arguments(
-    parser: argparse.ArgumentParser, heads: Sequence[str], prompts: Sequence[str], repeats: int | None = 3
+    parser: argparse.ArgumentParser, heads: Sequence[str] | None, prompts: Sequence[str], repeats: int | None = 3
 ) -> None:
     """What every measurement takes that generates.
 
     Args:
         parser: Of the measurement.
-        heads: Names of the default heads, folders in `model_cards/`.
+        heads: Names of the default heads, folders in `model_cards/`; `None` where they are not chosen.
         prompts: Default prompt sets.
         repeats: Default times that everything is timed; `None` where nothing is.
     """
     parser.add_argument("--target", default="model_cards/target", help="target: folder or Hub id")
-    folders = [f"model_cards/{name}" for name in heads]
-    parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
+    if heads is not None:
+        folders = [f"model_cards/{name}" for name in heads]
+        parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
     parser.add_argument("--prompts", nargs="+", default=prompts, help="sets in benchmarks/prompts, or .jsonl files")
     # One chat of every family where time is measured; all of them where only acceptance is.
     limit = None if repeats is None else len(FAMILIES)

@@ -23,7 +23,6 @@ from hf_specheads.bootstrap import ratio_interval
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
 from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
 from ..sides import PLAIN, Run, Side, acceptance, generate_once
-from .methods import MODES
 from .questions import answers_table, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
@@ -31,6 +30,7 @@ TREES: dict[str, dict[str, Any]] = {
     "16 nodes": {"kind": "dynamic", "top_k": 4, "total_tokens": 16},
     "chain": {"kind": "chain", "top_k": 1},
 }
+MODES: dict[str, dict[str, Any] | None] = {"greedy": None, "temperature 1": {"temperature": 1.0, "top_k": 0}}
 Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 
 

@@ -48,7 +48,7 @@ FIRST = next(iter(SWITCHES))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, data, start, and how long."""
-    add_generation_arguments(parser, [], prompts=["chats"], repeats=None)
+    add_generation_arguments(parser, None, prompts=["chats"], repeats=None)
     parser.add_argument("--data", required=True, help="as `train_data` of a recipe: file, folder or Hub id")
     parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all start from")
     parser.add_argument("--specialists", type=int, nargs=2, default=[2, 3], help="how many, and positions of each")

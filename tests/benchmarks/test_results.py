@@ -121,12 +121,12 @@ def test_render_replaces_marked_parts_only():
 
 
 def test_keys_of_values_may_hold_spaces_and_dots():
-    values = {"round": {"top 0.5": {"tau": 2.5}, "top 0": 1}, "list": [1, {"x": "text"}], "medusa2/methods": {"n": 3}}
+    values = {"round": {"top 0.5": {"tau": 2.5}, "top 0": 1}, "list": [1, {"x": "text"}], "medusa2/speedup": {"n": 3}}
     assert value_at(values, "round.top 0.5.tau") == 2.5
     assert value_at(values, "round.top 0") == 1
     assert value_at(values, "list.1.x") == "text"
-    assert render("<!-- value:medusa2/methods.n --><!-- /value -->", values, {}) == (
-        "<!-- value:medusa2/methods.n -->3<!-- /value -->"
+    assert render("<!-- value:medusa2/speedup.n --><!-- /value -->", values, {}) == (
+        "<!-- value:medusa2/speedup.n -->3<!-- /value -->"
     )
 
 
