@@ -190,15 +190,18 @@ def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- random pairs of given sizes
+def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> LlamaForCausalLM:
+    """A Llama of these sizes with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+
+
 def random_pair(
     shape: str, tree: DraftTreeConfig, dtype: torch.dtype, device: str, methods: tuple[str, ...] = tuple(SHAPED_HEADS)
 ) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
     """A target of a shape and heads for it, of random weights; the heads draft every round."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        target = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], eos_token_id=None, pad_token_id=0))
-    target = target.to(dtype).eval()
-    heads = {}
+    target, heads = random_llama(dtype, device, **SHAPES[shape], eos_token_id=None, pad_token_id=0), {}
     for method in methods:
         options = SHAPED_HEADS[method]
         if method == "eagle3":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +21,7 @@ from hf_specheads.tuning.turns import take_turns, timed_generation
 from .setup import Inputs
 
 PLAIN = "plain generate"
+Outcome = TypeVar("Outcome")
 TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
 
 
@@ -99,6 +104,43 @@ def run_interleaved(
     return take_turns(named, prompts, run, repeats, warm_up)
 
 
+def timed_in_turns(
+    calls: Mapping[str, Callable[[], Outcome]], repeats: int, warm_ups: int = 0
+) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
+    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all."""
+    outcomes: dict[str, Outcome] = {}
+
+    def run(name: str, _item: None, _turn: int) -> float:
+        started = time.perf_counter()
+        outcomes[name] = calls[name]()
+        return time.perf_counter() - started
+
+    def warm_up(name: str, _item: None) -> None:
+        for _ in range(warm_ups):
+            calls[name]()
+
+    turns = take_turns(calls, [None], run, repeats, warm_up)
+    return {name: [spent for (spent,) in found] for name, found in turns.items()}, outcomes
+
+
+@contextmanager
+def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
+    """Wall seconds of every call of a function of a module, class or object, while the context lasts."""
+    original: Callable[..., Any] = getattr(owner, name)
+    seconds: list[float] = []
+
+    @functools.wraps(original)  # generate looks at the signature of `forward`
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - started)
+
+    with mock.patch.object(owner, name, timed):
+        yield seconds
+
+
 def compare(
     target: PreTrainedModel,
     sides: list[Side],
@@ -138,8 +180,7 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
     same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(first, plain[0], strict=True)]
     return {
         "tokens_per_second": statistics.median(rate(repeat) for repeat in runs),
-        "speed_up": statistics.median(ratios),
-        "speed_up_range": [min(ratios), max(ratios)],
+        **speed_up_of(ratios),
         "new_tokens": num_tokens(first),
         "target_forwards": forwards,
         "forwards_saved": 1 - forwards / sum(max(map(len, run.token_ids)) for run in first),
@@ -147,6 +188,11 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
         "differing_prompts": [index for index, equal in enumerate(same) if not equal],
         **acceptance([first]),
     }
+
+
+def speed_up_of(ratios: list[float]) -> dict[str, Any]:
+    """The median of ratios within repeats, and their range."""
+    return {"speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)]}
 
 
 def acceptance(runs: list[list[Run]]) -> dict[str, Any]:

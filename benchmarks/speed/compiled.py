@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
@@ -105,11 +106,8 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
             tree.token_ids[:, 1 + right] = wrong.to(tree.token_ids.device)
         return tree
 
-    DraftHeadCandidateGenerator.draft = drafted
-    try:
+    with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
         yield
-    finally:
-        DraftHeadCandidateGenerator.draft = draft
 
 
 # ---------------------------------------------------------------------- measuring

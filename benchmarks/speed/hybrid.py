@@ -18,8 +18,8 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,11 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_specheads.cache import recurrent
 from hf_specheads.cache.recurrent import RecurrentCache
-from hf_specheads.tuning.turns import take_turns
 from tests.support.stubs import StubHead
 
-from ..results import Result, footnote, markdown_table, number, percent
+from ..results import Result, footnote, markdown_table, number, percent, same_text
 from ..setup import count_parameters
+from ..sides import timed_calls, timed_in_turns
 
 VOCAB = 8192
 SHAPES: dict[str, dict[str, Any]] = {
@@ -105,21 +105,13 @@ class Costs:
             self.forwards.append((width - tree.num_nodes, width))
             return outputs
 
-        with ExitStack() as patches:
-            for name in ("contents_with_states", "restore"):
-                patches.enter_context(mock.patch.object(recurrent, name, self._timed(getattr(recurrent, name))))
-            patches.enter_context(mock.patch.object(RecurrentCache, "verify", watching))
+        with (
+            timed_calls(recurrent, "contents_with_states") as taken,
+            timed_calls(recurrent, "restore") as restored,
+            mock.patch.object(RecurrentCache, "verify", watching),
+        ):
             yield
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                self.states += time.perf_counter() - started
-
-        return timed
+        self.states += sum(taken + restored)
 
     def replay(self, target: PreTrainedModel, ids: torch.Tensor) -> float:
         """Seconds the forwards took longer for what they began with."""
@@ -163,16 +155,11 @@ def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, 
     expected = target.generate(**inputs, **options)
     heads = StubHead(target, list(expected), ranks_of(rate), kind="chain", depth=args.depth)
     heads.adaptive = False
-    sides: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"assistant_model": heads}}
-    texts: dict[str, torch.Tensor] = {}
-
-    def run(name: str, item: int, turn: int = 0) -> float:
-        started = time.perf_counter()
-        texts[name] = target.generate(**inputs, **options, **sides[name])
-        return time.perf_counter() - started
-
-    turns = take_turns(sides, [0], run, args.repeats, lambda name, item: None)
-    seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
+    calls = {
+        "plain": lambda: target.generate(**inputs, **options),
+        "chain": lambda: target.generate(**inputs, **options, assistant_model=heads),
+    }
+    seconds, texts = timed_in_turns(calls, args.repeats)
     stats, costs = heads.last_stats, Costs()
     cell: Result = {
         "speed_up": statistics.median(p / c for p, c in zip(seconds["plain"], seconds["chain"], strict=True)),
@@ -184,7 +171,9 @@ def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, 
     }
     if batch == 1:
         with costs.watched():
-            spent = run("chain", 0)
+            started = time.perf_counter()
+            calls["chain"]()
+            spent = time.perf_counter() - started
         cell |= {"states_share": costs.states / spent, "replay_share": costs.replay(target, ids) / spent}
     return cell
 
@@ -209,7 +198,7 @@ def table(result: Result) -> str:
     rows = [
         (f"{shape}, {one['parameters'] / 1e6:.0f} M", batch, percent(float(rate)), number(c["acceptance_length"]),
          number(c["speed_up"], suffix="x"), percent(c.get("states_share")), percent(c.get("replay_share")),
-         "yes" if c["identical"] else "no")
+         same_text(c))
         for shape, one in result["shapes"].items()
         for batch, cells in one["batches"].items()
         for rate, c in cells.items()

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ from ..setup import (
     random_pair,
     random_prompts,
 )
-from ..sides import Side, generate_once
+from ..sides import Side, generate_once, timed_calls
 
 STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
@@ -54,27 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def variant(args: argparse.Namespace) -> str:
     """Random weights are a result of their own."""
     return "shape" if args.shape else ""
-
-
-@contextlib.contextmanager
-def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
-    """Wall seconds of every call of a method while the context lasts; calls within calls of it count once."""
-    original: Callable = getattr(owner, name)
-    seconds: list[float] = []
-
-    @functools.wraps(original)  # generate looks at the signature of `forward`
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            seconds.append(time.perf_counter() - started)
-
-    setattr(owner, name, timed)
-    try:
-        yield seconds
-    finally:
-        delattr(owner, name)  # an instance attribute that hid the class's method
 
 
 def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
@@ -33,9 +32,10 @@ from ..setup import (
     load_prompts,
     load_target,
     prompt_entries,
+    random_llama,
     settings,
 )
-from ..sides import compare, plain_and
+from ..sides import compare, plain_and, timed_in_turns
 
 DRAFTS = 7
 
@@ -100,12 +100,10 @@ def measure_heads(
 
 def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
+    target = random_llama(
+        dtype, vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
-    target = LlamaForCausalLM(config).to(dtype).eval()
     tree = {"kind": "chain", "depth": 4}
     sizes = [size for size in args.random_sizes if size < args.random_vocabulary]
     heads = [AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval() for _ in (*sizes, None)]
@@ -113,17 +111,14 @@ def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, An
     for size, one in zip(sizes, heads, strict=False):
         one.prune_draft_vocabulary(torch.randperm(args.random_vocabulary, generator=generator)[:size])
     drafted = draft_milliseconds(target, heads)
-    ids, forwards = torch.zeros(1, 5, dtype=torch.long), []
+    ids = torch.zeros(1, 5, dtype=torch.long)
     with torch.no_grad():
-        for _ in range(DRAFTS):
-            started = time.perf_counter()
-            target(ids)
-            forwards.append(1000 * (time.perf_counter() - started))
+        seconds, _ = timed_in_turns({"target": lambda: target(ids)}, DRAFTS)
     return {
         "parameters": count_parameters(target),
         "vocabulary": args.random_vocabulary,
         "tree": heads[0].tree_config.to_dict(),
-        "target_milliseconds": statistics.median(forwards),
+        "target_milliseconds": 1000 * statistics.median(seconds["target"]),
         "draft_milliseconds": dict(zip(map(str, (*sizes, args.random_vocabulary)), drafted, strict=True)),
     }
 

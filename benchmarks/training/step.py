@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import Unroll
 from hf_specheads.tuning.turns import take_turns
 
 from ..results import Result, footnote, markdown_table, number, percent
-from ..setup import count_parameters
+from ..setup import count_parameters, random_llama
 from .naive_step import dense_step
 
 SOURCES = ("hf_specheads", "trainer")
@@ -73,11 +73,9 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 # ---------------------------------------------------------------------- one step of each side
 def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
     """A random target, of which a step only needs embedding and `lm_head`, and heads for it."""
-    torch.manual_seed(0)
     width = cell["hidden_size"]
-    config = LlamaConfig(vocab_size=cell["vocab_size"], hidden_size=width, intermediate_size=8 * width // 3,
-                         num_hidden_layers=8, num_attention_heads=max(width // 64, 1))  # fmt: skip
-    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": max(width // 64, 1), "intermediate_size": 8 * width // 3}
+    target = random_llama(vocab_size=cell["vocab_size"], hidden_size=width, **sizes).requires_grad_(False)
     return target, AutoDraftHead.from_target(target, cell["family"], **FAMILIES[cell["family"]]).bind(target).train()
 
 

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from benchmarks import setup, sides
 from benchmarks.speed import cache, compiled, quantised
-from benchmarks.speed import round as round_
 from hf_specheads import load_heads
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
@@ -175,7 +174,7 @@ def test_round_splits_the_whole_round_into_stages(measure_pair):
 
 def test_timed_calls_leave_the_object_as_it_was(target):
     before = target.forward
-    with round_.timed_calls(target, "forward") as seconds:
+    with sides.timed_calls(target, "forward") as seconds:
         target(input_ids=torch.tensor([[5]]))
     assert len(seconds) == 1
     assert target.forward == before
