@@ -2,7 +2,7 @@
 
     python -m benchmarks default --heads model_cards/poss3 model_cards/eagle model_cards/medusa
     python -m benchmarks default --batch_sizes 1 4 8 --temperatures 0 1 --contexts 128 1024
-    python -m benchmarks.trees.default  # draws docs/images/default_against_grid.png from default.json
+    python -m benchmarks.figure  # draws docs/images/default_against_grid.png from default.json
 
 In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
 fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -38,8 +36,6 @@ from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
 STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
-ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs" / "images" / "default_against_grid.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=8, max_new_tokens=96)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", help="tokens of the prompts' ends that are kept; default all"
-    )
+    kept = "tokens of the prompts' ends that are kept; default all"
+    parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     add_grid_arguments(parser, [1, 2, 3, 4, 6], [2, 3, 6], [6, 12, 24], chains=[1, 2, 3, 4, 6, 8])
 
 
@@ -135,36 +130,3 @@ def table(result: Result) -> str:
         f"least default / best {number(result['least_over_grid'], 3)}, default / plain "
         f"{number(result['least_over_plain'], 3)}; {result['num_prompts']} prompts, {result['dtype']}",
     )  # fmt: skip
-
-
-def draw(path: Path, result: Result) -> None:
-    """Speed-ups of the default and of the grid's best, a line per setting; the same result gives the same bytes."""
-    from matplotlib.figure import Figure  # not pyplot: no global state, no window
-
-    measured = result["measured"][::-1]
-    figure = Figure(figsize=(7, 1.2 + 0.32 * len(measured)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(1, color="grey", linewidth=0.8)
-    for height, one in enumerate(measured):
-        ends = [one["sides"][name]["speed_up"] for name in (DEFAULT, BEST)]
-        axes.plot(ends, [height, height], color="lightgrey", linewidth=2, zorder=1)
-        for name, marker, colour in ((BEST, "|", "black"), (DEFAULT, "o", "tab:blue")):
-            axes.scatter(one["sides"][name]["speed_up"], height, marker=marker, color=colour, s=60, zorder=2,
-                         label=name if height == 0 else None)  # fmt: skip
-    axes.set_yticks(range(len(measured)), [setting_of(one) for one in measured])
-    axes.set_xlabel("tokens per second, in those of plain generation")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = f"default: {result['provenance']['commit']}, {result['provenance']['command']}"
-    figure.savefig(path, dpi=100, metadata={"Software": None, "Description": made})
-
-
-def main() -> None:
-    """Draws what the last measurement found."""
-    draw(PICTURE, json.loads((ROOT / "benchmarks" / "results" / "default.json").read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    main()
