@@ -156,8 +156,8 @@ def table(result: Result) -> str:
     parts += [_of_groups(result, mode) for mode in result["modes"]]
     sets = ", ".join(result["prompts"])
     return "\n".join(filter(None, parts)) + footnote(
-        result, f"tau with 95 % intervals over {result['num_prompts']} prompts ({sets}), at most "
-        f"{result['max_new_tokens']} new tokens",
+        result, f"tau with 95 % intervals over {{num_prompts}} prompts ({sets}), at most {{max_new_tokens}} new "
+        "tokens",
         f"not told apart: the 95 % interval of the difference, paired by prompts, holds 0 at depth "
         f"{result['depths'][-1]}; pairs are tested one by one",
     )  # fmt: skip

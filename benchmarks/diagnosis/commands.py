@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from ..results import Result, footnote, markdown_table, number
+from ..results import Result, column_table, footnote
 from ..setup import display_name
 from .answers import processor_seconds
 
@@ -58,8 +58,9 @@ def texts_agree(result: Result) -> bool:
 
 def table(result: Result) -> str:
     """One row per command."""
-    rows = [(f"`specheads {name}`", number(one["seconds"], 0), number(one["processor_seconds"], 0),
-             one["verdict"] or "-") for name, one in result["commands"].items()]  # fmt: skip
-    header = ("command", "wall seconds", "processor seconds", "verdict")
-    said = f"{result['heads']} on {result['target']}"
-    return f"{markdown_table(header, rows)}\n{footnote(result, said)}"
+    columns = {
+        "wall seconds": ("seconds", 0), "processor seconds": ("processor_seconds", 0),
+        "verdict": lambda one: one["verdict"] or "-",
+    }  # fmt: skip
+    commands = {f"`specheads {name}`": one for name, one in result["commands"].items()}
+    return f"{column_table(columns, commands, 'command')}\n{footnote(result, '{heads} on {target}')}"

@@ -176,8 +176,8 @@ def table(result: Result) -> str:
     margins = [(words[name], *(_signed(one[key]) for key in ("sound_most", "threshold", "mended_least")))
                for name, one in result["margins"].items()]  # fmt: skip
     lines.append(markdown_table(("gain", "sound heads, at most", "clear from", "mended ones, at least"), margins))
-    texts = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
-    said = texts if result["of"] == "shipped" else "tiny targets, float32"
+    said = "{num_prompts} prompts, {max_new_tokens} tokens each, {dtype}"
+    said = said if result["of"] == "shipped" else "tiny targets, float32"
     return "\n".join([*lines, footnote(result, said)])
 
 

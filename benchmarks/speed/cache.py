@@ -145,6 +145,6 @@ def table(result: Result) -> str:
     ]  # fmt: skip
     size = f"{result['parameters'] / 1e6:.0f} M parameters"
     return markdown_table(header, rows) + footnote(
-        result, f"Random Llama of {size} and {result['layers']} layers, keys {result['key_value_width']} wide; "
-        f"{result['dtype']}; whole rounds (forward and kept path), median of {result['rounds']} in turns",
+        result, f"Random Llama of {size} and {{layers}} layers, keys {{key_value_width}} wide; {{dtype}}; whole "
+        "rounds (forward and kept path), median of {rounds} in turns",
     )  # fmt: skip

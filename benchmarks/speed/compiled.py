@@ -29,7 +29,7 @@ from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, footnote, identical, markdown_table, number
+from ..results import Result, column_table, footnote, identical, number, same_texts
 from ..setup import (
     SHAPES,
     Inputs,
@@ -241,35 +241,27 @@ def _bytes(weight: torch.Tensor) -> int:
 def table(result: Result) -> str:
     """Rows are sides."""
     if "tables" not in result:
-        return floor_table(result["floor"]) + footnote(result, f"{result['dtype']}, computed, nothing was run")
-    text = ""
-    for name, table in result["tables"].items():
-        header = [name, "tokens/s", "/ plain eager", "/ plain compiled", "tau", "ms per round", "same text"]
-        rows = [
-            [side, number(s["tokens_per_second"], 1), f"{number(s['over_plain_eager'])}x",
-             f"{number(s['over_plain_compiled'])}x", number(s.get("acceptance_length")),
-             number(s.get("round_milliseconds"), 1),
-             "yes" if s["identical"] else f"no ({s['differing']} of {result['num_prompts']} differ)"]
-            for side, s in table.items()
-        ]  # fmt: skip
-        text += markdown_table(header, rows) + "\n"
-    if floor := result.get("floor"):
-        text += floor_table(floor) + "\n"
-    return text.rstrip("\n") + "\n" + footnote(
-        result, f"Greedy, {result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} "
-        f"prompts, median of {result['repeats']} repeats in turns; first compiled calls took "
-        f"{'; '.join(f'{name} {number(s, 0)} s' for name, s in result['compile_seconds'].items())}",
+        return floor_table(result["floor"]) + footnote(result, "{dtype}, computed, nothing was run")
+    columns = {
+        "tokens/s": ("tokens_per_second", 1), "/ plain eager": ("over_plain_eager", 2, "x"),
+        "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
+        "ms per round": ("round_milliseconds", 1),
+        "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
+    }  # fmt: skip
+    parts = [column_table(columns, sides, name) for name, sides in result["tables"].items()]
+    parts += [floor_table(result["floor"])] if "floor" in result else []
+    first_calls = "; ".join(f"{name} {number(spent, 0)} s" for name, spent in result["compile_seconds"].items())
+    return "\n".join(parts) + footnote(
+        result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, median of {repeats} "
+        f"repeats in turns; first compiled calls took {first_calls}",
     )  # fmt: skip
 
 
 def floor_table(floor: Result) -> str:
     """What memory bandwidth allows, computed from bytes read."""
-    rows = [
-        [head, number(f["target_ms"], 2), number(f["draft_ms"], 2), number(f["round_ms"], 2)]
-        + [number(value, 0) for value in f["tokens_per_second"].values()]
-        for head, f in floor["heads"].items()
-    ]
     taus = next(iter(floor["heads"].values()))["tokens_per_second"]
+    columns = {f"{part}, ms": (f"{part}_ms", 2) for part in ("target", "draft", "round")}
+    for tau in taus:
+        columns[f"tokens/s at tau {tau}"] = lambda one, tau=tau: number(one["tokens_per_second"][tau], 0)
     title = f"floor of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
-    header = [title, "target, ms", "draft, ms", "round, ms"]
-    return markdown_table([*header, *(f"tokens/s at tau {tau}" for tau in taus)], rows)
+    return column_table(columns, floor["heads"], title)

@@ -117,7 +117,6 @@ def table(result: Result) -> str:
         shown = [f"{number(c['speed_up'])}x ({number(c.get('acceptance_length'))})" for c in cells]
         rows.append([name, *shown, percent(drawn.get("plain_share"))])
     return markdown_table(header, rows) + footnote(
-        result, f"{result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} prompts, "
-        f"heads trained on contexts of {result['trained_length']:g} tokens; tau counts the rounds that drafted; "
-        f"slowest adaptive side {number(result['slowest_adaptive'])}x",
+        result, "{dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, heads trained on contexts of "
+        "{trained_length:g} tokens; tau counts the rounds that drafted; slowest adaptive side {slowest_adaptive:.2f}x",
     )  # fmt: skip

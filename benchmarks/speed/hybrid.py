@@ -30,7 +30,7 @@ from hf_specheads.cache import recurrent
 from hf_specheads.cache.recurrent import RecurrentCache
 from tests.support.stubs import StubHead
 
-from ..results import Result, footnote, markdown_table, number, percent, same_text
+from ..results import Result, column_table, footnote, percent, same_text
 from ..setup import count_parameters
 from ..sides import timed_calls, timed_in_turns
 
@@ -194,22 +194,24 @@ def measure(args: argparse.Namespace) -> Result:
 
 def table(result: Result) -> str:
     """A row per shape, batch size and rate."""
-    header = ("target", "batch", "right positions", "tau", "speed-up", "states", "replay", "same text")
-    rows = [
-        (f"{shape}, {one['parameters'] / 1e6:.0f} M", batch, percent(float(rate)), number(c["acceptance_length"]),
-         number(c["speed_up"], suffix="x"), percent(c.get("states_share")), percent(c.get("replay_share")),
-         same_text(c))
-        for shape, one in result["shapes"].items()
-        for batch, cells in one["batches"].items()
-        for rate, c in cells.items()
-    ]  # fmt: skip
-    paths = [
-        (shape, *(number(one["paths"][str(rows)], suffix="x") for rows in PATHS))
-        for shape, one in result["shapes"].items()
+    columns = {
+        "tau": ("acceptance_length", 2), "speed-up": ("speed_up", 2, "x"),
+        "states": lambda cell: percent(cell.get("states_share")),
+        "replay": lambda cell: percent(cell.get("replay_share")), "same text": same_text,
+    }  # fmt: skip
+    shapes = {f"{shape}, {one['parameters'] / 1e6:.0f} M": one for shape, one in result["shapes"].items()}
+    cells = {
+        shape: {batch: {percent(float(rate)): cell for rate, cell in cells.items()}
+                for batch, cells in one["batches"].items()}
+        for shape, one in shapes.items()
+    }  # fmt: skip
+    paths = {shape: one["paths"] for shape, one in result["shapes"].items()}
+    of_paths = {str(rows): (str(rows), 2, "x") for rows in PATHS}
+    tables = [
+        column_table(columns, cells, "target", "batch", "right positions"),
+        column_table(of_paths, paths, "a forward over so many paths, against one"),
     ]
-    of_paths = ("a forward over so many paths, against one", *map(str, PATHS))
-    facts = (
-        "greedy, fp32, random weights", f"chains of {result['depth']} by a stub, {result['new_tokens']} new tokens",
-        f"median of {result['repeats']} in turns", "states and replay as shares of a call's time",
+    return "\n".join(tables) + footnote(
+        result, "greedy, fp32, random weights", "chains of {depth} by a stub, {new_tokens} new tokens",
+        "median of {repeats} in turns", "states and replay as shares of a call's time",
     )  # fmt: skip
-    return "\n".join([markdown_table(header, rows), markdown_table(of_paths, paths) + footnote(result, *facts)])

@@ -25,7 +25,7 @@ from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats
 
-from ..results import Result, draft_tree, footnote, markdown_table, number, percent
+from ..results import Result, column_table, draft_tree, footnote, percent
 from ..setup import (
     SHAPES,
     Inputs,
@@ -140,14 +140,11 @@ def _split(milliseconds: float, bare: float) -> dict[str, float]:
 
 def table(result: Result) -> str:
     """Milliseconds of a round by stage."""
-    rows = [
-        (stage, number(s["milliseconds"], 2), number(s["bare_forwards"], 2), number(s["outside"], 2),
-         percent(s["outside"] / result["round_milliseconds"]))
-        for stage, s in result["stages"].items()
-    ]  # fmt: skip
-    table = markdown_table(("stage of a round", "ms", "bare forwards, ms", "outside, ms", "outside / round"), rows)
-    return table + footnote(
-        result, f"{result['heads']}, {draft_tree(result['tree'])}, {result['rounds']} rounds",
-        f"bare target forward of {result['nodes']} nodes replayed on a fresh cache: "
-        f"{number(result['replayed_target_milliseconds'])} ms",
+    columns = {
+        "ms": ("milliseconds", 2), "bare forwards, ms": ("bare_forwards", 2), "outside, ms": ("outside", 2),
+        "outside / round": lambda stage: percent(stage["outside"] / result["round_milliseconds"]),
+    }  # fmt: skip
+    return column_table(columns, result["stages"], "stage of a round") + footnote(
+        result, f"{{heads}}, {draft_tree(result['tree'])}, {{rounds}} rounds",
+        "bare target forward of {nodes} nodes replayed on a fresh cache: {replayed_target_milliseconds:.2f} ms",
     )  # fmt: skip

@@ -14,11 +14,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..results import Result, draft_tree, footnote, identical, markdown_table, number, percent, pos_acc, speed_up
+from ..results import (
+    Result,
+    column_table,
+    draft_tree,
+    footnote,
+    identical,
+    markdown_table,
+    number,
+    percent,
+    pos_acc,
+    same_texts,
+    speed_up,
+)
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
 from ..sides import Side, compare, plain_and
 
 SHOWN = ("eagle", "poss3")  # heads in the README's table
+HOW = "{dtype}, batch 1, at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,30 +77,14 @@ def texts_agree(result: Result) -> bool:
 
 def table(result: Result) -> str:
     """One table per prompt set."""
-    text = ""
-    for name, sides in result["prompt_sets"].items():
-        rows = [
-            (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
-             pos_acc(s.get("pos_acc")), number(s.get("tokens_per_forward")), percent(s["forwards_saved"]),
-             "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
-            for side, s in sides.items()
-        ]  # fmt: skip
-        header = (
-            name,
-            "tokens/s",
-            "speed-up (range)",
-            "tau",
-            "pos-acc",
-            "tokens per forward",
-            "forwards saved",
-            "same text",
-        )
-        text += markdown_table(header, rows) + "\n"
+    columns = {
+        "tokens/s": ("tokens_per_second", 0), "speed-up (range)": speed_up, "tau": ("acceptance_length", 2),
+        "pos-acc": lambda side: pos_acc(side.get("pos_acc")), "tokens per forward": ("tokens_per_forward", 2),
+        "forwards saved": lambda one: percent(one["forwards_saved"]), "same text": same_texts,
+    }  # fmt: skip
+    text = "\n".join(column_table(columns, sides, name) for name, sides in result["prompt_sets"].items())
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
-    return text.rstrip("\n") + "\n" + footnote(
-        result, f"Greedy, {result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, "
-        f"median of {result['repeats']} interleaved repeats", f"draft trees: {trees}",
-    )  # fmt: skip
+    return text + footnote(result, f"Greedy, {HOW}", f"draft trees: {trees}")
 
 
 def short_table(result: Result) -> str:
@@ -105,6 +102,5 @@ def short_table(result: Result) -> str:
         rows.append((name, *(cell for side in cells for cell in side), same))
     trees = sorted({draft_tree(result["trees"][name]) for name in shown})
     return markdown_table(("greedy", *columns, "same text"), rows) + footnote(
-        result, f"{result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, median of "
-        f"{result['repeats']} interleaved repeats", f"draft trees: {', '.join(trees)}",
-    )  # fmt: skip
+        result, HOW, f"draft trees: {', '.join(trees)}"
+    )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_specheads import DraftHead, generate_stream
 from hf_specheads.tuning.turns import generate_text
 
-from ..results import Result, footnote, markdown_table, number, same_text, speed_up
+from ..results import Result, column_table, footnote, same_text, speed_up
 from ..setup import Inputs, add_generation_arguments, load_pair, padded, settings
 from ..sides import PLAIN, TO_THE_END, speed_up_of, timed_in_turns
 
@@ -90,10 +90,11 @@ def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts
 
 def table(result: Result) -> str:
     """A row per side."""
-    rows = [[f"{name}, static batches" if name == PLAIN else name, number(side["tokens_per_second"], 0),
-             speed_up(side), same_text(side)] for name, side in result["sides"].items()]  # fmt: skip
-    low, high = result["limits"]
-    return markdown_table(["", "tokens/s", "over plain static batches", "same text"], rows) + footnote(
-        result, f"Greedy, {result['dtype']}, {result['num_prompts']} requests for {low} to {high} new tokens, at most "
-        f"{result['max_batch']} at a time, median of {result['repeats']} repeats in turns",
+    columns = {
+        "tokens/s": ("tokens_per_second", 0), "over plain static batches": speed_up, "same text": same_text,
+    }  # fmt: skip
+    sides = {f"{name}, static batches" if name == PLAIN else name: side for name, side in result["sides"].items()}
+    return column_table(columns, sides, "") + footnote(
+        result, "Greedy, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
+        "{max_batch} at a time, median of {repeats} repeats in turns",
     )  # fmt: skip

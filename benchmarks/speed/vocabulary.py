@@ -22,7 +22,7 @@ from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, draft_tree, footnote, markdown_table, millions, number, percent, same_text
+from ..results import Result, column_table, draft_tree, footnote, markdown_table, millions, number, percent, same_text
 from ..setup import (
     Inputs,
     add_generation_arguments,
@@ -140,19 +140,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """Heads by size of their draft vocabulary; the random target, where only times mean something."""
-    rows = [
-        [head, size, percent(row["coverage"]), number(row["acceptance_length"]), number(row["draft_milliseconds"]),
-         number(row["tokens_per_second"], 1), number(row["speed_up"], suffix="x"), same_text(row)]
-        for head, sizes in result["heads"].items() for size, row in sizes.items()
-    ]  # fmt: skip
-    header = ["heads", "draft vocabulary", "of the counted", "tau", "draft ms", "tokens/s", "speed-up", "same text"]
-    text = markdown_table(header, rows)
+    columns = {
+        "of the counted": lambda row: percent(row["coverage"]), "tau": ("acceptance_length", 2),
+        "draft ms": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),
+        "speed-up": ("speed_up", 2, "x"), "same text": same_text,
+    }  # fmt: skip
+    text = column_table(columns, result["heads"], "heads", "draft vocabulary")
     if random := result["random"]:
-        times = random["draft_milliseconds"].items()
-        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], [[size, number(ms)] for size, ms in times])
+        times = [[size, number(spent)] for size, spent in random["draft_milliseconds"].items()]
+        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], times)
         text += (
             f"\nA random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
             f"{draft_tree(random['tree'])}; its own forward over 5 tokens takes "
             f"{number(random['target_milliseconds'])} ms. Acceptance means nothing there.\n"
         )
-    return text + footnote(result, f"{result['counted_tokens']} tokens counted, {result['dtype']}")
+    return text + footnote(result, "{counted_tokens} tokens counted, {dtype}")

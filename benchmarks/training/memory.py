@@ -18,7 +18,7 @@ import torch
 
 from hf_specheads.trainer.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
 
-from ..results import Result, footnote, markdown_table, number, percent
+from ..results import Result, column_table, footnote, markdown_table, number, percent
 from .step import CHUNK, FAMILIES, peak_bytes
 
 SOURCES = ("hf_specheads/unroll", "trainer")
@@ -82,17 +82,17 @@ def table(result: Result) -> str:
                 columns = (parts["target"], parts["heads"] + parts["optimizer"], step, sum(parts.values()))
                 rows.append((target, method, placed, *(number(value / 1e9, 1) for value in columns)))
     header = ("target", "heads", "target is", "its weights", "heads and AdamW", "a step", "together, GB")
-    checks = [
-        (str(check["rows"]), str(check["passes"]), number(check["derived"] / 1e6, 0),
-         number(check["measured"] / 1e6, 0), percent(check["derived"] / check["measured"]))
-        for check in result["checks"]
-    ]  # fmt: skip
-    small = markdown_table(("rows T", "passes D", "derived, MB", "measured, MB", "derived / measured"), checks)
-    derived_table = markdown_table(header, rows)
-    return f"{derived_table}\n{small}" + footnote(
-        result, f"Above: derived, for each of {result['processes']} devices, one sequence of {result['length']} "
-        "tokens on each, target in bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds "
-        "on a processor, hidden size 256, vocabulary 8192",
+    columns = {
+        "rows T": ("rows", 0), "passes D": ("passes", 0),
+        "derived, MB": lambda check: number(check["derived"] / 1e6, 0),
+        "measured, MB": lambda check: number(check["measured"] / 1e6, 0),
+        "derived / measured": lambda check: percent(check["derived"] / check["measured"]),
+    }  # fmt: skip
+    small = column_table(columns, result["checks"])
+    return f"{markdown_table(header, rows)}\n{small}" + footnote(
+        result, "Above: derived, for each of {processes} devices, one sequence of {length} tokens on each, target in "
+        "bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds on a processor, hidden size "
+        "256, vocabulary 8192",
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import Unroll
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, footnote, markdown_table, number, percent
+from ..results import Result, column_table, footnote, number, percent
 from ..setup import count_parameters, random_llama
 from .naive_step import dense_step
 
@@ -239,22 +239,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """One row per family, length and depth: seconds and peak memory of a step, ours and the dense one's."""
-    rows = []
-    for cell in result["cells"]:
-        dense, ours = cell["sides"]["dense"], cell["sides"]["ours"]
-        apart = cell["sides"].get("per_pass", {})
-        rows.append((
-            cell["family"], str(cell["rows"]), str(cell["passes"]), _seconds(dense), _seconds(ours),
-            _range(ours.get("speed_up")), number(_megabytes(dense), 0), number(_megabytes(ours), 0),
-            percent(ours.get("memory_share")), _range(apart.get("speed_up")), percent(apart.get("memory_share")),
-            percent(cell["products_seconds"] / ours["seconds"]["median"]),
-        ))  # fmt: skip
-    header = ("heads", "rows T", "passes D", "dense, s", "ours, s", "dense / ours (range)", "dense, MB", "ours, MB",
-              "ours / dense", "per pass: dense / ours", "per pass: memory", "products / ours")  # fmt: skip
-    first = result["cells"][0]
-    return markdown_table(header, rows) + footnote(
-        result, f"Forward and backward, batch {result['batch']}, hidden size {first['hidden_size']}, vocabulary "
-        f"{first['vocab_size']}, median of {result['repeats']} alternating repeats",
+    columns = {
+        "heads": lambda cell: cell["family"], "rows T": ("rows", 0), "passes D": ("passes", 0),
+        "dense, s": lambda cell: _seconds(cell["sides"]["dense"]),
+        "ours, s": lambda cell: _seconds(cell["sides"]["ours"]),
+        "dense / ours (range)": lambda cell: _range(cell["sides"]["ours"]),
+        "dense, MB": lambda cell: _megabytes(cell["sides"]["dense"]),
+        "ours, MB": lambda cell: _megabytes(cell["sides"]["ours"]),
+        "ours / dense": lambda cell: percent(cell["sides"]["ours"].get("memory_share")),
+        "per pass: dense / ours": lambda cell: _range(cell["sides"].get("per_pass", {})),
+        "per pass: memory": lambda cell: percent(cell["sides"].get("per_pass", {}).get("memory_share")),
+        "products / ours": lambda cell: percent(cell["products_seconds"] / cell["sides"]["ours"]["seconds"]["median"]),
+    }  # fmt: skip
+    return column_table(columns, result["cells"]) + footnote(
+        result, "Forward and backward, batch {batch}, hidden size {cells[0][hidden_size]}, vocabulary "
+        "{cells[0][vocab_size]}, median of {repeats} alternating repeats",
         "a dash: the dense step needs more memory than the machine has",
     )  # fmt: skip
 
@@ -263,9 +262,9 @@ def _seconds(side: Result) -> str:
     return number(side["seconds"] and side["seconds"]["median"])
 
 
-def _range(ratio: Result | None) -> str:
-    return f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-"
+def _range(side: Result) -> str:
+    return "{median:.2f}x ({low:.2f}-{high:.2f})".format(**side["speed_up"]) if "speed_up" in side else "-"
 
 
-def _megabytes(side: Result) -> float | None:
-    return None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6
+def _megabytes(side: Result) -> str:
+    return number(None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6, 0)

@@ -148,12 +148,11 @@ def table(result: Result) -> str:
         loss = sum(one["loss"] for one in seeds) / len(seeds)
         rows.append((name, number(sum(taus) / len(taus), 3), ", ".join(number(tau, 3) for tau in taus), *told,
                      number(loss, 4)))  # fmt: skip
-    count, positions = result["specialists"]
     header = ("POSS trained with", "tau", "of each seed", "difference from the recipe", "", "loss")
     return markdown_table(header, rows) + footnote(
-        result, f"{count} specialists of {positions} draft positions from {result['warm_start']}, {result['steps']} "
-        f"steps of {result['examples']} x {result['max_length']} tokens of {result['data']}; greedy, {result['tree']}",
-        f"95 % intervals over {result['num_prompts']} prompts of every seed, paired",
+        result, "{specialists[0]} specialists of {specialists[1]} draft positions from {warm_start}, {steps} steps of "
+        "{examples} x {max_length} tokens of {data}; greedy, {tree}",
+        "95 % intervals over {num_prompts} prompts of every seed, paired",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
 
-from ..results import Result, draft_tree, footnote, identical, markdown_table, number, same_text, speed_up
+from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
 from ..setup import (
     Inputs,
     add_generation_arguments,
@@ -117,16 +117,16 @@ def setting_of(one: Result) -> str:
 
 def table(result: Result) -> str:
     """Rows are settings."""
-    rows = [
-        (setting_of(one), speed_up(one["sides"][DEFAULT]), speed_up(one["sides"][BEST]), draft_tree(one["tree"]),
-         "-" if one["learnt"] is None else draft_tree(one["learnt"]), number(one["default_over_grid"], 3),
-         same_text(one["sides"][DEFAULT]) if one["temperature"] == 0 else "sampled")
-        for one in result["measured"]
-    ]  # fmt: skip
-    header = ("setting", "default", "best of the grid", "", "learnt", "default / best", "same text")
-    return markdown_table(header, rows) + footnote(
+    columns = {
+        "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
+        "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
+        "learnt": lambda one: "-" if one["learnt"] is None else draft_tree(one["learnt"]),
+        "default / best": ("default_over_grid", 3),
+        "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
+    }  # fmt: skip
+    return column_table(columns, result["measured"]) + footnote(
         result, "speed-ups over plain generation, with their ranges over repeats; the best may be plain generation",
         f"grids of {min(one['grid_size'] for one in result['measured'])} trees or more",
-        f"least default / best {number(result['least_over_grid'], 3)}, default / plain "
-        f"{number(result['least_over_plain'], 3)}; {result['num_prompts']} prompts, {result['dtype']}",
+        "least default / best {least_over_grid:.3f}, default / plain {least_over_plain:.3f}; {num_prompts} prompts, "
+        "{dtype}",
     )  # fmt: skip
