@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,17 +29,9 @@ from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tuning.turns import take_turns
 
+from .. import setup
 from ..results import Result, column_table, footnote, identical, number, same_texts
-from ..setup import (
-    SHAPES,
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_pair,
-    pair_on_paper,
-    random_pair,
-    random_prompts,
-)
+from ..setup import SHAPES, Inputs
 from ..sides import TO_THE_END, Run, Side, generate_once, summarise
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
@@ -47,7 +39,7 @@ PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, prompts, and where to run."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
     parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")
@@ -111,22 +103,11 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- measuring
-def run_side(
-    target: PreTrainedModel, side: Side, inputs: Inputs, new_tokens: int, text: torch.Tensor | None, tau: float | None
-) -> Run:
-    """One prompt; with a `tau`, heads accept as much of the plain `text` [1, T]."""
-    if (cache := side.options.get("past_key_values")) is not None:
-        cache.reset()
-    if tau is None or text is None or side.heads is None:
-        return generate_once(target, side, inputs, new_tokens)
-    with acceptance_of(tau, text):
-        return generate_once(target, side, inputs, new_tokens)
-
-
 def measure_sides(
     target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, tau: float | None
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took."""
+    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
+    `tau`, heads accept as much of the plain texts."""
     named, texts = {side.name: side for side in sides}, []
     for inputs in prompts:
         new_ids = torch.tensor(generate_once(target, sides[0], inputs, args.max_new_tokens).token_ids)
@@ -134,7 +115,12 @@ def measure_sides(
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
-        return run_side(target, named[name], prompt[0], args.max_new_tokens, prompt[1], tau)
+        inputs, text = prompt
+        if (cache := named[name].options.get("past_key_values")) is not None:
+            cache.reset()
+        stub = nullcontext() if tau is None or named[name].heads is None else acceptance_of(tau, text)
+        with stub:
+            return generate_once(target, named[name], inputs, args.max_new_tokens)
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
         first_call[name] = run(name, prompt).seconds
@@ -155,7 +141,6 @@ def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> d
         "over_plain_eager": found["speed_up"],
         "over_plain_compiled": summarise(runs, all_runs[PLAIN_COMPILED])["speed_up"],
         "round_milliseconds": 1000 * seconds / rounds if rounds else None,
-        "differing": len(found["differing_prompts"]),
     }
 
 
@@ -164,16 +149,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     if args.on_paper:
-        return {**result, "target": args.shape, "floor": floor(*pair_on_paper(args.shape, dtype), args)}
+        return {**result, "target": args.shape, "floor": floor(*setup.pair_on_paper(args.shape, dtype), args)}
     taus: list[float | None] = [None]
     if args.shape:
         tree = DraftTreeConfig(kind="chain", depth=args.depth)
-        target, heads = random_pair(args.shape, tree, dtype, args.device)
+        target, heads = setup.random_pair(args.shape, tree, dtype, args.device)
         result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
-        prompts, taus = random_prompts(args.limit or 2, args.device), [*args.tau]
+        prompts, taus = setup.random_prompts(args.limit or 2, args.device), [*args.tau]
     else:
-        target, heads, prompts = load_pair(args)
-        result["target"] = display_name(args.target)
+        target, heads, prompts = setup.load_pair(args)
+        result["target"] = setup.display_name(args.target)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
     sides, measured = build_sides(target, heads, most_tokens), {}
     for tau in taus:

@@ -18,22 +18,15 @@ from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead
 
+from .. import setup
 from ..results import Result, footnote, identical, markdown_table, number, percent
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    settings,
-)
+from ..setup import Inputs
 from ..sides import PLAIN, Side, plain_and, run_interleaved, summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, lengths, and a temperature."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
     parser.add_argument("--temperature", type=float, default=1.0, help="of a sampled run at the shortest length")
 
@@ -42,9 +35,9 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     """Plain, heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
     heads = {}
     for folder in args.heads:
-        name = display_name(folder)
-        heads[name] = load_bound_heads(target, folder, every_round=True)
-        heads[f"{name}, adaptive"] = load_bound_heads(target, folder)
+        name = setup.display_name(folder)
+        heads[name] = setup.load_bound_heads(target, folder, every_round=True)
+        heads[f"{name}, adaptive"] = setup.load_bound_heads(target, folder)
     torch.manual_seed(0)
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
@@ -78,9 +71,9 @@ def measure_length(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths, and the shortest one sampled."""
-    target, tokenizer = load_target(args)
+    target, tokenizer = setup.load_target(args)
     sides = build_sides(args, target)
-    prompts, shortest = load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
+    prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
     lengths = {str(length): measure_length(target, sides, cut(prompts, length), args) for length in args.lengths}
     drawn = measure_length(target, sides, cut(prompts, shortest), args, temperature=args.temperature, top_k=0)
     adaptive = [
@@ -90,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if name.endswith("adaptive")
     ]
     return {
-        **settings(args, cut(prompts, max(args.lengths))),
+        **setup.settings(args, cut(prompts, max(args.lengths))),
         "trained_length": statistics.median(side.heads.config.train_max_length or 0 for side in sides[1:-1]),
         "lengths": lengths,
         "sampled": {"temperature": args.temperature, "length": shortest, "sides": drawn},

@@ -25,17 +25,9 @@ from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats
 
+from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, percent
-from ..setup import (
-    SHAPES,
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_pair,
-    random_pair,
-    random_prompts,
-)
+from ..setup import SHAPES, Inputs
 from ..sides import Side, generate_once, timed_calls
 
 STAGES = ("draft", "target", "accept", "commit")
@@ -44,7 +36,7 @@ REPLAYS = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, and prompts."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
 
@@ -94,11 +86,11 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
 def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
     """Target, heads and prompts, as the arguments say."""
     if not args.shape:
-        target, loaded, prompts = load_pair(args, every_round=True)
+        target, loaded, prompts = setup.load_pair(args, every_round=True)
         return target, next(iter(loaded.values())), prompts
     tree = DraftTreeConfig(kind="chain", depth=args.depth)
-    target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
-    return target, heads["eagle"], random_prompts(args.limit or 2, "cpu")
+    target, heads = setup.random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
+    return target, heads["eagle"], setup.random_prompts(args.limit or 2, "cpu")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,9 +113,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
     stages["whole round"] = _split(ms["round"], inside)
     return {
-        "heads": "random EAGLE heads" if args.shape else display_name(args.heads[0]),
-        "target": args.shape or display_name(args.target),
-        "target_parameters": count_parameters(target),
+        "heads": "random EAGLE heads" if args.shape else setup.display_name(args.heads[0]),
+        "target": args.shape or setup.display_name(args.target),
+        "target_parameters": setup.count_parameters(target),
         "tree": heads.tree_config.to_dict(),
         "nodes": heads.tree_config.num_nodes,
         "rounds": int(rounds),

@@ -14,19 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..results import (
-    Result,
-    column_table,
-    draft_tree,
-    footnote,
-    identical,
-    markdown_table,
-    number,
-    percent,
-    pos_acc,
-    same_texts,
-    speed_up,
-)
+from ..results import Result, column_table, draft_tree, footnote, percent, pos_acc, same_text, same_texts, speed_up
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
 from ..sides import Side, compare, plain_and
 
@@ -72,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def texts_agree(result: Result) -> bool:
     """Of our heads; what transformers' own methods do is theirs."""
-    return all(identical(sides[name]) for sides in result["prompt_sets"].values() for name in result["trees"])
+    return all(sides[name]["identical"] for sides in result["prompt_sets"].values() for name in result["trees"])
 
 
 def table(result: Result) -> str:
@@ -92,15 +80,14 @@ def short_table(result: Result) -> str:
     sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
     plain, *others = next(iter(sets.values()))
     names = [plain, *shown, *(name for name in others if name.startswith("prompt lookup"))]
-    columns = [f"{name}: {what}" for name in sets for what in ("tokens/s", "speed-up", "tau")]
-    rows = []
-    for name in names:
-        sides = [sides[name] for sides in sets.values()]
-        cells = [(number(side["tokens_per_second"], 0), number(side["speed_up"], 2, "x"),
-                  number(side.get("acceptance_length"))) for side in sides]  # fmt: skip
-        same = "yes" if identical(dict(enumerate(sides))) else "no"
-        rows.append((name, *(cell for side in cells for cell in side), same))
+    found: Result = {name: {"identical": all(sides[name]["identical"] for sides in sets.values())} for name in names}
+    columns: dict[str, Any] = {}
+    for one, sides in sets.items():
+        for name in names:
+            found[name] |= {f"{one}: {key}": value for key, value in sides[name].items()}
+        columns[f"{one}: tokens/s"] = (f"{one}: tokens_per_second", 0)
+        columns[f"{one}: speed-up"] = (f"{one}: speed_up", 2, "x")
+        columns[f"{one}: tau"] = (f"{one}: acceptance_length", 2)
+    columns["same text"] = same_text
     trees = sorted({draft_tree(result["trees"][name]) for name in shown})
-    return markdown_table(("greedy", *columns, "same text"), rows) + footnote(
-        result, HOW, f"draft trees: {', '.join(trees)}"
-    )
+    return column_table(columns, found, "greedy") + footnote(result, HOW, f"draft trees: {', '.join(trees)}")

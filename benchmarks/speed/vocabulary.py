@@ -22,19 +22,9 @@ from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
 from hf_specheads.tuning.turns import take_turns
 
+from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, markdown_table, millions, number, percent, same_text
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    prompt_entries,
-    random_llama,
-    settings,
-)
+from ..setup import Inputs
 from ..sides import compare, plain_and, timed_in_turns
 
 DRAFTS = 7
@@ -42,7 +32,7 @@ DRAFTS = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, sizes, and where tokens are counted."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--corpus", type=Path, nargs="+", help="text files to count tokens in")
@@ -52,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def library_files() -> list[Path]:
     """Modules of the standard library but those that prompts come from."""
-    used = {entry["name"].split(":")[0] for name in ("held_out", "tuning") for entry in prompt_entries(name)}
+    used = {entry["name"].split(":")[0] for name in ("held_out", "tuning") for entry in setup.prompt_entries(name)}
     return sorted(file for file in Path(statistics.__file__).parent.glob("*.py") if file.name not in used)
 
 
@@ -83,7 +73,7 @@ def measure_heads(
 ) -> dict[str, Any]:
     """One head in every size, and whole."""
     sizes = [*args.sizes, len(counts)]
-    heads = {str(size): load_bound_heads(target, folder) for size in sizes}
+    heads = {str(size): setup.load_bound_heads(target, folder) for size in sizes}
     for size in args.sizes:
         heads[str(size)].prune_draft_vocabulary(most_frequent(counts, size))
     found = compare(target, plain_and(heads), prompts, args.max_new_tokens, args.repeats)
@@ -100,7 +90,7 @@ def measure_heads(
 
 def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
-    target = random_llama(
+    target = setup.random_llama(
         dtype, vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
@@ -115,7 +105,7 @@ def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, An
     with torch.no_grad():
         seconds, _ = timed_in_turns({"target": lambda: target(ids)}, DRAFTS)
     return {
-        "parameters": count_parameters(target),
+        "parameters": setup.count_parameters(target),
         "vocabulary": args.random_vocabulary,
         "tree": heads[0].tree_config.to_dict(),
         "target_milliseconds": 1000 * statistics.median(seconds["target"]),
@@ -125,15 +115,15 @@ def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, An
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads, and the random target."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    target, tokenizer = setup.load_target(args)
+    prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     files = args.corpus or library_files()
     texts = (tokenizer(file.read_text(encoding="utf-8", errors="replace"))["input_ids"] for file in files)
     counts = count_tokens(texts, target.config.vocab_size)
     return {
-        **settings(args, prompts),
+        **setup.settings(args, prompts),
         "counted_tokens": int(counts.sum()),
-        "heads": {display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
+        "heads": {setup.display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
         "random": measure_random(args, target.dtype) if args.random_vocabulary else None,
     }
 

@@ -20,17 +20,9 @@ from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
 
+from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    padded,
-    settings,
-)
+from ..setup import Inputs
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 from .grid import add_grid_arguments, fastest, grid
 
@@ -39,8 +31,8 @@ STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, settings, and trees of the grid."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
+    """The pair, prompts, setup.settings, and trees of the grid."""
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
@@ -55,7 +47,7 @@ def batches_of(prompts: list[Inputs], size: int, context: int | None) -> list[In
     if context is not None:
         ends = [{name: tensor[:, -context:] for name, tensor in one.items()} for one in prompts
                 if one["input_ids"].shape[1] >= context]  # fmt: skip
-    return [padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
+    return [setup.padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
 
 
 def measure_setting(
@@ -63,10 +55,10 @@ def measure_setting(
 ) -> dict[str, Any]:
     """The grid, then its best, the default and plain generation."""
     sampling = {"temperature": temperature, "top_k": 0} if temperature else None
-    drafting = load_bound_heads(target, folder, every_round=True)
+    drafting = setup.load_bound_heads(target, folder, every_round=True)
     trees = grid(args, drafting.max_draft_positions)
     best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, sampling)[0]["tree"]
-    left_alone = load_bound_heads(target, folder)
+    left_alone = setup.load_bound_heads(target, folder)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**DraftTreeConfig(**best).to_dict())}
@@ -84,19 +76,19 @@ def measure_setting(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All settings."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    """All setup.settings."""
+    target, tokenizer = setup.load_target(args)
+    prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     measured = []
     for folder, size, temperature, context in itertools.product(
         args.heads, args.batch_sizes, args.temperatures, args.contexts or [None]
     ):
         if not (batches := batches_of(prompts, size, context)):
             raise ValueError(f"the prompts make no batch of {size} with {context} tokens each; take others or fewer.")
-        setting = {"heads": display_name(folder), "batch": size, "temperature": temperature, "context": context}
+        setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
         measured.append({**setting, **measure_setting(target, folder, batches, temperature, args)})
     return {
-        **settings(args, prompts),
+        **setup.settings(args, prompts),
         "measured": measured,
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
@@ -116,7 +108,7 @@ def setting_of(one: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Rows are settings."""
+    """Rows are setup.settings."""
     columns = {
         "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
