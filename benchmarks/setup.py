@@ -92,8 +92,8 @@ def add_generation_arguments(
 def settings(args: argparse.Namespace, prompts: Sequence[Inputs]) -> dict[str, Any]:
     """What a result says of the arguments it was measured with."""
     found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts)}
-    found |= {"max_new_tokens": args.max_new_tokens, "dtype": args.dtype}
-    return {**found, "repeats": args.repeats} if hasattr(args, "repeats") else found
+    names = ("max_new_tokens", "dtype", "repeats")
+    return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -144,12 +144,10 @@ def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inp
     if "prompt" in entry:
         return dict(tokenizer(entry["prompt"], return_tensors="pt", return_token_type_ids=False))
     if tokenizer.chat_template is None:
-        raise ValueError(
-            f"prompt {entry['name']!r} is a chat, and the target has no chat template; use other prompts."
-        )
-    options = {"tools": entry.get("tools"), "enable_thinking": entry.get("thinking", False)}
+        raise ValueError(f"prompt {entry['name']!r} is a chat, and the target has no chat template; use others.")
     return dict(tokenizer.apply_chat_template(
-        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
+        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt",
+        tools=entry.get("tools"), enable_thinking=entry.get("thinking", False),
     ))  # fmt: skip
 
 

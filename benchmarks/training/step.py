@@ -12,6 +12,7 @@ products that any step needs, timed alone: the limit of what can be gained.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -20,7 +21,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -192,7 +193,7 @@ def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None])
         warm_up()
     heads.zero_grad()
     steps = make_steps(cell, target, heads)
-    peaks = {side: run_apart(cell, side, torch.get_num_threads()) for side in steps}
+    peaks = {side: run_apart(cell, side) for side in steps}
     fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -224,15 +225,22 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All cells."""
+@contextlib.contextmanager
+def apart() -> Iterator[Callable[..., int | None]]:
+    """[`peak_bytes`] in processes of their own, one after the other."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    cells = []
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda *task: pool.submit(peak_bytes, *task, torch.get_num_threads()).result()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All cells."""
+    cells = []
+    with apart() as run_apart:
         for cell in chosen_cells(args):
-            cells.append(measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result()))
+            cells.append(measure_cell(cell, args.repeats, run_apart))
             print(cells[-1], file=sys.stderr, flush=True)
     return {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
 

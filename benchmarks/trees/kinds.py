@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig, OptimalTree, search_tree
 
 from ..results import Result, column_table, draft_tree, footnote, number, same_text, speed_up
-from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
+from ..setup import Inputs, add_generation_arguments, load_pair, load_prompts, settings
 from .grid import compare_trees
 from .tune import published_static
 
@@ -57,10 +57,8 @@ def measure_heads(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
-    tuning = load_prompts(args.tuning, tokenizer, args.tuning_limit)
-    heads = load_all_heads(target, args.heads, every_round=True)
+    target, heads, prompts = load_pair(args, every_round=True)
+    tuning = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
     return {
         **settings(args, prompts),
         "heads": {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()},

@@ -210,8 +210,6 @@ def test_committed_tables_and_documents_are_what_the_committed_results_say():
 def test_a_committed_result_says_by_which_command_it_came_about(name):
     words = shlex.split(results.read(RESULTS)[name]["provenance"]["command"])
     assert words[:3] == ["python", "-m", "benchmarks"]
-    module = runner.measurement_of(name)
-    assert runner.MEASUREMENTS[words[3]] is module
+    assert runner.MEASUREMENTS[words[3]] is runner.measurement_of(name)
     args = runner.make_parser().parse_args(words[3:])
-    variant = module.variant(args) if hasattr(module, "variant") else ""
-    assert name.rpartition("/")[2] == "_".join(filter(None, (words[3], variant)))
+    assert name.rpartition("/")[2] == runner.result_name(words[3], args)
