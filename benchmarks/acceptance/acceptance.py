@@ -80,14 +80,10 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
     return {
         "interval": [micro.low, micro.high],
         "macro": sum(each) / max(len(each), 1),
-        "groups": {name: ratio_interval(*_chosen(counts, places)).mean for name, places in groups.items()},
+        "groups": {name: ratio_interval(*([each[place] for place in places] for each in counts)).mean
+                   for name, places in groups.items()},
         "counts": " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True)),
-    }
-
-
-def _chosen(counts: Counts, places: Sequence[int]) -> Counts:
-    tokens, rounds = ([each[place] for place in places] for each in counts)
-    return tokens, rounds
+    }  # fmt: skip
 
 
 def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
@@ -103,30 +99,22 @@ def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def measure_head(
-    target: PreTrainedModel,
-    name: str,
-    heads: DraftHead,
-    prompts: Sequence[Inputs],
-    plain: Sequence[tuple[list[int], Run]],
-    args: argparse.Namespace,
-    mode: str,
-    groups: dict[str, list[int]],
-) -> dict[str, Any]:
+    target: PreTrainedModel, name: str, heads: DraftHead, prompts: Sequence[Inputs],
+    plain: Sequence[tuple[list[int], Run]], args: argparse.Namespace, mode: str, groups: dict[str, list[int]],
+) -> dict[str, Any]:  # fmt: skip
     """One head in one mode with every tree, `[tree][depth]`; as deep as it can draft."""
     measured: dict[str, Any] = {tree: {} for tree in args.trees}
     for tree in args.trees:
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
             fields.setdefault("total_tokens", fields["depth"] + 1)
-            runs = generate_all(
-                target, Side(name, {"assistant_model": heads.with_tree(**fields)}), prompts, args, mode
-            )
+            side = Side(name, {"assistant_model": heads.with_tree(**fields)})
+            runs = generate_all(target, side, prompts, args, mode)
             same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
             found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs, len(prompts)), groups)}
             # Sampled rows of a batch share the random numbers, so their texts say nothing.
             measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
-            told = f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}"
-            print(told, file=sys.stderr, flush=True)
+            print(f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}", file=sys.stderr)
     return measured
 
 
@@ -136,17 +124,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     plain = {mode: generate_all(target, Side(PLAIN), prompts, args, mode) for mode in args.modes}
     heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
-        measured = {
+        heads[name] = {**describe(one, folder), "measured": {
             mode: measure_head(target, name, one, prompts, plain[mode], args, mode, groups) for mode in args.modes
-        }
-        heads[name] = {**describe(one, folder), "measured": measured}
-    return {
-        **settings(args, prompts),
-        "modes": args.modes,
-        "trees": {tree: TREES[tree] for tree in args.trees},
-        "depths": args.depths,
-        "heads": heads,
-    }
+        }}  # fmt: skip
+    trees = {tree: TREES[tree] for tree in args.trees}
+    return {**settings(args, prompts), "modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
 
 
 # ---------------------------------------------------------------------- the table

@@ -96,14 +96,10 @@ def rows_of(heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor) 
     features = torch.cat([states[level] for level in heads.feature_layers], dim=-1)[:, :-1]
     rows = features.shape[1]
     return TrainingRows(
-        features=features,
-        token_ids=token_ids[:, :-1],
-        next_token_ids=token_ids[:, 1:],
-        documents=torch.zeros(1, rows, dtype=torch.long),
-        position_ids=torch.arange(rows)[None],
-        embed=heads.borrowed.embed_tokens,
-        lm_head=heads.borrowed.lm_head,
-    )
+        features=features, token_ids=token_ids[:, :-1], next_token_ids=token_ids[:, 1:],
+        documents=torch.zeros(1, rows, dtype=torch.long), position_ids=torch.arange(rows)[None],
+        embed=heads.borrowed.embed_tokens, lm_head=heads.borrowed.lm_head,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -200,21 +200,17 @@ def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.N
     per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
     embedding = target.get_input_embeddings().weight
-    body = sum(_bytes(p) for p in target.parameters()) - (
-        0 if target.config.tie_word_embeddings else _bytes(embedding)
-    )  # fmt: skip
+    looked_up = 0 if target.config.tie_word_embeddings else _bytes(embedding)
+    body = sum(_bytes(p) for p in target.parameters()) - looked_up
     for name, made in heads.items():
         own = sum(_bytes(p) for key, p in made.named_parameters() if ".1." not in key and ".2." not in key)
         own -= _bytes(made.embed_tokens.weight) if getattr(made, "embed_tokens", None) is not None else 0
         shared = 0 if made.own_projections() else _bytes(target.get_output_embeddings().weight)
         target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * (own + shared) / per_second
         round_ms = target_ms + draft_ms
-        result["heads"][name] = {
-            "target_ms": target_ms,
-            "draft_ms": draft_ms,
-            "round_ms": round_ms,
-            "tokens_per_second": {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau},
-        }
+        rates = {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau}
+        result["heads"][name] = {"target_ms": target_ms, "draft_ms": draft_ms, "round_ms": round_ms,
+                                 "tokens_per_second": rates}  # fmt: skip
     return result
 
 

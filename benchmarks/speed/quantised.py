@@ -34,17 +34,12 @@ def quantise(target: PreTrainedModel, name: str) -> PreTrainedModel:
     """
     if name == "none":
         return target
-    from torchao.quantization import (
-        Int4WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        PerGroup,
-        quantize_,
-    )
+    from torchao import quantization as ao
 
-    int4 = IntxWeightOnlyConfig(torch.int4, PerGroup(32)) if target.device.type == "cpu" else Int4WeightOnlyConfig()
-    config = Int8WeightOnlyConfig() if name == "int8" else int4
-    quantize_(target, config, lambda module, path: isinstance(module, nn.Linear) and path != "lm_head")
+    on_cpu = target.device.type == "cpu"
+    int4 = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)) if on_cpu else ao.Int4WeightOnlyConfig()
+    config = ao.Int8WeightOnlyConfig() if name == "int8" else int4
+    ao.quantize_(target, config, lambda module, path: isinstance(module, nn.Linear) and path != "lm_head")
     return target
 
 

@@ -107,14 +107,9 @@ def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
     """As [`trainer.DraftHeadTrainer`] does it, with `together` passes per backward."""
     rows = batch["next_token_ids"].shape[1]
     unroll = Unroll(
-        heads,
-        **batch,
-        loss_mask=torch.ones(1, rows),
-        attention_mask=None,
-        losses=tuple(WEIGHTS),
-        num_items=float(rows),
-        separate_backward=together < batch["num_passes"],
-    )
+        heads, **batch, loss_mask=torch.ones(1, rows), attention_mask=None, losses=tuple(WEIGHTS),
+        num_items=float(rows), separate_backward=together < batch["num_passes"],
+    )  # fmt: skip
     for _ in range(0, batch["num_passes"], together):
         unroll.run_passes(together, lambda losses, _: losses.weighted(**WEIGHTS), chunk_rows=CHUNK)
     unroll.finish_backward()
