@@ -55,16 +55,8 @@ def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> list[Side]:
     return [Side(PLAIN, options), *sides]
 
 
-def generate_once(
-    target: PreTrainedModel,
-    side: Side,
-    inputs: Inputs,
-    max_new_tokens: int,
-    sampling: dict[str, Any] | None = None,
-    seed: int = 0,
-) -> Run:
-    """One timed generation, counting the target's forwards; greedy, or with sampling options and a seed."""
-    mode = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
+def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_tokens: int, seed: int = 0) -> Run:
+    """One timed generation, counting the target's forwards; greedy unless the side's options say otherwise."""
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -74,21 +66,16 @@ def generate_once(
     hook = target.register_forward_pre_hook(count)
     try:
         torch.manual_seed(seed)
-        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **mode, **side.options)
+        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **side.options)
     finally:
         hook.remove()
     return Run(ids, seconds, forwards, side.heads.last_stats if side.heads else None)
 
 
 def run_interleaved(
-    target: PreTrainedModel,
-    sides: list[Side],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, list[list[Run]]]:
-    """Every side on every prompt, `repeats` times, in turns; greedy, or sampled with a seed per prompt and repeat.
+    """Every side on every prompt, `repeats` times, in turns; those that sample get a seed per prompt and repeat.
 
     Returns:
         Runs by name of the side, `[repeat][prompt]`.
@@ -96,10 +83,10 @@ def run_interleaved(
     named = {side.name: side for side in sides}
 
     def run(name: str, inputs: Inputs, turn: int) -> Run:
-        return generate_once(target, named[name], inputs, max_new_tokens, sampling, turn)
+        return generate_once(target, named[name], inputs, max_new_tokens, turn)
 
     def warm_up(name: str, inputs: Inputs) -> None:
-        generate_once(target, named[name], inputs, min(max_new_tokens, 16), sampling)
+        generate_once(target, named[name], inputs, min(max_new_tokens, 16))
 
     return take_turns(named, prompts, run, repeats, warm_up)
 
@@ -142,15 +129,10 @@ def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def compare(
-    target: PreTrainedModel,
-    sides: list[Side],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with."""
-    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats, sampling)
+    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
     return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
 
 

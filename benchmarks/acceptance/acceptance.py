@@ -30,7 +30,10 @@ TREES: dict[str, dict[str, Any]] = {
     "16 nodes": {"kind": "dynamic", "top_k": 4, "total_tokens": 16},
     "chain": {"kind": "chain", "top_k": 1},
 }
-MODES: dict[str, dict[str, Any] | None] = {"greedy": None, "temperature 1": {"temperature": 1.0, "top_k": 0}}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
+}
 Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 
 
@@ -54,11 +57,11 @@ def in_batches(prompts: Sequence[Inputs], size: int) -> Iterator[tuple[list[int]
 
 
 def generate_all(
-    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace, mode: str
+    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace
 ) -> list[tuple[list[int], Run]]:
     """One side on all prompts: places, and the run, of every batch."""
     return [
-        (places, generate_once(target, side, inputs, args.max_new_tokens, MODES[mode]))
+        (places, generate_once(target, side, inputs, args.max_new_tokens))
         for places, inputs in in_batches(prompts, args.batch_size)
     ]
 
@@ -108,8 +111,8 @@ def measure_head(
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
             fields.setdefault("total_tokens", fields["depth"] + 1)
-            side = Side(name, {"assistant_model": heads.with_tree(**fields)})
-            runs = generate_all(target, side, prompts, args, mode)
+            side = Side(name, {**MODES[mode], "assistant_model": heads.with_tree(**fields)})
+            runs = generate_all(target, side, prompts, args)
             same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
             found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs, len(prompts)), groups)}
             # Sampled rows of a batch share the random numbers, so their texts say nothing.
@@ -121,7 +124,7 @@ def measure_head(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = {mode: generate_all(target, Side(PLAIN), prompts, args, mode) for mode in args.modes}
+    plain = {mode: generate_all(target, Side(PLAIN, MODES[mode]), prompts, args) for mode in args.modes}
     heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
         heads[name] = {**describe(one, folder), "measured": {

@@ -58,7 +58,8 @@ def measure_length(
     target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, **sampling: Any
 ) -> dict[str, Any]:
     """All sides on prompts of one length."""
-    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats, sampling or None)
+    sides = [Side(side.name, side.options | sampling) for side in sides]
+    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
     result = {}
     for side in sides:
         result[side.name] = summarise(runs[side.name], runs[PLAIN])
@@ -75,7 +76,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides = build_sides(args, target)
     prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
     lengths = {str(length): measure_length(target, sides, cut(prompts, length), args) for length in args.lengths}
-    drawn = measure_length(target, sides, cut(prompts, shortest), args, temperature=args.temperature, top_k=0)
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+    drawn = measure_length(target, sides, cut(prompts, shortest), args, **sampling)
     adaptive = [
         side["speed_up"]
         for one in (*lengths.values(), drawn)

@@ -114,7 +114,7 @@ def measure_one(
     depth = args.specialists[0] * args.specialists[1]
     fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
     side = Side(name, {"assistant_model": heads.bind(target).with_tree(**fields)})
-    runs = generate_all(target, side, prompts, args, "greedy")
+    runs = generate_all(target, side, prompts, args)
     found = numbers_of(counts_of(runs, len(prompts)), {})
     tokens, rounds = counts_from(found["counts"])
     tau = sum(tokens) / max(sum(rounds), 1)

@@ -54,16 +54,16 @@ def measure_setting(
     target: PreTrainedModel, folder: str, batches: list[Inputs], temperature: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The grid, then its best, the default and plain generation."""
-    sampling = {"temperature": temperature, "top_k": 0} if temperature else None
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafting = setup.load_bound_heads(target, folder, every_round=True)
     trees = grid(args, drafting.max_draft_positions)
-    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, sampling)[0]["tree"]
+    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)[0]["tree"]
     left_alone = setup.load_bound_heads(target, folder)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**DraftTreeConfig(**best).to_dict())}
-    sides = plain_and(heads, **TO_THE_END)
-    found = compare(target, sides, batches, args.max_new_tokens, args.repeats, sampling)
+    sides = plain_and(heads, **TO_THE_END, **sampling)
+    found = compare(target, sides, batches, args.max_new_tokens, args.repeats)
     return {
         "sides": found,
         "tree": best,
