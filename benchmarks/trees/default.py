@@ -24,6 +24,7 @@ from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
 from ..setup import Inputs
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
+from ..speed.context import cut
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
@@ -43,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def batches_of(prompts: list[Inputs], size: int, context: int | None) -> list[Inputs]:
     """Full batches of prompts, cut to the last tokens of their own."""
-    ends = prompts
-    if context is not None:
-        ends = [{name: tensor[:, -context:] for name, tensor in one.items()} for one in prompts
-                if one["input_ids"].shape[1] >= context]  # fmt: skip
+    ends = prompts if context is None else cut(prompts, context)
     return [setup.padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
 
 
