@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from . import results
-from .acceptance import acceptance, methods
+from .acceptance import acceptance
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
@@ -32,7 +32,7 @@ from .trees import choose, default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    choose, methods, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
+    choose, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
@@ -50,23 +50,21 @@ def measurement_of(name: str) -> ModuleType:
     return module
 
 
-def table_of(name: str, result: Result) -> str:
-    """A result as Markdown, marked if what it measured has changed since."""
+def table_of(name: str, result: Result, kind: str = "table") -> str:
+    """A result as Markdown, marked if what it measured has changed since; as a `short_table` where there is one."""
     module = measurement_of(name)
-    return module.table(result) + results.mark(result, sources_of(module))
-
-
-def short_table_of(name: str, result: Result) -> str:
-    """The same in few lines, where the measurement has such a table."""
-    module = measurement_of(name)
-    if not hasattr(module, "short_table"):
-        return table_of(name, result)
-    return module.short_table(result) + results.mark(result, sources_of(module))
+    return getattr(module, kind, module.table)(result) + results.mark(result, sources_of(module))
 
 
 def sources_of(module: ModuleType) -> tuple[str, ...]:
     """Folders whose code a measurement measures."""
     return getattr(module, "SOURCES", ("hf_specheads",))
+
+
+def result_name(name: str, args: argparse.Namespace) -> str:
+    """What the result of a measurement with these arguments is called."""
+    variant = getattr(MEASUREMENTS[name], "variant", lambda args: "")(args)
+    return f"{name}_{variant}" if variant else name
 
 
 def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -76,9 +74,8 @@ def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
         torch.set_num_threads(args.threads)
     came_about = results.provenance_of(words, sources_of(module))
     result = results.rounded({"provenance": came_about, **module.measure(args)})
-    variant = module.variant(args) if hasattr(module, "variant") else ""
     table = table_of(name, result)
-    results.write(args.output, f"{name}_{variant}" if variant else name, result, table)
+    results.write(args.output, result_name(name, args), result, table)
     print(table)
     return 0 if getattr(module, "texts_agree", results.identical)(result) else 1
 
@@ -88,7 +85,7 @@ def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
     found = results.read(folder)
     tables = {name: table_of(name, result) for name, result in found.items()}
     texts = {folder / f"{name}.md": table for name, table in tables.items()}
-    shown = tables | {f"{name}-short": short_table_of(name, result) for name, result in found.items()}
+    shown = tables | {f"{name}-short": table_of(name, result, "short_table") for name, result in found.items()}
     shown |= oracles.tables()
     for document in documents:
         texts[document] = results.render(document.read_text(encoding="utf-8"), found, shown)

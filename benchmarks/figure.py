@@ -1,8 +1,9 @@
-"""The README's picture: how far drafts are accepted, and what that brings at which batch size.
+"""Pictures of results: how far drafts are accepted, and what that brings by batch size; the default against a grid.
 
-    python -m benchmarks.figure  # draws docs/images/accepted.png from speedup.json and batch.json
+    python -m benchmarks.figure  # draws docs/images/accepted.png, and default_against_grid.png where it was measured
 
-The file names the results it was drawn from, and the commits they measured (`Description`).
+A file names the results it was drawn from, and the commits they measured (`Description`); the same results give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -10,50 +11,72 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_specheads.publishing.palette import method_colour
 
+from .results import RESULTS, ROOT, Result
+from .trees.default import BEST, DEFAULT, setting_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "accepted.png"
 HEADS = {"eagle": method_colour("eagle"), "poss3": method_colour("poss")}
 STYLES = ("-", "--")
 
 
-def read_results() -> dict[str, Any]:
-    """The results that are drawn, by name."""
-    return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("speedup", "batch")}
+def read_results(names: Sequence[str] = ("speedup", "batch")) -> dict[str, Result]:
+    """The results that are drawn, by name; by default those of the README's picture."""
+    return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
-def sources(results: dict[str, Any]) -> str:
+def sources(results: dict[str, Result]) -> str:
     """Names of results, each with the commit it measured and the command that made it."""
     facts = {name: result["provenance"] for name, result in results.items()}
     return "; ".join(f"{name}: {fact['commit']}, {fact['command']}" for name, fact in facts.items())
 
 
-def draw(path: Path, results: dict[str, Any]) -> None:
-    """Draws both panels; the same results give the same bytes.
+def draw(path: Path, results: dict[str, Result]) -> None:
+    """Draws the README's picture, two panels, of what [`read_results`] gives."""
+    with _picture(path, results, (8, 3.4), panels=2) as (accepted, batches):
+        _draw_accepted(accepted, results["speedup"]["prompt_sets"])
+        _draw_batches(batches, results["batch"]["batch_sizes"])
+        for axes in (accepted, batches):
+            axes.grid(axis="y", linewidth=0.4)
+            axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
-    Args:
-        path: Of the PNG.
-        results: As [`read_results`] gives them.
-    """
+
+def draw_default(path: Path, results: dict[str, Result]) -> None:
+    """Draws speed-ups of the default and of the grid's best, a line per setting of `default`."""
+    measured = results["default"]["measured"][::-1]
+    with _picture(path, results, (7, 1.2 + 0.32 * len(measured)), panels=1) as (axes,):
+        axes.axvline(1, color="grey", linewidth=0.8)
+        for height, one in enumerate(measured):
+            ends = {name: one["sides"][name]["speed_up"] for name in (BEST, DEFAULT)}
+            axes.plot(list(ends.values()), [height, height], color="lightgrey", linewidth=2, zorder=1)
+            for (name, end), marker, colour in zip(ends.items(), "|o", ("black", "tab:blue"), strict=True):
+                label = name if height == 0 else None
+                axes.scatter(end, height, marker=marker, color=colour, s=60, zorder=2, label=label)
+        axes.set_yticks(range(len(measured)), [setting_of(one) for one in measured])
+        axes.set_xlabel("tokens per second, in those of plain generation")
+        axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+
+
+@contextmanager
+def _picture(path: Path, results: dict[str, Result], size: tuple[float, float], panels: int) -> Iterator[list[Axes]]:
+    """Panels to draw in, side by side; afterwards they are in the file."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no window
 
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    accepted, batches = figure.subplots(1, 2)
-    _draw_accepted(accepted, results["speedup"]["prompt_sets"])
-    _draw_batches(batches, results["batch"]["batch_sizes"])
-    for axes in (accepted, batches):
+    figure = Figure(figsize=size, layout="constrained")
+    every = list(figure.subplots(1, panels, squeeze=False)[0])
+    yield every
+    for axes in every:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-        axes.grid(axis="y", linewidth=0.4)
-        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, metadata={"Software": None, "Description": sources(results)})
 
@@ -78,9 +101,8 @@ def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
         values = [side["speed_up"] for side in sides]
         below = [side["speed_up"] - side["speed_up_range"][0] for side in sides]
         above = [side["speed_up_range"][1] - side["speed_up"] for side in sides]
-        axes.errorbar(
-            places, values, yerr=(below, above), color=colour, marker="o", markersize=3, capsize=3, label=heads
-        )
+        line = {"color": colour, "marker": "o", "markersize": 3, "capsize": 3, "label": heads}
+        axes.errorbar(places, values, yerr=(below, above), **line)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set(xticks=places, xticklabels=list(batch_sizes))
     axes.set_ylim(bottom=0)
@@ -90,3 +112,5 @@ def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     draw(PICTURE, read_results())
+    if (RESULTS / "default.json").is_file():
+        draw_default(PICTURE.with_name("default_against_grid.png"), read_results(["default"]))

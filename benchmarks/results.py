@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from hf_specheads import provenance
 
 Result = dict[str, Any]
+Column = Callable[[Result], str] | tuple[Any, ...]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -135,6 +136,25 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def column_table(columns: Mapping[str, Column], found: Any, *keys: str) -> str:
+    """A row per item of a list or, with `keys`, per entry of mappings in each other.
+
+    Args:
+        columns: By header, what is shown of an item: a function, or the key of a number and how [`number`] shows it.
+        found: The items.
+        *keys: Headers of the keys that lead to an item, which come first.
+    """
+    paths: list[tuple[tuple[str, ...], Any]] = [((), found)] if keys else [((), one) for one in found]
+    for _ in keys:
+        paths = [((*path, key), inner) for path, outer in paths for key, inner in outer.items()]
+    rows = [[*path, *(_cell(item, column) for column in columns.values())] for path, item in paths]
+    return markdown_table([*keys, *columns], rows)
+
+
+def _cell(item: Result, column: Column) -> str:
+    return column(item) if callable(column) else number(item.get(column[0]), *column[1:])
+
+
 def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
     """A rounded number; a dash for one that was not measured."""
     return "-" if value is None else f"{value:.{digits}f}{suffix}"
@@ -166,6 +186,11 @@ def same_text(side: Result) -> str:
     return "yes" if side["identical"] else "no"
 
 
+def same_texts(side: Result, of: str = "") -> str:
+    """The same, and how many prompts' texts differ."""
+    return "yes" if side["identical"] else f"no ({len(side['differing_prompts'])}{of} differ)"
+
+
 def pos_acc(values: Sequence[float] | None) -> str:
     """pos-acc in hundredths, draft position 1 first."""
     return " ".join(f".{round(100 * value):02d}" if value < 0.995 else "1." for value in values or ()) or "-"
@@ -180,12 +205,12 @@ def draft_tree(tree: Result) -> str:
 
 
 def footnote(result: Result, *more: str) -> str:
-    """Where a table comes from."""
+    """Where a table comes from, after `more` with fields of the result in it as `str.format` fills them in."""
     facts = result["provenance"]
     commit = (facts["commit"] or "unknown")[:10] + ("+" if facts["uncommitted_changes"] else "")
     versions = facts["versions"]
     parts = [
-        *more,
+        *(one.format_map(result) for one in more),
         f"{facts['processor']}, {facts['threads']} threads",
         f"torch {versions['torch']}, transformers {versions['transformers']}",
         f"commit {commit}, {facts['date']}",

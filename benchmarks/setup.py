@@ -65,19 +65,20 @@ Inputs = dict[str, torch.Tensor]
 
 # ---------------------------------------------------------------------- arguments, and what they name
 def add_generation_arguments(
-    parser: argparse.ArgumentParser, heads: Sequence[str], prompts: Sequence[str], repeats: int | None = 3
+    parser: argparse.ArgumentParser, heads: Sequence[str] | None, prompts: Sequence[str], repeats: int | None = 3
 ) -> None:
     """What every measurement takes that generates.
 
     Args:
         parser: Of the measurement.
-        heads: Names of the default heads, folders in `model_cards/`.
+        heads: Names of the default heads, folders in `model_cards/`; `None` where they are not chosen.
         prompts: Default prompt sets.
         repeats: Default times that everything is timed; `None` where nothing is.
     """
     parser.add_argument("--target", default="model_cards/target", help="target: folder or Hub id")
-    folders = [f"model_cards/{name}" for name in heads]
-    parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
+    if heads is not None:
+        folders = [f"model_cards/{name}" for name in heads]
+        parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
     parser.add_argument("--prompts", nargs="+", default=prompts, help="sets in benchmarks/prompts, or .jsonl files")
     # One chat of every family where time is measured; all of them where only acceptance is.
     limit = None if repeats is None else len(FAMILIES)
@@ -91,8 +92,8 @@ def add_generation_arguments(
 def settings(args: argparse.Namespace, prompts: Sequence[Inputs]) -> dict[str, Any]:
     """What a result says of the arguments it was measured with."""
     found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts)}
-    found |= {"max_new_tokens": args.max_new_tokens, "dtype": args.dtype}
-    return {**found, "repeats": args.repeats} if hasattr(args, "repeats") else found
+    names = ("max_new_tokens", "dtype", "repeats")
+    return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -143,12 +144,10 @@ def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inp
     if "prompt" in entry:
         return dict(tokenizer(entry["prompt"], return_tensors="pt", return_token_type_ids=False))
     if tokenizer.chat_template is None:
-        raise ValueError(
-            f"prompt {entry['name']!r} is a chat, and the target has no chat template; use other prompts."
-        )
-    options = {"tools": entry.get("tools"), "enable_thinking": entry.get("thinking", False)}
+        raise ValueError(f"prompt {entry['name']!r} is a chat, and the target has no chat template; use others.")
     return dict(tokenizer.apply_chat_template(
-        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
+        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt",
+        tools=entry.get("tools"), enable_thinking=entry.get("thinking", False),
     ))  # fmt: skip
 
 
@@ -189,15 +188,18 @@ def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- random pairs of given sizes
+def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> LlamaForCausalLM:
+    """A Llama of these sizes with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+
+
 def random_pair(
     shape: str, tree: DraftTreeConfig, dtype: torch.dtype, device: str, methods: tuple[str, ...] = tuple(SHAPED_HEADS)
 ) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
     """A target of a shape and heads for it, of random weights; the heads draft every round."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        target = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], eos_token_id=None, pad_token_id=0))
-    target = target.to(dtype).eval()
-    heads = {}
+    target, heads = random_llama(dtype, device, **SHAPES[shape], eos_token_id=None, pad_token_id=0), {}
     for method in methods:
         options = SHAPED_HEADS[method]
         if method == "eagle3":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +21,7 @@ from hf_specheads.tuning.turns import take_turns, timed_generation
 from .setup import Inputs
 
 PLAIN = "plain generate"
+Outcome = TypeVar("Outcome")
 TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
 
 
@@ -50,16 +55,8 @@ def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> list[Side]:
     return [Side(PLAIN, options), *sides]
 
 
-def generate_once(
-    target: PreTrainedModel,
-    side: Side,
-    inputs: Inputs,
-    max_new_tokens: int,
-    sampling: dict[str, Any] | None = None,
-    seed: int = 0,
-) -> Run:
-    """One timed generation, counting the target's forwards; greedy, or with sampling options and a seed."""
-    mode = {"do_sample": False} if sampling is None else {"do_sample": True, **sampling}
+def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_tokens: int, seed: int = 0) -> Run:
+    """One timed generation, counting the target's forwards; greedy unless the side's options say otherwise."""
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -69,21 +66,16 @@ def generate_once(
     hook = target.register_forward_pre_hook(count)
     try:
         torch.manual_seed(seed)
-        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **mode, **side.options)
+        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **side.options)
     finally:
         hook.remove()
     return Run(ids, seconds, forwards, side.heads.last_stats if side.heads else None)
 
 
 def run_interleaved(
-    target: PreTrainedModel,
-    sides: list[Side],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, list[list[Run]]]:
-    """Every side on every prompt, `repeats` times, in turns; greedy, or sampled with a seed per prompt and repeat.
+    """Every side on every prompt, `repeats` times, in turns; those that sample get a seed per prompt and repeat.
 
     Returns:
         Runs by name of the side, `[repeat][prompt]`.
@@ -91,24 +83,56 @@ def run_interleaved(
     named = {side.name: side for side in sides}
 
     def run(name: str, inputs: Inputs, turn: int) -> Run:
-        return generate_once(target, named[name], inputs, max_new_tokens, sampling, turn)
+        return generate_once(target, named[name], inputs, max_new_tokens, turn)
 
     def warm_up(name: str, inputs: Inputs) -> None:
-        generate_once(target, named[name], inputs, min(max_new_tokens, 16), sampling)
+        generate_once(target, named[name], inputs, min(max_new_tokens, 16))
 
     return take_turns(named, prompts, run, repeats, warm_up)
 
 
+def timed_in_turns(
+    calls: Mapping[str, Callable[[], Outcome]], repeats: int, warm_ups: int = 0
+) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
+    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all."""
+    outcomes: dict[str, Outcome] = {}
+
+    def run(name: str, _item: None, _turn: int) -> float:
+        started = time.perf_counter()
+        outcomes[name] = calls[name]()
+        return time.perf_counter() - started
+
+    def warm_up(name: str, _item: None) -> None:
+        for _ in range(warm_ups):
+            calls[name]()
+
+    turns = take_turns(calls, [None], run, repeats, warm_up)
+    return {name: [spent for (spent,) in found] for name, found in turns.items()}, outcomes
+
+
+@contextmanager
+def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
+    """Wall seconds of every call of a function of a module, class or object, while the context lasts."""
+    original: Callable[..., Any] = getattr(owner, name)
+    seconds: list[float] = []
+
+    @functools.wraps(original)  # generate looks at the signature of `forward`
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - started)
+
+    with mock.patch.object(owner, name, timed):
+        yield seconds
+
+
 def compare(
-    target: PreTrainedModel,
-    sides: list[Side],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
+    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with."""
-    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats, sampling)
+    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
     return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
 
 
@@ -138,8 +162,7 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
     same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(first, plain[0], strict=True)]
     return {
         "tokens_per_second": statistics.median(rate(repeat) for repeat in runs),
-        "speed_up": statistics.median(ratios),
-        "speed_up_range": [min(ratios), max(ratios)],
+        **speed_up_of(ratios),
         "new_tokens": num_tokens(first),
         "target_forwards": forwards,
         "forwards_saved": 1 - forwards / sum(max(map(len, run.token_ids)) for run in first),
@@ -147,6 +170,11 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
         "differing_prompts": [index for index, equal in enumerate(same) if not equal],
         **acceptance([first]),
     }
+
+
+def speed_up_of(ratios: list[float]) -> dict[str, Any]:
+    """The median of ratios within repeats, and their range."""
+    return {"speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)]}
 
 
 def acceptance(runs: list[list[Run]]) -> dict[str, Any]:

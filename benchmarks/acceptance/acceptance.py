@@ -23,13 +23,16 @@ from hf_specheads.bootstrap import ratio_interval
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
 from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
 from ..sides import PLAIN, Run, Side, acceptance, generate_once
-from .methods import MODES
 from .questions import answers_table, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
     "60 nodes": {"kind": "dynamic", "top_k": 10, "total_tokens": 60},
     "16 nodes": {"kind": "dynamic", "top_k": 4, "total_tokens": 16},
     "chain": {"kind": "chain", "top_k": 1},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }
 Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 
@@ -54,11 +57,11 @@ def in_batches(prompts: Sequence[Inputs], size: int) -> Iterator[tuple[list[int]
 
 
 def generate_all(
-    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace, mode: str
+    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace
 ) -> list[tuple[list[int], Run]]:
     """One side on all prompts: places, and the run, of every batch."""
     return [
-        (places, generate_once(target, side, inputs, args.max_new_tokens, MODES[mode]))
+        (places, generate_once(target, side, inputs, args.max_new_tokens))
         for places, inputs in in_batches(prompts, args.batch_size)
     ]
 
@@ -80,14 +83,10 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
     return {
         "interval": [micro.low, micro.high],
         "macro": sum(each) / max(len(each), 1),
-        "groups": {name: ratio_interval(*_chosen(counts, places)).mean for name, places in groups.items()},
+        "groups": {name: ratio_interval(*([each[place] for place in places] for each in counts)).mean
+                   for name, places in groups.items()},
         "counts": " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True)),
-    }
-
-
-def _chosen(counts: Counts, places: Sequence[int]) -> Counts:
-    tokens, rounds = ([each[place] for place in places] for each in counts)
-    return tokens, rounds
+    }  # fmt: skip
 
 
 def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
@@ -103,50 +102,36 @@ def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def measure_head(
-    target: PreTrainedModel,
-    name: str,
-    heads: DraftHead,
-    prompts: Sequence[Inputs],
-    plain: Sequence[tuple[list[int], Run]],
-    args: argparse.Namespace,
-    mode: str,
-    groups: dict[str, list[int]],
-) -> dict[str, Any]:
+    target: PreTrainedModel, name: str, heads: DraftHead, prompts: Sequence[Inputs],
+    plain: Sequence[tuple[list[int], Run]], args: argparse.Namespace, mode: str, groups: dict[str, list[int]],
+) -> dict[str, Any]:  # fmt: skip
     """One head in one mode with every tree, `[tree][depth]`; as deep as it can draft."""
     measured: dict[str, Any] = {tree: {} for tree in args.trees}
     for tree in args.trees:
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
             fields.setdefault("total_tokens", fields["depth"] + 1)
-            runs = generate_all(
-                target, Side(name, {"assistant_model": heads.with_tree(**fields)}), prompts, args, mode
-            )
+            side = Side(name, {**MODES[mode], "assistant_model": heads.with_tree(**fields)})
+            runs = generate_all(target, side, prompts, args)
             same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
             found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs, len(prompts)), groups)}
             # Sampled rows of a batch share the random numbers, so their texts say nothing.
             measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
-            told = f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}"
-            print(told, file=sys.stderr, flush=True)
+            print(f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}", file=sys.stderr)
     return measured
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = {mode: generate_all(target, Side(PLAIN), prompts, args, mode) for mode in args.modes}
+    plain = {mode: generate_all(target, Side(PLAIN, MODES[mode]), prompts, args) for mode in args.modes}
     heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
-        measured = {
+        heads[name] = {**describe(one, folder), "measured": {
             mode: measure_head(target, name, one, prompts, plain[mode], args, mode, groups) for mode in args.modes
-        }
-        heads[name] = {**describe(one, folder), "measured": measured}
-    return {
-        **settings(args, prompts),
-        "modes": args.modes,
-        "trees": {tree: TREES[tree] for tree in args.trees},
-        "depths": args.depths,
-        "heads": heads,
-    }
+        }}  # fmt: skip
+    trees = {tree: TREES[tree] for tree in args.trees}
+    return {**settings(args, prompts), "modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
 
 
 # ---------------------------------------------------------------------- the table
@@ -156,8 +141,8 @@ def table(result: Result) -> str:
     parts += [_of_groups(result, mode) for mode in result["modes"]]
     sets = ", ".join(result["prompts"])
     return "\n".join(filter(None, parts)) + footnote(
-        result, f"tau with 95 % intervals over {result['num_prompts']} prompts ({sets}), at most "
-        f"{result['max_new_tokens']} new tokens",
+        result, f"tau with 95 % intervals over {{num_prompts}} prompts ({sets}), at most {{max_new_tokens}} new "
+        "tokens",
         f"not told apart: the 95 % interval of the difference, paired by prompts, holds 0 at depth "
         f"{result['depths'][-1]}; pairs are tested one by one",
     )  # fmt: skip

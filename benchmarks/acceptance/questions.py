@@ -71,7 +71,7 @@ def answers_table(result: Result) -> str:
         rows = [_row(words, found[ours], found[theirs], result) for words, ours, theirs in _asked(found)]
         header = [f"difference of tau, {mode}, {tree}", *(f"depth {depth}" for depth in result["depths"])]
         parts += [markdown_table([*header, f"at depth {deepest}"], rows)] if rows else []
-    note = f"95 % intervals over {result['num_prompts']} prompts, paired by prompts; every question by itself"
+    note = "95 % intervals over {num_prompts} prompts, paired by prompts; every question by itself"
     return "\n".join(parts) + footnote(result, note)
 
 

@@ -41,13 +41,14 @@ def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         for name, words in list(runs.items())[:: 1 if turn % 2 else -1]:
-            before = _processor_seconds()
+            before = processor_seconds()
             subprocess.run([sys.executable, *words], capture_output=True, check=True)
-            spent[name].append(_processor_seconds() - before)
+            spent[name].append(processor_seconds() - before)
     return {name: min(seconds) for name, seconds in spent.items()}
 
 
-def _processor_seconds() -> float:
+def processor_seconds() -> float:
+    """That processes started from here have taken so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

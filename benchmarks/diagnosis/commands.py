@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from ..results import Result, footnote, markdown_table, number
+from ..results import Result, column_table, footnote
 from ..setup import display_name
+from .answers import processor_seconds
 
 SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "hf_specheads/evaluation", "hf_specheads/cli")
 PROMPT = "def read_lines(path):\n"
@@ -42,24 +41,14 @@ def measure(args: argparse.Namespace) -> Result:
     for name in args.only:
         command, *rest = COMMANDS[name]
         words = [command, "--target", args.target, "--heads", args.heads, "--json", *rest]
-        before, started = _processor_seconds(), time.perf_counter()
-        ran = subprocess.run(
-            [sys.executable, "-m", "hf_specheads", *words], capture_output=True, text=True, check=False
-        )
-        seconds = time.perf_counter() - started
+        before, started = processor_seconds(), time.perf_counter()
+        ran = subprocess.run([sys.executable, "-m", "hf_specheads", *words], capture_output=True, text=True)
+        seconds, used = time.perf_counter() - started, processor_seconds() - before
         if ran.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(words)} failed with {ran.returncode}: {ran.stderr[-1000:]}")
-        said = json.loads(ran.stdout)
-        used = _processor_seconds() - before
         found[name] = {"words": " ".join(words), "seconds": seconds, "processor_seconds": used,
-                       "exit_code": ran.returncode, "verdict": said.get("verdict")}  # fmt: skip
-    heads, target = (display_name(str(Path(folder))) for folder in (args.heads, args.target))
-    return {"target": target, "heads": heads, "commands": found}
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+                       "exit_code": ran.returncode, "verdict": json.loads(ran.stdout).get("verdict")}  # fmt: skip
+    return {"target": display_name(args.target), "heads": display_name(args.heads), "commands": found}
 
 
 def texts_agree(result: Result) -> bool:
@@ -69,8 +58,9 @@ def texts_agree(result: Result) -> bool:
 
 def table(result: Result) -> str:
     """One row per command."""
-    rows = [(f"`specheads {name}`", number(one["seconds"], 0), number(one["processor_seconds"], 0),
-             one["verdict"] or "-") for name, one in result["commands"].items()]  # fmt: skip
-    header = ("command", "wall seconds", "processor seconds", "verdict")
-    said = f"{result['heads']} on {result['target']}"
-    return f"{markdown_table(header, rows)}\n{footnote(result, said)}"
+    columns = {
+        "wall seconds": ("seconds", 0), "processor seconds": ("processor_seconds", 0),
+        "verdict": lambda one: one["verdict"] or "-",
+    }  # fmt: skip
+    commands = {f"`specheads {name}`": one for name, one in result["commands"].items()}
+    return f"{column_table(columns, commands, 'command')}\n{footnote(result, '{heads} on {target}')}"

@@ -23,7 +23,7 @@ import hf_specheads.cache.target as target_cache
 from hf_specheads import explain_difference
 from hf_specheads.diagnosis.difference import Difference
 
-from ..results import Result, footnote, markdown_table
+from ..results import Result, column_table, footnote
 from ..setup import add_generation_arguments, load_pair, settings
 
 SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
@@ -98,20 +98,12 @@ def texts_agree(result: Result) -> bool:
 
 def table(result: Result) -> str:
     """One row per planted bug."""
-    rows = [
-        (name, str(one["differ"]), *(str(one["verdicts"].get(verdict, 0)) for verdict in ("same", "tie", "bug")),
-         "-" if one["largest_tie"] is None else f"{one['largest_tie']:.3f}", f"{one['allowed_gap']:.3f}",
-         ", ".join(map(str, one["first_wrong"])) or "-") for name, one in result["cases"].items()
-    ]  # fmt: skip
-    header = (
-        "planted",
-        "texts differ",
-        "same",
-        "tie",
-        "bug",
-        "widest gap of a tie",
-        "allowed",
-        "first wrong new token",
-    )
-    said = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
-    return f"{markdown_table(header, rows)}\n{footnote(result, said)}"
+    verdicts = ("same", "tie", "bug")
+    columns = {
+        "texts differ": ("differ", 0),
+        **{verdict: lambda one, verdict=verdict: str(one["verdicts"].get(verdict, 0)) for verdict in verdicts},
+        "widest gap of a tie": ("largest_tie", 3), "allowed": ("allowed_gap", 3),
+        "first wrong new token": lambda one: ", ".join(map(str, one["first_wrong"])) or "-",
+    }  # fmt: skip
+    note = footnote(result, "{num_prompts} prompts, {max_new_tokens} tokens each, {dtype}")
+    return f"{column_table(columns, result['cases'], 'planted')}\n{note}"

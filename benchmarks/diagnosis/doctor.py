@@ -23,7 +23,7 @@ from hf_specheads.diagnosis.diagnosis import Diagnosis
 from hf_specheads.diagnosis.trials import CLEAR_FIRST, CLEAR_LENGTH, CLEAR_LIKELIHOOD
 
 from ..results import Result, footnote, markdown_table, number, percent
-from ..setup import display_name, load_prompts, load_target
+from ..setup import add_generation_arguments, display_name, load_prompts, load_target, settings
 from .lab import Case, Lab, recorded_names
 from .plantings import PLANTINGS, Planting
 from .tiny import METHOD_OPTIONS, tiny_target
@@ -36,16 +36,11 @@ MEASURES = ("position_1", "tau", "likelihood")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which heads, where the pair lies, and how much text is looked at."""
-    parser.add_argument("--of", choices=("shipped", "tiny"), default="shipped", help="shipped heads, or tiny ones and "
-                        "those recorded from the authors' code")  # fmt: skip
-    parser.add_argument("--target", default="model_cards/target", help="target: folder")
+    said = "shipped heads, or tiny ones and those recorded from the authors' code"
+    parser.add_argument("--of", choices=("shipped", "tiny"), default="shipped", help=said)
     parser.add_argument("--pair", type=Path, default=Path("model_cards"), help="folder of the heads' folders")
-    parser.add_argument(
-        "--prompts", nargs="+", default=["chats_tuning"], help="sets in benchmarks/prompts, or .jsonl files"
-    )
-    parser.add_argument("--limit", type=int, default=6, help="use only the first N prompts of every set")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32", help="type of all weights")
+    add_generation_arguments(parser, None, ["chats_tuning"], repeats=None)
+    parser.set_defaults(limit=6, max_new_tokens=64)
 
 
 def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
@@ -64,8 +59,7 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
         planted.append(_row(planting, examined(planting.make(where))))
         tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
-        "of": args.of, "target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "planted": planted, "sound": sound,
+        "of": args.of, **settings(args, prompts), "planted": planted, "sound": sound,
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
         "false_alarms": sum(bool(one["causes"]) for one in sound.values()),
         "seconds": time.perf_counter() - started,
@@ -112,8 +106,10 @@ def _plantings(lab: Lab, shipped: bool) -> Iterator[tuple[Planting, Lab]]:
 
 def examined(case: Case) -> Diagnosis:
     """What the doctor says of a case."""
-    options = {"max_new_tokens": case.new_tokens, "positions": case.positions, "speed": False}
-    return diagnose(case.target, case.heads, case.prompts, tokenizer=case.tokenizer, evidence=case.evidence, **options)
+    return diagnose(
+        case.target, case.heads, case.prompts, tokenizer=case.tokenizer, evidence=case.evidence,
+        max_new_tokens=case.new_tokens, positions=case.positions, speed=False,
+    )  # fmt: skip
 
 
 def said(found: Diagnosis) -> Result:
@@ -174,15 +170,14 @@ def table(result: Result) -> str:
     header = ("cause", "planted", "in", "the doctor says", "named first", "mend", "position 1", "tau")
     lines = [markdown_table(header, rows)]
     names = ", ".join(f"{name} ({percent(one['before'])})" for name, one in result["sound"].items())
-    lines.append(
-        f"False alarms on {len(result['sound'])} sound heads: {result['false_alarms']}. Position 1 of {names}.\n"
-    )
+    alarms = f"False alarms on {len(result['sound'])} sound heads: {result['false_alarms']}"
+    lines.append(f"{alarms}. Position 1 of {names}.\n")
     words = {"position_1": "position 1", "tau": "tau", "likelihood": "nats a token"}
     margins = [(words[name], *(_signed(one[key]) for key in ("sound_most", "threshold", "mended_least")))
                for name, one in result["margins"].items()]  # fmt: skip
     lines.append(markdown_table(("gain", "sound heads, at most", "clear from", "mended ones, at least"), margins))
-    texts = f"{result['num_prompts']} prompts, {result['max_new_tokens']} tokens each, {result['dtype']}"
-    said = texts if result["of"] == "shipped" else "tiny targets, float32"
+    said = "{num_prompts} prompts, {max_new_tokens} tokens each, {dtype}"
+    said = said if result["of"] == "shipped" else "tiny targets, float32"
     return "\n".join([*lines, footnote(result, said)])
 
 

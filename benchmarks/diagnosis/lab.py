@@ -74,20 +74,19 @@ class Lab:
 
     def folders(self) -> list[str]:
         """Of all shipped heads."""
-        configs = {
-            path.parent: json.loads(path.read_text(encoding="utf-8")) for path in self.pair.glob("*/config.json")
-        }
-        return sorted(str(path) for path, one in configs.items() if one.get("model_type", "").startswith("specheads"))
+        configs = sorted(self.pair.glob("*/config.json"))
+        return [str(path.parent) for path in configs if '"specheads_' in path.read_text(encoding="utf-8")]
 
     def shipped(self, name: str) -> Case:
         """Sound heads of the shipped target; those that come with an adapter have a target of their own."""
         heads = load_heads(str(self.pair / name), dtype=self.target.dtype)
+        case = Case(self.target, heads, self.prompts, self.new_tokens, tokenizer=self.tokenizer)
         if heads.config.target_adapter is not None:
-            target = copy.deepcopy(self.target)
-            heads.load_target_adapter(target)
-            return Case(target, heads, self.prompts, self.new_tokens, tokenizer=self.tokenizer)
-        evidence = self._once("shipped", lambda: gather(self.target, self.prompts, None, self.new_tokens))
-        return Case(self.target, heads, self.prompts, self.new_tokens, evidence=evidence, tokenizer=self.tokenizer)
+            case.target = copy.deepcopy(self.target)
+            heads.load_target_adapter(case.target)
+        else:
+            case.evidence = self._once("shipped", lambda: gather(self.target, self.prompts, None, self.new_tokens))
+        return case
 
     def recorded(self, name: str) -> Case | None:
         """Heads that were recorded with the authors' code, of a tiny target; `None` where no weights are."""
@@ -111,14 +110,12 @@ class Lab:
 
     def tiny(self, method: str, options: dict[str, Any] | None = None, **training: Any) -> Case:
         """Heads that have learnt the tiny target's texts, as [`tiny.learn`] is told to."""
-        key = repr(
-            (method, options, {name: getattr(one, "tolist", lambda one=one: one)() for name, one in training.items()})
-        )
+        told = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in training.items()}
 
         def make() -> DraftHead:
             return learn(fresh_heads(self.tiny_target, method, **(options or {})), self.texts(), **training)
 
-        heads = copy.deepcopy(self._once(key, make)).bind(self.tiny_target, follow=False)
+        heads = copy.deepcopy(self._once(repr((method, options, told)), make)).bind(self.tiny_target, follow=False)
         return Case(self.tiny_target, heads, tiny_prompts(), NEW_TOKENS, 2, self.texts())
 
 

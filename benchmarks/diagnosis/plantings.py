@@ -41,59 +41,46 @@ class Planting:
     named: tuple[str, ...]
 
 
-def shipped(number: int, planted: str, name: str, plant: Plant, *named: str) -> Planting:
-    """In shipped heads."""
+def planted(number: int, what: str, heads: str, plant: Plant, *named: str, **training: Any) -> Planting:
+    """In shipped heads, or in `tiny METHOD` trained for it."""
 
     def make(lab: Lab) -> Case:
-        case = lab.shipped(name)
+        method = heads.removeprefix("tiny ")
+        case = lab.shipped(heads) if heads == method else lab.tiny(method, **training)
         plant(case)
         return case
 
-    return Planting(number, planted, name, make, named)
-
-
-def tiny(number: int, planted: str, method: str, plant: Plant, *named: str, **training: Any) -> Planting:
-    """In tiny heads trained for it."""
-
-    def make(lab: Lab) -> Case:
-        case = lab.tiny(method, **training)
-        plant(case)
-        return case
-
-    return Planting(number, planted, f"tiny {method}", make, named)
+    return Planting(number, what, heads, make, named)
 
 
 # ---------------------------------------------------------------------- settings of heads
-def other_levels(step: int) -> Plant:
+def settings(**changes: Any) -> Plant:
+    """Other fields of the config, and what is built of them."""
+    return lambda case: put_into_force(case.heads, changes)
+
+
+def flipped(name: str) -> Plant:
+    """A field that is true or false."""
+    return lambda case: put_into_force(case.heads, {name: not getattr(case.heads.config, name)})
+
+
+def rope(**changes: Any) -> Plant:
+    """Other parameters of the rotary positions."""
+
     def plant(case: Case) -> None:
-        levels = [level % (case.target.config.num_hidden_layers + 1) for level in case.heads.feature_layers]
-        case.heads.config.feature_layers = tuple(level + step for level in levels)
+        now = case.heads.config.rope_parameters or {}
+        put_into_force(case.heads, {"rope_parameters": {**now, **changes}})
 
     return plant
+
+
+def levels_up(case: Case) -> None:
+    levels = [level % (case.target.config.num_hidden_layers + 1) for level in case.heads.feature_layers]
+    case.heads.config.feature_layers = tuple(level + 1 for level in levels)
 
 
 def other_order(case: Case) -> None:
     case.heads.config.feature_layers = tuple(case.heads.feature_layers)[::-1]
-
-
-def flag(name: str) -> Plant:
-    def plant(case: Case) -> None:
-        value = not getattr(case.heads.config, name)
-        setattr(case.heads.config, name, value)
-        for module in case.heads.modules():
-            if hasattr(module, name):
-                setattr(module, name, value)
-
-    return plant
-
-
-def rope(**parameters: Any) -> Plant:
-    def plant(case: Case) -> None:
-        now = dict(case.heads.config.rope_parameters or {})
-        case.heads.config.rope_parameters = {**now, **parameters}
-        case.heads.rotary_emb = rotary_embedding(case.heads.config)
-
-    return plant
 
 
 def no_map(case: Case) -> None:
@@ -106,15 +93,6 @@ def another_map(case: Case) -> None:
     case.heads.d2t.copy_(torch.full_like(case.heads.d2t, vocabulary - size))
 
 
-def field(name: str, value: Any) -> Plant:
-    """Another value of a field of the config that is read where it is needed."""
-
-    def plant(case: Case) -> None:
-        setattr(case.heads.config, name, value)
-
-    return plant
-
-
 def other_slot(case: Case) -> None:
     case.heads.config.anchor_slot = "drafts" if case.heads.config.anchor_slot == "idle" else "idle"
 
@@ -122,15 +100,6 @@ def other_slot(case: Case) -> None:
 def swapped_halves(case: Case) -> None:
     weight = case.heads.layers[0].fc.weight
     weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
-
-
-def settings(**changes: Any) -> Plant:
-    """Other fields of the config, and what is built of them."""
-
-    def plant(case: Case) -> None:
-        put_into_force(case.heads, changes)
-
-    return plant
 
 
 def weights(change: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Plant:
@@ -278,10 +247,6 @@ def partial_rope(lab: Lab) -> Case:
     return Case(lab.tiny_target, heads, tiny_prompts(), 24, 2, lab.texts())
 
 
-def own_token(case: Case) -> None:
-    case.heads.config.inputs = "feature+token"
-
-
 def shuffled_output(case: Case) -> None:
     with torch.no_grad():
         weight = case.heads.lm_head.weight
@@ -324,57 +289,52 @@ def rotate(target: Any) -> Any:
 
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+QUERIES_AND_KEYS = ("q_proj.weight", "k_proj.weight")
 WINDOW = {"sliding_layers": (0, 1), "sliding_window": 6}
 
 PLANTINGS = (
-    shipped(1, "hidden states one layer up", "eagle3", other_levels(1), "taps"),
-    shipped(1, "hidden states in another order", "eagle3", other_order, "taps"),
-    tiny(1, "hidden states one layer up", "dflash", field("feature_layers", (3, 5, 7)), "taps"),
-    tiny(1, "hidden states in another order", "dspark", field("feature_layers", LEVELS[::-1]), "taps"),
-    shipped(1, "two of the hidden states exchanged", "eagle3", field("feature_layers", (12, 2, 21)), "taps"),
-    shipped(2, "norm_before_residual", "eagle3", flag("norm_before_residual"), "norm flags"),
-    shipped(2, "norm_output", "eagle3", flag("norm_output"), "norm flags"),
-    shipped(2, "weights of norms less one", "eagle3", weights(lambda one: one - 1, "norm.weight"), "norm weights"),
-    shipped(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), "rope"),
-    shipped(3, "rope of base 100", "eagle3", rope(rope_theta=100.0), "rope"),
-    shipped(
-        3,
-        "queries and keys as GGUF has them",
-        "eagle",
-        weights(as_gguf, "q_proj.weight", "k_proj.weight"),
-        "row order",
-    ),
-    tiny(3, "rope of base 100", "dflash", rope(rope_theta=100.0), "rope"),
+    planted(1, "hidden states one layer up", "eagle3", levels_up, "taps"),
+    planted(1, "hidden states in another order", "eagle3", other_order, "taps"),
+    planted(1, "hidden states one layer up", "tiny dflash", settings(feature_layers=(3, 5, 7)), "taps"),
+    planted(1, "hidden states in another order", "tiny dspark", settings(feature_layers=LEVELS[::-1]), "taps"),
+    planted(1, "two of the hidden states exchanged", "eagle3", settings(feature_layers=(12, 2, 21)), "taps"),
+    planted(2, "norm_before_residual", "eagle3", flipped("norm_before_residual"), "norm flags"),
+    planted(2, "norm_output", "eagle3", flipped("norm_output"), "norm flags"),
+    planted(2, "weights of norms less one", "eagle3", weights(lambda one: one - 1, "norm.weight"), "norm weights"),
+    planted(3, "rope scaled by 8", "eagle3", rope(rope_type="linear", factor=8.0), "rope"),
+    planted(3, "rope of base 100", "eagle3", rope(rope_theta=100.0), "rope"),
+    planted(3, "queries and keys as GGUF has them", "eagle", weights(as_gguf, *QUERIES_AND_KEYS), "row order"),
+    planted(3, "rope of base 100", "tiny dflash", rope(rope_theta=100.0), "rope"),
     Planting(3, "rope of a part read as rope of all", "tiny eagle3", partial_rope, ("rope",)),
-    shipped(4, "no training", "eagle", untrained, "under-trained"),
+    planted(4, "no training", "eagle", untrained, "under-trained"),
     Planting(4, "trained on texts of others", "tiny eagle3", other_texts, ("not its own answers",)),
-    shipped(5, "prompts of random tokens", "eagle", random_prompts, "not text"),
+    planted(5, "prompts of random tokens", "eagle", random_prompts, "not text"),
     Planting(5, "trained on chats, asked for raw text", "tiny eagle3", raw_texts, ("mode",)),
     Planting(6, "beginnings of answers of another template", "tiny eagle3", other_template, ("turns",)),
-    shipped(7, "no map of the vocabulary", "eagle3", no_map, "draft vocabulary"),
-    shipped(7, "a map of other tokens", "eagle3", another_map, "draft vocabulary"),
-    shipped(7, "a map one token late", "eagle3", later_map, "draft vocabulary"),
-    tiny(8, "contexts longer than in training", "eagle3", long_prompts, "context"),
-    tiny(8, "a window ignored", "dflash", field("sliding_layers", ()), "window", options=WINDOW),
-    shipped(9, "weights of the target rotated", "eagle", rotated_target, "another target"),
+    planted(7, "no map of the vocabulary", "eagle3", no_map, "draft vocabulary"),
+    planted(7, "a map of other tokens", "eagle3", another_map, "draft vocabulary"),
+    planted(7, "a map one token late", "eagle3", later_map, "draft vocabulary"),
+    planted(8, "contexts longer than in training", "tiny eagle3", long_prompts, "context"),
+    planted(8, "a window ignored", "tiny dflash", settings(sliding_layers=()), "window", options=WINDOW),
+    planted(9, "weights of the target rotated", "eagle", rotated_target, "another target"),
     Planting(9, "the target before it was trained with the heads", "medusa2", without_adapter, ("another target",)),
     Planting(10, "labels off by one", "tiny eagle3", later_labels, ("training labels",)),
-    shipped(10, "rows made of their own token", "eagle", own_token, "token shift"),
-    tiny(10, "tokens with the feature before", "jetspec", nothing, "token shift", shift=1),
-    tiny(10, "tokens with the feature before", "eagle3", nothing, "token shift", shift=1),
-    shipped(10, "rows of lm_head shuffled", "eagle3", shuffled_output, "damaged weights", "draft vocabulary"),
-    shipped(10, "gate and up exchanged", "eagle", gates_exchanged, "row order"),
-    shipped(10, "twice the attention heads, half as wide", "eagle", settings(**SHAPE), "attention shape"),
-    shipped(10, "specialists in the other order", "poss3", backwards("layers"), "row order"),
-    shipped(10, "heads in the other order", "medusa", backwards("blocks", "lm_heads"), "row order"),
-    shipped(10, "square matrices transposed", "medusa", weights(transposed_squares, ".weight"), "row order"),
-    shipped(10, "tokens before the feature", "hydra", tokens_before, "row order"),
-    shipped(10, "fc lost", "eagle", weights(lost, "fc.weight"), "training gap"),
+    planted(10, "rows made of their own token", "eagle", settings(inputs="feature+token"), "token shift"),
+    planted(10, "tokens with the feature before", "tiny jetspec", nothing, "token shift", shift=1),
+    planted(10, "tokens with the feature before", "tiny eagle3", nothing, "token shift", shift=1),
+    planted(10, "rows of lm_head shuffled", "eagle3", shuffled_output, "damaged weights", "draft vocabulary"),
+    planted(10, "gate and up exchanged", "eagle", gates_exchanged, "row order"),
+    planted(10, "twice the attention heads, half as wide", "eagle", settings(**SHAPE), "attention shape"),
+    planted(10, "specialists in the other order", "poss3", backwards("layers"), "row order"),
+    planted(10, "heads in the other order", "medusa", backwards("blocks", "lm_heads"), "row order"),
+    planted(10, "square matrices transposed", "medusa", weights(transposed_squares, ".weight"), "row order"),
+    planted(10, "tokens before the feature", "hydra", tokens_before, "row order"),
+    planted(10, "fc lost", "eagle", weights(lost, "fc.weight"), "training gap"),
     Planting(10, "embedding not scaled", "tiny eagle", unscaled_embedding, ("embedding scale",)),
-    tiny(10, "the slot of the anchor", "dflash", other_slot, "anchor slot"),
-    tiny(10, "the slot of the anchor", "dspark", other_slot, "anchor slot"),
-    tiny(10, "blocks that see ahead", "jetspec", field("causal", False), "block mask"),
-    tiny(10, "another mask token", "dflash2", field("mask_token_id", 17), "mask token"),
-    tiny(10, "another mask token", "peagle", field("mask_token_id", 17), "mask token"),
-    tiny(10, "embedding and feature swapped in fc", "mtp", swapped_halves, "row order"),
+    planted(10, "the slot of the anchor", "tiny dflash", other_slot, "anchor slot"),
+    planted(10, "the slot of the anchor", "tiny dspark", other_slot, "anchor slot"),
+    planted(10, "blocks that see ahead", "tiny jetspec", settings(causal=False), "block mask"),
+    planted(10, "another mask token", "tiny dflash2", settings(mask_token_id=17), "mask token"),
+    planted(10, "another mask token", "tiny peagle", settings(mask_token_id=17), "mask token"),
+    planted(10, "embedding and feature swapped in fc", "tiny mtp", swapped_halves, "row order"),
 )

@@ -15,6 +15,11 @@ from hf_specheads.diagnosis.teacher_forced import own_text, rounds_in, slots_of_
 
 VOCABULARY, LEVELS = 99, (2, 4, 6)
 PROMPT_TOKENS, TEXTS, NEW_TOKENS = 12, 6, 24
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.12, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
 BLOCK = {"num_hidden_layers": 2, "block_size": 4, "feature_layers": LEVELS}
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"feature_layers": LEVELS},
@@ -30,22 +35,13 @@ METHOD_OPTIONS: dict[str, dict[str, Any]] = {
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     """Eight layers of width 32."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.12, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=8)).eval()
 
 
 def scaling_target() -> Gemma3ForCausalLM:
     """Four layers of a target that multiplies its embedding by the root of its width."""
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.12, eos_token_id=None,
-        bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    target = Gemma3ForCausalLM(config).eval()
+    target = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, num_hidden_layers=4, head_dim=8, bos_token_id=None)).eval()
     target.generation_config.eos_token_id = None
     return target
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specheads import AutoDraftHead
-from hf_specheads.diagnosis.evidence import capture, continue_texts
+from hf_specheads.diagnosis.evidence import Evidence
 
-from ..diagnosis.tiny import learn
-from ..results import ROOT
+from ..diagnosis.tiny import learn, texts_of
+from ..results import SHIPPED_TARGET
 from ..setup import load_prompts
 
 SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 12, 21)}
@@ -35,14 +35,17 @@ CHAIN = {"kind": "chain", "depth": 4, "top_k": 1, "total_tokens": 5}
 NEW_TOKENS, STEPS, RATE = 48, 40, 2e-3
 
 
+def learnt_texts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evidence:
+    """What a target says to eight chats."""
+    prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
+    return texts_of(target, prompts, NEW_TOKENS)
+
+
 def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
     """Trains and saves them."""
-    place = ROOT / "model_cards" / "target"
-    tokenizer = AutoTokenizer.from_pretrained(place)
-    target = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
-    texts = continue_texts(target, prompts, NEW_TOKENS)
-    evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_TARGET)
+    target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=torch.float32).eval()
+    evidence = learnt_texts(target, tokenizer)
     for method in methods:
         torch.manual_seed(0)
         options = {**SIZES, **METHODS[method]}

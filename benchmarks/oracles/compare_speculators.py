@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
 
-from ..results import ROOT
+from ..results import ROOT, SHIPPED_TARGET
 from .render import FOLDER, write
 
 PACKAGES = ("speculators", "transformers", "torch")
@@ -96,14 +96,10 @@ def rows_of(heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor) 
     features = torch.cat([states[level] for level in heads.feature_layers], dim=-1)[:, :-1]
     rows = features.shape[1]
     return TrainingRows(
-        features=features,
-        token_ids=token_ids[:, :-1],
-        next_token_ids=token_ids[:, 1:],
-        documents=torch.zeros(1, rows, dtype=torch.long),
-        position_ids=torch.arange(rows)[None],
-        embed=heads.borrowed.embed_tokens,
-        lm_head=heads.borrowed.lm_head,
-    )
+        features=features, token_ids=token_ids[:, :-1], next_token_ids=token_ids[:, 1:],
+        documents=torch.zeros(1, rows, dtype=torch.long), position_ids=torch.arange(rows)[None],
+        embed=heads.borrowed.embed_tokens, lm_head=heads.borrowed.lm_head,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -126,12 +122,8 @@ def their_logits(folder: Path, rows: TrainingRows, dtype: torch.dtype) -> torch.
         model._load_verifier_weights(overwrite_embed_tokens=True)
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
-    model(
-        hidden_states=rows.features.to(dtype),
-        input_ids=rows.next_token_ids,
-        document_ids=rows.documents,
-        ttt_steps=PASSES,
-    )
+    features = rows.features.to(dtype)
+    model(hidden_states=features, input_ids=rows.next_token_ids, document_ids=rows.documents, ttt_steps=PASSES)
     return torch.stack(seen)
 
 
@@ -194,8 +186,8 @@ def compare_tiny(folder: Path) -> list[dict[str, Any]]:
 
 def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """The shipped heads on a text of the shipped target."""
-    target = AutoModelForCausalLM.from_pretrained(ROOT / "model_cards" / "target", dtype=dtype).eval()
-    target.config.name_or_path = str(ROOT / "model_cards" / "target")
+    target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=dtype).eval()
+    target.config.name_or_path = str(SHIPPED_TARGET)
     heads = load_heads(ROOT / "model_cards" / name, dtype=dtype).bind(target)
     rows, work = rows_of(heads, target, text_of(target)), folder / f"{name}-{dtype}"
     exported = export_heads(heads, work / "export", to="speculators", target=target).folder
@@ -213,13 +205,12 @@ def record(folder: Path, work: Path) -> None:
     for name, options in RECORDED.items():
         heads = random_heads(target, seed=3, **options)
         heads.config.target = None
-        exported = export_heads(
-            heads, folder / name, to="speculators", target=target.config.name_or_path, overwrite=True
-        ).folder
+        place = target.config.name_or_path
+        exported = export_heads(heads, folder / name, to="speculators", target=place, overwrite=True).folder
         rows = rows_of(heads, target, token_ids)
         logits = their_logits(exported, rows, torch.float32)
         path = exported / "config.json"  # a name instead of the folder of this run
-        path.write_text(path.read_text(encoding="utf-8").replace(target.config.name_or_path, "tiny-target"))
+        path.write_text(path.read_text(encoding="utf-8").replace(place, "tiny-target"))
         values = {"features": rows.features, "next_token_ids": rows.next_token_ids, "logits": logits}
         values["embedding"] = target.get_input_embeddings().weight.detach()
         save_file({key: value.contiguous().clone() for key, value in values.items()}, exported / "oracle.safetensors")

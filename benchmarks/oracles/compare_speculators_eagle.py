@@ -26,12 +26,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specheads import DraftHead, EagleHead, export_heads, load_heads
 
-from ..results import ROOT
+from ..results import ROOT, SHIPPED_TARGET
 from .compare_speculators import rows_of, text_of
 from .render import FOLDER, write
 
 RUNNER = Path(__file__).with_name("run_speculators_eagle.py")
-TARGET = ROOT / "model_cards" / "target"
 
 
 def without_bias(heads: EagleHead) -> EagleHead:
@@ -59,7 +58,7 @@ def ask(args: argparse.Namespace, heads: DraftHead, target: PreTrainedModel, tex
         exported = export_heads(heads, folder / "heads", to="eagle").folder
         answer = folder / "answer.json"
         ran = subprocess.run(
-            [args.python, RUNNER, exported, TARGET, folder / "rows.safetensors", answer],
+            [args.python, RUNNER, exported, SHIPPED_TARGET, folder / "rows.safetensors", answer],
             env={**os.environ, "PYTHONPATH": str(args.side)}, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         if not answer.exists():
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--output", type=Path, default=FOLDER / "speculators_eagle.json")
     args = parser.parse_args()
-    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=torch.float32).eval()
     text, entries = text_of(target), []
     for name in ("eagle", "hass"):
         heads = load_heads(ROOT / "model_cards" / name, dtype=torch.float32)

@@ -24,8 +24,9 @@ import torch
 from hf_specheads import DraftHead, ExportError, export_heads, load_heads
 from hf_specheads.evaluation.dialect import PromptRounds, field_metrics
 
-from ..results import RESULTS, ROOT
+from ..results import ROOT
 from ..setup import load_prompts, load_target
+from .render import FOLDER
 
 RUNNER = Path(__file__).with_name("run_vllm.py")
 NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's checkpoint, instead of an export
@@ -34,18 +35,15 @@ NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's ch
 def arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--python", help="Python of an environment with vLLM; without it only our side is counted anew"
-    )
+    parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
     parser.add_argument("--target", default="model_cards/target")
     parser.add_argument("--heads", nargs="+", default=["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "draft-lm"])
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
     parser.add_argument("--prompts", nargs="+", default=["chats"])
     parser.add_argument("--limit", type=int, default=4, help="prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--output", type=Path, default=RESULTS / "oracles" / "vllm.json")
+    parser.add_argument("--output", type=Path, default=FOLDER / "vllm.json")
     parser.add_argument("--update", action="store_true", help="keep the entries of other heads in the output file")
     return parser.parse_args()
 
@@ -56,18 +54,15 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
     Raises:
         RuntimeError: if it fails, with the first error in its output and the end of it.
     """
-    request = {
-        "model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative,
-        "max_model_len": 1024, "max_new_tokens": args.max_new_tokens, "prompts": prompts,
-    }  # fmt: skip
+    options = {"model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative}
+    request = {"model": {**options, "max_model_len": 1024}, "max_new_tokens": args.max_new_tokens, "prompts": prompts}
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
         question.write_text(json.dumps(request), encoding="utf-8")
         ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True, timeout=900)
         if not answer.exists():
-            raise RuntimeError(
-                first_error(f"{ran.stdout}\n{ran.stderr}"), f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
-            )
+            error = first_error(f"{ran.stdout}\n{ran.stderr}")
+            raise RuntimeError(error, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
@@ -153,9 +148,8 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
     """One export: what vLLM makes of it next to what we make of the heads."""
     heads = heads_of(args, name, to, target.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        served, speculative, positions, notes = to_serve(
-            args, heads, to, Path(folder) / f"{Path(name).name}-{to}", target
-        )
+        place = Path(folder) / f"{Path(name).name}-{to}"
+        served, speculative, positions, notes = to_serve(args, heads, to, place, target)
         theirs = ask_vllm(args, served, speculative, prompts)
     mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
     entry = {
@@ -182,38 +176,18 @@ def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts:
     depth = heads.tree_config.depth
     whole = ours(target, heads, depth, prompts, args.max_new_tokens)
     alone = as_specialist_0(target, heads, depth, prompts, args.max_new_tokens)
-    return {
-        "draft_positions": depth,
-        **{label: summary(run) for label, run in (("all_specialists", whole), ("specialist_0", alone))},
-    }
-
-
-def recount(args: argparse.Namespace, target: Any, prompts: list[list[int]]) -> None:
-    """Our side of a result anew, vLLM's as it is: of the same pair, after a change of ours."""
-    result = json.loads(args.output.read_text(encoding="utf-8"))
-    for entry in result["entries"]:
-        heads = heads_of(args, entry["heads"], entry["to"], target.dtype)
-        entry["ours"] = summary(as_specialist_0(target, heads, entry["draft_positions"], prompts, args.max_new_tokens))
-        if "full_depth" in entry:
-            entry["full_depth"] = full_depth(args, target, heads, prompts)
-        print(entry["heads"], entry["to"], entry["vllm"], entry["ours"], flush=True)
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return {"draft_positions": depth, "all_specialists": summary(whole), "specialist_0": summary(alone)}
 
 
 def main() -> None:
     """Runs everything and writes the result."""
     args = arguments()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     target, tokenizer = load_target(args)
     if set(getattr(target.config, "layer_types", None) or ()) == {"full_attention"}:
         target._is_stateful = False  # of a family with states, but without any: our loop has none to catch up with
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
-    if args.python is None:
-        recount(args, target, prompts)
-        return
     plain = ask_vllm(args, args.target, None, prompts)
     entries = []
     for name in args.heads:
@@ -224,8 +198,8 @@ def main() -> None:
                 print(f"{name} to {to}: refused, {error}")
                 continue
             except RuntimeError as error:
-                entries.append({"heads": Path(name).name, "to": to, "error": error.args[0]})
                 print(*error.args, sep="\n")
+                entries.append({"heads": Path(name).name, "to": to, "error": error.args[0]})
             print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
     write_result(args, len(prompts), plain, entries)
 

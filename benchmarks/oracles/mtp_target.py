@@ -21,13 +21,12 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_specheads import AutoDraftHead, export_heads
-from hf_specheads.diagnosis.evidence import capture, continue_texts
 
 from ..diagnosis.tiny import learn
-from ..results import ROOT
-from ..setup import load_prompts
+from ..results import SHIPPED_TARGET
+from .block_heads import learnt_texts
 
-DEPTH, NEW_TOKENS, STEPS, RATE = 3, 48, 9, 1e-3
+DEPTH, STEPS, RATE = 3, 9, 1e-3
 LAYERS = 3
 SHAPE = {
     "hidden_size": 128, "num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS,
@@ -51,15 +50,12 @@ def put_beside(folder: Path, layer: Path) -> None:
 
 def main(folder: Path) -> None:
     """Makes the target, trains the layer, and saves both as one checkpoint."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model_cards" / "target")
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_TARGET)
     torch.manual_seed(0)
     target = Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(tokenizer), **SHAPE)).eval()
-    prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
-    texts = continue_texts(target, prompts, NEW_TOKENS)
-    evidence = capture(target, texts, [prompt.shape[1] for prompt in prompts])
     tree = {"kind": "chain", "depth": DEPTH, "top_k": 1, "total_tokens": DEPTH + 1}
     heads = AutoDraftHead.from_target(target, "mtp", native=False, tree_config=tree).bind(target, follow=False)
-    learn(heads, evidence, steps=STEPS, passes=DEPTH, rate=RATE)
+    learn(heads, learnt_texts(target, tokenizer), steps=STEPS, passes=DEPTH, rate=RATE)
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     put_beside(folder, export_heads(heads, folder / "layer", to="mtp").folder)

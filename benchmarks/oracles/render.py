@@ -11,7 +11,6 @@ from typing import Any
 from ..results import RESULTS, markdown_table
 
 FOLDER = RESULTS / "oracles"
-NAMES = ("vllm", "vllm_bfloat16", "vllm_blocks", "speculators", "speculators_blocks", "speculators_eagle")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -25,9 +24,8 @@ def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Ite
     for entry in entries:
         print(json.dumps(entry))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({key: value for key, value in result.items() if value}, indent=2) + "\n", encoding="utf-8"
-    )
+    known = {key: value for key, value in result.items() if value}
+    path.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
@@ -40,32 +38,37 @@ def _versions(result: dict[str, Any]) -> str:
 
 
 def _export(entry: dict[str, Any]) -> str:
-    return f"{entry['heads']} " + (
-        "in the target's checkpoint" if entry["to"] == "native" else f"`--to {entry['to']}`"
-    )
+    place = "in the target's checkpoint" if entry["to"] == "native" else f"`--to {entry['to']}`"
+    return f"{entry['heads']} {place}"
+
+
+CLOSE = ["greatest difference", "largest logit", "same favourite token"]
+
+
+def _close(entry: dict[str, Any]) -> list[str]:
+    """How close the draft logits of both sides are: cells under `CLOSE`."""
+    return [f"{entry['max_error']:.1e}", f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}"]
+
+
+def _equal(entry: dict[str, Any]) -> str:
+    return f"{entry['equal_tensors']} of {entry['tensors']}"
 
 
 def vllm_table(result: dict[str, Any]) -> str:
     """Texts, rounds and acceptance lengths of vLLM and of ours."""
+    served = [entry for entry in result["entries"] if "error" not in entry]
     rows = [
-        [
-            _export(entry),
-            entry["draft_positions"],
-            f"{entry['same_as_plain_vllm']} of {entry['texts']}",
-            f"{entry['same_as_transformers']} of {entry['texts']}",
-            f"{entry['vllm']['rounds']} / {entry['ours']['rounds']}",
-            f"{entry['vllm']['accepted']} / {entry['ours']['accepted']}",
-            f"{entry['vllm']['acceptance_length']:.2f} / {entry['ours']['acceptance_length']:.2f}",
-        ]
-        for entry in result["entries"]
-        if "error" not in entry
-    ]
+        [_export(entry), entry["draft_positions"],
+         *(f"{entry[name]} of {entry['texts']}" for name in ("same_as_plain_vllm", "same_as_transformers")),
+         *(f"{entry['vllm'][name]} / {entry['ours'][name]}" for name in ("rounds", "accepted")),
+         f"{entry['vllm']['acceptance_length']:.2f} / {entry['ours']['acceptance_length']:.2f}"]
+        for entry in served
+    ]  # fmt: skip
     head = ["export", "draft positions", "texts as plain vLLM's", "texts as transformers'", "rounds, vLLM / ours",
             "accepted, vLLM / ours", "acceptance length, vLLM / ours"]  # fmt: skip
     note = f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each, greedy, {result['dtype']}; "
-    failed = "".join(
-        f"\n{_export(entry)} is not served: `{entry['error']}`.\n" for entry in result["entries"] if "error" in entry
-    )
+    refused = [entry for entry in result["entries"] if "error" in entry]
+    failed = "".join(f"\n{_export(entry)} is not served: `{entry['error']}`.\n" for entry in refused)
     return f"{_table(head, rows)}\n{note}{_versions(result)}{failed}"
 
 
@@ -85,55 +88,44 @@ def poss_table(result: dict[str, Any]) -> str:
 
 def speculators_table(result: dict[str, Any]) -> str:
     """Greatest difference of a draft logit, and what the converter makes of our EAGLE-3 exports."""
-    rows = []
-    for entry in result["entries"]:
-        converter = entry.get("converter")
-        made = f"{converter['equal_tensors']} of {converter['tensors']}" if converter else ""
-        rows.append([entry["heads"], entry["dtype"], entry["passes"] * entry["rows"], f"{entry['max_error']:.1e}",
-                     f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}", made])  # fmt: skip
-    head = ["heads", "type", "rows", "greatest difference", "largest logit", "same favourite token",
-            "tensors equal after its converter"]  # fmt: skip
+    rows = [
+        [entry["heads"], entry["dtype"], entry["passes"] * entry["rows"], *_close(entry),
+         _equal(entry["converter"]) if "converter" in entry else ""]
+        for entry in result["entries"]
+    ]  # fmt: skip
+    head = ["heads", "type", "rows", *CLOSE, "tensors equal after its converter"]
     return f"{_table(head, rows)}\n{_versions(result)}"
 
 
 def speculators_blocks_table(result: dict[str, Any]) -> str:
     """Which class of the library loads an export, with how many of its tensors as they are, and its draft logits."""
     rows = [
-        [entry["heads"], f"`{entry['class']}`", f"{entry['equal_tensors']} of {entry['tensors']}",
-         ", ".join(entry["missing"]) or "none", entry["slots"], f"{entry['max_error']:.1e}",
-         f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}"]
+        [entry["heads"], f"`{entry['class']}`", _equal(entry), ", ".join(entry["missing"]) or "none", entry["slots"],
+         *_close(entry)]
         for entry in result["entries"]
     ]  # fmt: skip
     trained = ["; ".join(f"{error:.1e}" for error in entry["training_forward"]) for entry in result["entries"]
                if "training_forward" in entry]  # fmt: skip
-    head = ["heads", "loaded as", "tensors equal", "missing", "slots", "greatest difference", "largest logit",
-            "same favourite token"]  # fmt: skip
+    head = ["heads", "loaded as", "tensors equal", "missing", "slots", *CLOSE]
     note = f"Its training forward of MTP against drafting, by draft position: {', '.join(trained)}. "
     return f"{_table(head, rows)}\n{note}{_versions(result)}"
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
     """The same for EAGLE-1, with the last version that knew it."""
-    rows = [
-        [entry["heads"], f"{entry['equal_tensors']} of {entry['tensors']}", entry["rows"], f"{entry['max_error']:.1e}",
-         f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}"]
-        for entry in result["entries"]
-    ]  # fmt: skip
-    head = ["heads", "tensors equal after its converter", "rows", "greatest difference", "largest logit",
-            "same favourite token"]  # fmt: skip
+    rows = [[entry["heads"], _equal(entry), entry["rows"], *_close(entry)] for entry in result["entries"]]
+    head = ["heads", "tensors equal after its converter", "rows", *CLOSE]
     return f"{_table(head, rows)}\n{_versions(result)}"
+
+
+TABLES = {
+    "vllm": vllm_table, "vllm_bfloat16": vllm_table, "vllm_blocks": vllm_table, "speculators": speculators_table,
+    "speculators_blocks": speculators_blocks_table, "speculators_eagle": speculators_eagle_table,
+}  # fmt: skip
 
 
 def tables() -> dict[str, str]:
     """Every table by its name in documents."""
-    found = {name: read(name) for name in NAMES}
-    made = {
-        "vllm": vllm_table(found["vllm"]),
-        "vllm_bfloat16": vllm_table(found["vllm_bfloat16"]),
-        "vllm_blocks": vllm_table(found["vllm_blocks"]),
-        "poss": poss_table(found["vllm"]),
-        "speculators": speculators_table(found["speculators"]),
-        "speculators_blocks": speculators_blocks_table(found["speculators_blocks"]),
-        "speculators_eagle": speculators_eagle_table(found["speculators_eagle"]),
-    }
+    made = {name: make(read(name)) for name, make in TABLES.items()}
+    made["poss"] = poss_table(read("vllm"))
     return {f"oracles/{name}": table for name, table in made.items()}

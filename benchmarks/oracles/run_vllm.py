@@ -23,16 +23,7 @@ def main(request_file: str, answer_file: str) -> None:
     import vllm
 
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    llm = vllm.LLM(
-        model=request["model"],
-        tokenizer=request["tokenizer"],
-        dtype=request["dtype"],
-        speculative_config=request["speculative_config"],
-        max_model_len=request["max_model_len"],
-        max_num_seqs=1,
-        enforce_eager=True,
-        disable_log_stats=False,
-    )
+    llm = vllm.LLM(**request["model"], max_num_seqs=1, enforce_eager=True, disable_log_stats=False)
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"], ignore_eos=True)
     start = time.perf_counter()
     texts = []
@@ -47,11 +38,7 @@ def main(request_file: str, answer_file: str) -> None:
             for metric in llm.get_metrics()
             if "spec_decode" in metric.name
         },
-        "versions": {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {module.__name__: module.__version__ for module in (vllm, torch, transformers)},
     }
     Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 

@@ -14,7 +14,7 @@ from typing import Any
 from hf_specheads import DraftHead
 
 from ..results import Result, footnote, markdown_table, number, same_text, speed_up
-from ..setup import add_generation_arguments, load_all_heads, load_prompts, load_target, padded, settings
+from ..setup import add_generation_arguments, load_pair, padded, settings
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
@@ -36,10 +36,8 @@ def with_chains(heads: dict[str, DraftHead], depths: list[int]) -> dict[str, Dra
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All sides at all batch sizes."""
-    target, tokenizer = load_target(args)
-    heads = with_chains(load_all_heads(target, args.heads), args.chains)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
-    sizes = {}
+    target, loaded, prompts = load_pair(args)
+    heads, sizes = with_chains(loaded, args.chains), {}
     for size in args.batch_sizes:  # every batch is full
         batches = [padded(prompts[start : start + size]) for start in range(0, len(prompts) - size + 1, size)]
         sides = plain_and(heads, **TO_THE_END)
@@ -63,6 +61,6 @@ def table(result: Result) -> str:
         agreed = same_text({"identical": all(cell["identical"] for cell in cells)})
         rows.append([name, *map(speed_up, cells), number(cells[0]["acceptance_length"]), agreed])
     return markdown_table(header, rows) + footnote(
-        result, f"Greedy, {result['dtype']}, {result['max_new_tokens']} new tokens per row, {result['num_prompts']} "
-        f"prompts, median of {result['repeats']} repeats in turns; tau at the first batch size",
+        result, "Greedy, {dtype}, {max_new_tokens} new tokens per row, {num_prompts} prompts, median of {repeats} "
+        "repeats in turns; tau at the first batch size",
     )  # fmt: skip

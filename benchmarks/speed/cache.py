@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
-from hf_specheads.tuning.turns import take_turns
 
 from ..results import Result, footnote, markdown_table, number
-from ..setup import count_parameters
+from ..setup import count_parameters, random_llama
+from ..sides import timed_in_turns
 
 ROUNDS = 12
 
@@ -38,13 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def random_target(args: argparse.Namespace) -> LlamaForCausalLM:
     """A Llama of random weights, grouped keys."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // 64, num_key_value_heads=max(args.hidden_size // 256, 1),
-        vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
+    return random_llama(
+        getattr(torch, args.dtype), hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden_size // 64, vocab_size=4096,
+        num_key_value_heads=max(args.hidden_size // 256, 1), max_position_embeddings=2 * max(args.lengths),
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
 
 
 def comb(nodes: int) -> tuple[DraftTree, list[int]]:
@@ -68,9 +67,8 @@ class Slots:
 
     def round(self, tree: DraftTree, path: list[int]) -> None:
         self.target(tree.token_ids, use_cache=True, **self.cache.forward_inputs(tree))
-        self.cache.keep_paths(
-            torch.tensor([path]), [len(path)], torch.tensor([len(path)]), path == list(range(len(path)))
-        )
+        count = len(path)
+        self.cache.keep_paths(torch.tensor([path]), [count], torch.tensor([count]), path == list(range(count)))
 
 
 class Dynamic:
@@ -102,24 +100,13 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
     torch.manual_seed(0)
     prompt = torch.randint(5, 4000, (1, length))
     tree, path = comb(nodes)
-    sides: dict[str, Slots | Dynamic] = {}
+    rounds: dict[str, Callable[[], None]] = {}
     for name, side in (("slots", Slots), ("dynamic", Dynamic)):
         stock = DynamicCache(config=target.config)
         for start in range(0, length, 2048):
             target(prompt[:, start : start + 2048], past_key_values=stock, use_cache=True, logits_to_keep=1)
-        sides[name] = side(target, stock, length)
-
-    def run(name: str, tree: DraftTree, turn: int = 0) -> float:
-        started = time.perf_counter()
-        sides[name].round(tree, path)
-        return time.perf_counter() - started
-
-    def warm_up(name: str, tree: DraftTree) -> None:
-        run(name, tree)
-        run(name, tree)
-
-    turns = take_turns(sides, [tree], run, ROUNDS, warm_up)
-    seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
+        rounds[name] = partial(side(target, stock, length).round, tree, path)
+    seconds, _ = timed_in_turns(rounds, ROUNDS, warm_ups=2)
     ratios = [b / a for a, b in zip(seconds["slots"], seconds["dynamic"], strict=True)]
     return {
         "slots_milliseconds": 1000 * statistics.median(seconds["slots"]),
@@ -151,15 +138,13 @@ def table(result: Result) -> str:
     nodes = list(next(iter(lengths.values())))
     header = ["context", *(f"{n} node{'s' * (n != '1')}: ms on slots, on DynamicCache, ratio" for n in nodes)]
     rows = [
-        [f"{length} tokens"]
-        + [
-            f"{number(c['slots_milliseconds'], 1)}, {number(c['dynamic_milliseconds'], 1)}, {number(c['ratio'])}x"
-            for c in cells.values()
-        ]
+        [f"{length} tokens",
+         *(f"{number(c['slots_milliseconds'], 1)}, {number(c['dynamic_milliseconds'], 1)}, {number(c['ratio'])}x"
+           for c in cells.values())]
         for length, cells in lengths.items()
-    ]
+    ]  # fmt: skip
     size = f"{result['parameters'] / 1e6:.0f} M parameters"
     return markdown_table(header, rows) + footnote(
-        result, f"Random Llama of {size} and {result['layers']} layers, keys {result['key_value_width']} wide; "
-        f"{result['dtype']}; whole rounds (forward and kept path), median of {result['rounds']} in turns",
+        result, f"Random Llama of {size} and {{layers}} layers, keys {{key_value_width}} wide; {{dtype}}; whole "
+        "rounds (forward and kept path), median of {rounds} in turns",
     )  # fmt: skip

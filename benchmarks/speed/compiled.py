@@ -17,8 +17,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
@@ -28,17 +29,9 @@ from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, footnote, identical, markdown_table, number
-from ..setup import (
-    SHAPES,
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_pair,
-    pair_on_paper,
-    random_pair,
-    random_prompts,
-)
+from .. import setup
+from ..results import Result, column_table, footnote, identical, number, same_texts
+from ..setup import SHAPES, Inputs
 from ..sides import TO_THE_END, Run, Side, generate_once, summarise
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
@@ -46,7 +39,7 @@ PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, prompts, and where to run."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
     parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")
@@ -105,30 +98,16 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
             tree.token_ids[:, 1 + right] = wrong.to(tree.token_ids.device)
         return tree
 
-    DraftHeadCandidateGenerator.draft = drafted
-    try:
+    with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
         yield
-    finally:
-        DraftHeadCandidateGenerator.draft = draft
 
 
 # ---------------------------------------------------------------------- measuring
-def run_side(
-    target: PreTrainedModel, side: Side, inputs: Inputs, new_tokens: int, text: torch.Tensor | None, tau: float | None
-) -> Run:
-    """One prompt; with a `tau`, heads accept as much of the plain `text` [1, T]."""
-    if (cache := side.options.get("past_key_values")) is not None:
-        cache.reset()
-    if tau is None or text is None or side.heads is None:
-        return generate_once(target, side, inputs, new_tokens)
-    with acceptance_of(tau, text):
-        return generate_once(target, side, inputs, new_tokens)
-
-
 def measure_sides(
     target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, tau: float | None
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took."""
+    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
+    `tau`, heads accept as much of the plain texts."""
     named, texts = {side.name: side for side in sides}, []
     for inputs in prompts:
         new_ids = torch.tensor(generate_once(target, sides[0], inputs, args.max_new_tokens).token_ids)
@@ -136,7 +115,12 @@ def measure_sides(
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
-        return run_side(target, named[name], prompt[0], args.max_new_tokens, prompt[1], tau)
+        inputs, text = prompt
+        if (cache := named[name].options.get("past_key_values")) is not None:
+            cache.reset()
+        stub = nullcontext() if tau is None or named[name].heads is None else acceptance_of(tau, text)
+        with stub:
+            return generate_once(target, named[name], inputs, args.max_new_tokens)
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
         first_call[name] = run(name, prompt).seconds
@@ -157,7 +141,6 @@ def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> d
         "over_plain_eager": found["speed_up"],
         "over_plain_compiled": summarise(runs, all_runs[PLAIN_COMPILED])["speed_up"],
         "round_milliseconds": 1000 * seconds / rounds if rounds else None,
-        "differing": len(found["differing_prompts"]),
     }
 
 
@@ -166,16 +149,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     if args.on_paper:
-        return {**result, "target": args.shape, "floor": floor(*pair_on_paper(args.shape, dtype), args)}
+        return {**result, "target": args.shape, "floor": floor(*setup.pair_on_paper(args.shape, dtype), args)}
     taus: list[float | None] = [None]
     if args.shape:
         tree = DraftTreeConfig(kind="chain", depth=args.depth)
-        target, heads = random_pair(args.shape, tree, dtype, args.device)
+        target, heads = setup.random_pair(args.shape, tree, dtype, args.device)
         result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
-        prompts, taus = random_prompts(args.limit or 2, args.device), [*args.tau]
+        prompts, taus = setup.random_prompts(args.limit or 2, args.device), [*args.tau]
     else:
-        target, heads, prompts = load_pair(args)
-        result["target"] = display_name(args.target)
+        target, heads, prompts = setup.load_pair(args)
+        result["target"] = setup.display_name(args.target)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
     sides, measured = build_sides(target, heads, most_tokens), {}
     for tau in taus:
@@ -217,21 +200,17 @@ def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.N
     per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
     embedding = target.get_input_embeddings().weight
-    body = sum(_bytes(p) for p in target.parameters()) - (
-        0 if target.config.tie_word_embeddings else _bytes(embedding)
-    )  # fmt: skip
+    looked_up = 0 if target.config.tie_word_embeddings else _bytes(embedding)
+    body = sum(_bytes(p) for p in target.parameters()) - looked_up
     for name, made in heads.items():
         own = sum(_bytes(p) for key, p in made.named_parameters() if ".1." not in key and ".2." not in key)
         own -= _bytes(made.embed_tokens.weight) if getattr(made, "embed_tokens", None) is not None else 0
         shared = 0 if made.own_projections() else _bytes(target.get_output_embeddings().weight)
         target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * (own + shared) / per_second
         round_ms = target_ms + draft_ms
-        result["heads"][name] = {
-            "target_ms": target_ms,
-            "draft_ms": draft_ms,
-            "round_ms": round_ms,
-            "tokens_per_second": {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau},
-        }
+        rates = {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau}
+        result["heads"][name] = {"target_ms": target_ms, "draft_ms": draft_ms, "round_ms": round_ms,
+                                 "tokens_per_second": rates}  # fmt: skip
     return result
 
 
@@ -243,35 +222,27 @@ def _bytes(weight: torch.Tensor) -> int:
 def table(result: Result) -> str:
     """Rows are sides."""
     if "tables" not in result:
-        return floor_table(result["floor"]) + footnote(result, f"{result['dtype']}, computed, nothing was run")
-    text = ""
-    for name, table in result["tables"].items():
-        header = [name, "tokens/s", "/ plain eager", "/ plain compiled", "tau", "ms per round", "same text"]
-        rows = [
-            [side, number(s["tokens_per_second"], 1), f"{number(s['over_plain_eager'])}x",
-             f"{number(s['over_plain_compiled'])}x", number(s.get("acceptance_length")),
-             number(s.get("round_milliseconds"), 1),
-             "yes" if s["identical"] else f"no ({s['differing']} of {result['num_prompts']} differ)"]
-            for side, s in table.items()
-        ]  # fmt: skip
-        text += markdown_table(header, rows) + "\n"
-    if floor := result.get("floor"):
-        text += floor_table(floor) + "\n"
-    return text.rstrip("\n") + "\n" + footnote(
-        result, f"Greedy, {result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} "
-        f"prompts, median of {result['repeats']} repeats in turns; first compiled calls took "
-        f"{'; '.join(f'{name} {number(s, 0)} s' for name, s in result['compile_seconds'].items())}",
+        return floor_table(result["floor"]) + footnote(result, "{dtype}, computed, nothing was run")
+    columns = {
+        "tokens/s": ("tokens_per_second", 1), "/ plain eager": ("over_plain_eager", 2, "x"),
+        "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
+        "ms per round": ("round_milliseconds", 1),
+        "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
+    }  # fmt: skip
+    parts = [column_table(columns, sides, name) for name, sides in result["tables"].items()]
+    parts += [floor_table(result["floor"])] if "floor" in result else []
+    first_calls = "; ".join(f"{name} {number(spent, 0)} s" for name, spent in result["compile_seconds"].items())
+    return "\n".join(parts) + footnote(
+        result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, median of {repeats} "
+        f"repeats in turns; first compiled calls took {first_calls}",
     )  # fmt: skip
 
 
 def floor_table(floor: Result) -> str:
     """What memory bandwidth allows, computed from bytes read."""
-    rows = [
-        [head, number(f["target_ms"], 2), number(f["draft_ms"], 2), number(f["round_ms"], 2)]
-        + [number(value, 0) for value in f["tokens_per_second"].values()]
-        for head, f in floor["heads"].items()
-    ]
     taus = next(iter(floor["heads"].values()))["tokens_per_second"]
+    columns = {f"{part}, ms": (f"{part}_ms", 2) for part in ("target", "draft", "round")}
+    for tau in taus:
+        columns[f"tokens/s at tau {tau}"] = lambda one, tau=tau: number(one["tokens_per_second"][tau], 0)
     title = f"floor of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
-    header = [title, "target, ms", "draft, ms", "round, ms"]
-    return markdown_table([*header, *(f"tokens/s at tau {tau}" for tau in taus)], rows)
+    return column_table(columns, floor["heads"], title)

@@ -18,22 +18,15 @@ from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead
 
+from .. import setup
 from ..results import Result, footnote, identical, markdown_table, number, percent
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    settings,
-)
+from ..setup import Inputs
 from ..sides import PLAIN, Side, plain_and, run_interleaved, summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, lengths, and a temperature."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
     parser.add_argument("--temperature", type=float, default=1.0, help="of a sampled run at the shortest length")
 
@@ -42,9 +35,9 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     """Plain, heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
     heads = {}
     for folder in args.heads:
-        name = display_name(folder)
-        heads[name] = load_bound_heads(target, folder, every_round=True)
-        heads[f"{name}, adaptive"] = load_bound_heads(target, folder)
+        name = setup.display_name(folder)
+        heads[name] = setup.load_bound_heads(target, folder, every_round=True)
+        heads[f"{name}, adaptive"] = setup.load_bound_heads(target, folder)
     torch.manual_seed(0)
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
@@ -65,7 +58,8 @@ def measure_length(
     target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, **sampling: Any
 ) -> dict[str, Any]:
     """All sides on prompts of one length."""
-    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats, sampling or None)
+    sides = [Side(side.name, side.options | sampling) for side in sides]
+    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
     result = {}
     for side in sides:
         result[side.name] = summarise(runs[side.name], runs[PLAIN])
@@ -78,11 +72,12 @@ def measure_length(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths, and the shortest one sampled."""
-    target, tokenizer = load_target(args)
+    target, tokenizer = setup.load_target(args)
     sides = build_sides(args, target)
-    prompts, shortest = load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
+    prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
     lengths = {str(length): measure_length(target, sides, cut(prompts, length), args) for length in args.lengths}
-    drawn = measure_length(target, sides, cut(prompts, shortest), args, temperature=args.temperature, top_k=0)
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+    drawn = measure_length(target, sides, cut(prompts, shortest), args, **sampling)
     adaptive = [
         side["speed_up"]
         for one in (*lengths.values(), drawn)
@@ -90,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if name.endswith("adaptive")
     ]
     return {
-        **settings(args, cut(prompts, max(args.lengths))),
+        **setup.settings(args, cut(prompts, max(args.lengths))),
         "trained_length": statistics.median(side.heads.config.train_max_length or 0 for side in sides[1:-1]),
         "lengths": lengths,
         "sampled": {"temperature": args.temperature, "length": shortest, "sides": drawn},
@@ -117,7 +112,6 @@ def table(result: Result) -> str:
         shown = [f"{number(c['speed_up'])}x ({number(c.get('acceptance_length'))})" for c in cells]
         rows.append([name, *shown, percent(drawn.get("plain_share"))])
     return markdown_table(header, rows) + footnote(
-        result, f"{result['dtype']}, batch 1, {result['max_new_tokens']} new tokens, {result['num_prompts']} prompts, "
-        f"heads trained on contexts of {result['trained_length']:g} tokens; tau counts the rounds that drafted; "
-        f"slowest adaptive side {number(result['slowest_adaptive'])}x",
+        result, "{dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, heads trained on contexts of "
+        "{trained_length:g} tokens; tau counts the rounds that drafted; slowest adaptive side {slowest_adaptive:.2f}x",
     )  # fmt: skip

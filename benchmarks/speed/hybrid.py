@@ -18,8 +18,8 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,11 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_specheads.cache import recurrent
 from hf_specheads.cache.recurrent import RecurrentCache
-from hf_specheads.tuning.turns import take_turns
 from tests.support.stubs import StubHead
 
-from ..results import Result, footnote, markdown_table, number, percent
+from ..results import Result, column_table, footnote, percent, same_text
 from ..setup import count_parameters
+from ..sides import timed_calls, timed_in_turns
 
 VOCAB = 8192
 SHAPES: dict[str, dict[str, Any]] = {
@@ -105,21 +105,13 @@ class Costs:
             self.forwards.append((width - tree.num_nodes, width))
             return outputs
 
-        with ExitStack() as patches:
-            for name in ("contents_with_states", "restore"):
-                patches.enter_context(mock.patch.object(recurrent, name, self._timed(getattr(recurrent, name))))
-            patches.enter_context(mock.patch.object(RecurrentCache, "verify", watching))
+        with (
+            timed_calls(recurrent, "contents_with_states") as taken,
+            timed_calls(recurrent, "restore") as restored,
+            mock.patch.object(RecurrentCache, "verify", watching),
+        ):
             yield
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                self.states += time.perf_counter() - started
-
-        return timed
+        self.states += sum(taken + restored)
 
     def replay(self, target: PreTrainedModel, ids: torch.Tensor) -> float:
         """Seconds the forwards took longer for what they began with."""
@@ -163,16 +155,11 @@ def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, 
     expected = target.generate(**inputs, **options)
     heads = StubHead(target, list(expected), ranks_of(rate), kind="chain", depth=args.depth)
     heads.adaptive = False
-    sides: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"assistant_model": heads}}
-    texts: dict[str, torch.Tensor] = {}
-
-    def run(name: str, item: int, turn: int = 0) -> float:
-        started = time.perf_counter()
-        texts[name] = target.generate(**inputs, **options, **sides[name])
-        return time.perf_counter() - started
-
-    turns = take_turns(sides, [0], run, args.repeats, lambda name, item: None)
-    seconds = {name: [spent for (spent,) in repeats] for name, repeats in turns.items()}
+    calls = {
+        "plain": lambda: target.generate(**inputs, **options),
+        "chain": lambda: target.generate(**inputs, **options, assistant_model=heads),
+    }
+    seconds, texts = timed_in_turns(calls, args.repeats)
     stats, costs = heads.last_stats, Costs()
     cell: Result = {
         "speed_up": statistics.median(p / c for p, c in zip(seconds["plain"], seconds["chain"], strict=True)),
@@ -184,7 +171,9 @@ def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, 
     }
     if batch == 1:
         with costs.watched():
-            spent = run("chain", 0)
+            started = time.perf_counter()
+            calls["chain"]()
+            spent = time.perf_counter() - started
         cell |= {"states_share": costs.states / spent, "replay_share": costs.replay(target, ids) / spent}
     return cell
 
@@ -205,22 +194,24 @@ def measure(args: argparse.Namespace) -> Result:
 
 def table(result: Result) -> str:
     """A row per shape, batch size and rate."""
-    header = ("target", "batch", "right positions", "tau", "speed-up", "states", "replay", "same text")
-    rows = [
-        (f"{shape}, {one['parameters'] / 1e6:.0f} M", batch, percent(float(rate)), number(c["acceptance_length"]),
-         number(c["speed_up"], suffix="x"), percent(c.get("states_share")), percent(c.get("replay_share")),
-         "yes" if c["identical"] else "no")
-        for shape, one in result["shapes"].items()
-        for batch, cells in one["batches"].items()
-        for rate, c in cells.items()
-    ]  # fmt: skip
-    paths = [
-        (shape, *(number(one["paths"][str(rows)], suffix="x") for rows in PATHS))
-        for shape, one in result["shapes"].items()
+    columns = {
+        "tau": ("acceptance_length", 2), "speed-up": ("speed_up", 2, "x"),
+        "states": lambda cell: percent(cell.get("states_share")),
+        "replay": lambda cell: percent(cell.get("replay_share")), "same text": same_text,
+    }  # fmt: skip
+    shapes = {f"{shape}, {one['parameters'] / 1e6:.0f} M": one for shape, one in result["shapes"].items()}
+    cells = {
+        shape: {batch: {percent(float(rate)): cell for rate, cell in cells.items()}
+                for batch, cells in one["batches"].items()}
+        for shape, one in shapes.items()
+    }  # fmt: skip
+    paths = {shape: one["paths"] for shape, one in result["shapes"].items()}
+    of_paths = {str(rows): (str(rows), 2, "x") for rows in PATHS}
+    tables = [
+        column_table(columns, cells, "target", "batch", "right positions"),
+        column_table(of_paths, paths, "a forward over so many paths, against one"),
     ]
-    of_paths = ("a forward over so many paths, against one", *map(str, PATHS))
-    facts = (
-        "greedy, fp32, random weights", f"chains of {result['depth']} by a stub, {result['new_tokens']} new tokens",
-        f"median of {result['repeats']} in turns", "states and replay as shares of a call's time",
+    return "\n".join(tables) + footnote(
+        result, "greedy, fp32, random weights", "chains of {depth} by a stub, {new_tokens} new tokens",
+        "median of {repeats} in turns", "states and replay as shares of a call's time",
     )  # fmt: skip
-    return "\n".join([markdown_table(header, rows), markdown_table(of_paths, paths) + footnote(result, *facts)])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..results import Result, footnote, identical, markdown_table, number, same_text
+from ..results import Result, column_table, footnote, identical, number, same_text
 from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
 from ..sides import PLAIN, plain_and, run_interleaved, summarise
 
@@ -34,17 +34,12 @@ def quantise(target: PreTrainedModel, name: str) -> PreTrainedModel:
     """
     if name == "none":
         return target
-    from torchao.quantization import (
-        Int4WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        PerGroup,
-        quantize_,
-    )
+    from torchao import quantization as ao
 
-    int4 = IntxWeightOnlyConfig(torch.int4, PerGroup(32)) if target.device.type == "cpu" else Int4WeightOnlyConfig()
-    config = Int8WeightOnlyConfig() if name == "int8" else int4
-    quantize_(target, config, lambda module, path: isinstance(module, nn.Linear) and path != "lm_head")
+    on_cpu = target.device.type == "cpu"
+    int4 = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)) if on_cpu else ao.Int4WeightOnlyConfig()
+    config = ao.Int8WeightOnlyConfig() if name == "int8" else int4
+    ao.quantize_(target, config, lambda module, path: isinstance(module, nn.Linear) and path != "lm_head")
     return target
 
 
@@ -87,11 +82,9 @@ def texts_agree(result: Result) -> bool:
 
 def table(result: Result) -> str:
     """Formats of the target's weights, plain and with heads."""
-    rows = [
-        [name, side, number(row.get("acceptance_length")), number(row["tokens_per_second"], 1),
-         number(row["speed_up"], suffix="x"), same_text(row),
-         ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-"]
-        for name, sides in result["formats"].items() for side, row in sides.items()
-    ]  # fmt: skip
-    header = ["weights", "", "tau", "tokens/s", "over plain", "same text", "gaps"]
-    return markdown_table(header, rows) + footnote(result, f"{result['num_prompts']} prompts, {result['dtype']}")
+    columns = {
+        "tau": ("acceptance_length", 2), "tokens/s": ("tokens_per_second", 1), "over plain": ("speed_up", 2, "x"),
+        "same text": same_text, "gaps": lambda row: ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-",
+    }  # fmt: skip
+    text = column_table(columns, result["formats"], "weights", "")
+    return text + footnote(result, "{num_prompts} prompts, {dtype}")

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,18 +25,10 @@ from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats
 
-from ..results import Result, draft_tree, footnote, markdown_table, number, percent
-from ..setup import (
-    SHAPES,
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_pair,
-    random_pair,
-    random_prompts,
-)
-from ..sides import Side, generate_once
+from .. import setup
+from ..results import Result, column_table, draft_tree, footnote, percent
+from ..setup import SHAPES, Inputs
+from ..sides import Side, generate_once, timed_calls
 
 STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
@@ -46,7 +36,7 @@ REPLAYS = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, and prompts."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
 
@@ -54,27 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def variant(args: argparse.Namespace) -> str:
     """Random weights are a result of their own."""
     return "shape" if args.shape else ""
-
-
-@contextlib.contextmanager
-def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
-    """Wall seconds of every call of a method while the context lasts; calls within calls of it count once."""
-    original: Callable = getattr(owner, name)
-    seconds: list[float] = []
-
-    @functools.wraps(original)  # generate looks at the signature of `forward`
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            seconds.append(time.perf_counter() - started)
-
-    setattr(owner, name, timed)
-    try:
-        yield seconds
-    finally:
-        delattr(owner, name)  # an instance attribute that hid the class's method
 
 
 def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:
@@ -117,11 +86,11 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
 def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
     """Target, heads and prompts, as the arguments say."""
     if not args.shape:
-        target, loaded, prompts = load_pair(args, every_round=True)
+        target, loaded, prompts = setup.load_pair(args, every_round=True)
         return target, next(iter(loaded.values())), prompts
     tree = DraftTreeConfig(kind="chain", depth=args.depth)
-    target, heads = random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
-    return target, heads["eagle"], random_prompts(args.limit or 2, "cpu")
+    target, heads = setup.random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
+    return target, heads["eagle"], setup.random_prompts(args.limit or 2, "cpu")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,9 +113,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
     stages["whole round"] = _split(ms["round"], inside)
     return {
-        "heads": "random EAGLE heads" if args.shape else display_name(args.heads[0]),
-        "target": args.shape or display_name(args.target),
-        "target_parameters": count_parameters(target),
+        "heads": "random EAGLE heads" if args.shape else setup.display_name(args.heads[0]),
+        "target": args.shape or setup.display_name(args.target),
+        "target_parameters": setup.count_parameters(target),
         "tree": heads.tree_config.to_dict(),
         "nodes": heads.tree_config.num_nodes,
         "rounds": int(rounds),
@@ -163,14 +132,11 @@ def _split(milliseconds: float, bare: float) -> dict[str, float]:
 
 def table(result: Result) -> str:
     """Milliseconds of a round by stage."""
-    rows = [
-        (stage, number(s["milliseconds"], 2), number(s["bare_forwards"], 2), number(s["outside"], 2),
-         percent(s["outside"] / result["round_milliseconds"]))
-        for stage, s in result["stages"].items()
-    ]  # fmt: skip
-    table = markdown_table(("stage of a round", "ms", "bare forwards, ms", "outside, ms", "outside / round"), rows)
-    return table + footnote(
-        result, f"{result['heads']}, {draft_tree(result['tree'])}, {result['rounds']} rounds",
-        f"bare target forward of {result['nodes']} nodes replayed on a fresh cache: "
-        f"{number(result['replayed_target_milliseconds'])} ms",
+    columns = {
+        "ms": ("milliseconds", 2), "bare forwards, ms": ("bare_forwards", 2), "outside, ms": ("outside", 2),
+        "outside / round": lambda stage: percent(stage["outside"] / result["round_milliseconds"]),
+    }  # fmt: skip
+    return column_table(columns, result["stages"], "stage of a round") + footnote(
+        result, f"{{heads}}, {draft_tree(result['tree'])}, {{rounds}} rounds",
+        "bare target forward of {nodes} nodes replayed on a fresh cache: {replayed_target_milliseconds:.2f} ms",
     )  # fmt: skip

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..results import Result, draft_tree, footnote, identical, markdown_table, number, percent, pos_acc, speed_up
+from ..results import Result, column_table, draft_tree, footnote, percent, pos_acc, same_text, same_texts, speed_up
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
 from ..sides import Side, compare, plain_and
 
 SHOWN = ("eagle", "poss3")  # heads in the README's table
+HOW = "{dtype}, batch 1, at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,30 +69,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def texts_agree(result: Result) -> bool:
     """Of our heads; what transformers' own methods do is theirs."""
-    return all(identical(sides[name]) for sides in result["prompt_sets"].values() for name in result["trees"])
+    return all(sides[name]["identical"] for sides in result["prompt_sets"].values() for name in result["trees"])
 
 
 def table(result: Result) -> str:
     """One table per prompt set."""
-    text = ""
-    for name, sides in result["prompt_sets"].items():
-        rows = [
-            (side, number(s["tokens_per_second"], 0), speed_up(s), number(s.get("acceptance_length")),
-             pos_acc(s.get("pos_acc")), number(s.get("draft_milliseconds")), number(s.get("tokens_per_forward")),
-             percent(s["forwards_saved"]),
-             "yes" if s["identical"] else f"no ({len(s['differing_prompts'])} differ)")
-            for side, s in sides.items()
-        ]  # fmt: skip
-        titles = (name, "tokens/s", "speed-up (range)", "tau", "pos-acc", "draft ms per round", "tokens per forward",
-                  "forwards saved", "same text")  # fmt: skip
-        measured = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
-        shown = [[row[place] for place in measured] for row in (titles, *rows)]
-        text += markdown_table(shown[0], shown[1:]) + "\n"
+    profiled = any("draft_milliseconds" in side for one in result["prompt_sets"].values() for side in one.values())
+    columns = {
+        "tokens/s": ("tokens_per_second", 0), "speed-up (range)": speed_up, "tau": ("acceptance_length", 2),
+        "pos-acc": lambda side: pos_acc(side.get("pos_acc")),
+        **({"draft ms per round": ("draft_milliseconds", 2)} if profiled else {}), "tokens per forward": ("tokens_per_forward", 2),
+        "forwards saved": lambda one: percent(one["forwards_saved"]), "same text": same_texts,
+    }  # fmt: skip
+    text = "\n".join(column_table(columns, sides, name) for name, sides in result["prompt_sets"].items())
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
-    return text.rstrip("\n") + "\n" + footnote(
-        result, f"Greedy, {result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, "
-        f"median of {result['repeats']} interleaved repeats", f"draft trees: {trees}",
-    )  # fmt: skip
+    return text + footnote(result, f"Greedy, {HOW}", f"draft trees: {trees}")
 
 
 def short_table(result: Result) -> str:
@@ -99,16 +91,14 @@ def short_table(result: Result) -> str:
     sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
     plain, *others = next(iter(sets.values()))
     names = [plain, *shown, *(name for name in others if name.startswith("prompt lookup"))]
-    columns = [f"{name}: {what}" for name in sets for what in ("tokens/s", "speed-up", "tau")]
-    rows = []
-    for name in names:
-        sides = [sides[name] for sides in sets.values()]
-        cells = [(number(side["tokens_per_second"], 0), number(side["speed_up"], 2, "x"),
-                  number(side.get("acceptance_length"))) for side in sides]  # fmt: skip
-        same = "yes" if identical(dict(enumerate(sides))) else "no"
-        rows.append((name, *(cell for side in cells for cell in side), same))
+    found: Result = {name: {"identical": all(sides[name]["identical"] for sides in sets.values())} for name in names}
+    columns: dict[str, Any] = {}
+    for one, sides in sets.items():
+        for name in names:
+            found[name] |= {f"{one}: {key}": value for key, value in sides[name].items()}
+        columns[f"{one}: tokens/s"] = (f"{one}: tokens_per_second", 0)
+        columns[f"{one}: speed-up"] = (f"{one}: speed_up", 2, "x")
+        columns[f"{one}: tau"] = (f"{one}: acceptance_length", 2)
+    columns["same text"] = same_text
     trees = sorted({draft_tree(result["trees"][name]) for name in shown})
-    return markdown_table(("greedy", *columns, "same text"), rows) + footnote(
-        result, f"{result['dtype']}, batch 1, at most {result['max_new_tokens']} new tokens, median of "
-        f"{result['repeats']} interleaved repeats", f"draft trees: {', '.join(trees)}",
-    )  # fmt: skip
+    return column_table(columns, found, "greedy") + footnote(result, HOW, f"draft trees: {', '.join(trees)}")

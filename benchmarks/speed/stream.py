@@ -12,30 +12,20 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead, generate_stream
-from hf_specheads.tuning.turns import generate_text, take_turns
+from hf_specheads.tuning.turns import generate_text
 
-from ..results import Result, footnote, markdown_table, number, same_text, speed_up
+from ..results import Result, column_table, footnote, same_text, speed_up
 from ..setup import Inputs, add_generation_arguments, load_pair, padded, settings
-from ..sides import PLAIN, TO_THE_END
+from ..sides import PLAIN, TO_THE_END, speed_up_of, timed_in_turns
 
 Texts = list[list[int]]
 Serve = Callable[[], Texts]
-
-
-@dataclass(frozen=True)
-class Served:
-    """All requests, once: their texts, and the wall seconds that took."""
-
-    texts: Texts
-    seconds: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,41 +68,33 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         serve[f"{name}, static batches"] = lambda one=one: in_static_batches(*call, assistant_model=one)  # type: ignore[misc]
         serve[f"{name}, stream"] = lambda one=one: in_a_stream(*call, one)  # type: ignore[misc]
 
-    def run(name: str, _: Any, turn: int) -> Served:
-        started = time.perf_counter()
-        texts = serve[name]()
-        return Served(texts, time.perf_counter() - started)
-
-    runs = {
-        name: [repeat for [repeat] in found] for name, found in take_turns(serve, [None], run, args.repeats).items()
-    }
+    seconds, texts = timed_in_turns(serve, args.repeats, warm_ups=1)
     return {
         **settings(args, prompts),
         "max_batch": args.max_batch,
         "limits": [min(limits), max(limits)],
-        "sides": {name: summarise(mine, runs[PLAIN]) for name, mine in runs.items()},
+        "sides": {name: summarise(name, seconds, texts) for name in serve},
     }
 
 
-def summarise(runs: list[Served], plain: list[Served]) -> dict[str, Any]:
+def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts]) -> dict[str, Any]:
     """Tokens per second that were asked for, next to plain static batches in the same turn."""
-    tokens = sum(map(len, runs[0].texts))
-    ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(runs, plain, strict=True)]
+    tokens = sum(map(len, texts[name]))
     return {
-        "tokens_per_second": statistics.median(tokens / one.seconds for one in runs),
-        "speed_up": statistics.median(ratios),
-        "speed_up_range": [min(ratios), max(ratios)],
+        "tokens_per_second": statistics.median(tokens / spent for spent in seconds[name]),
+        **speed_up_of([theirs / mine for mine, theirs in zip(seconds[name], seconds[PLAIN], strict=True)]),
         "new_tokens": tokens,
-        "identical": runs[0].texts == plain[0].texts,
+        "identical": texts[name] == texts[PLAIN],
     }
 
 
 def table(result: Result) -> str:
     """A row per side."""
-    rows = [[f"{name}, static batches" if name == PLAIN else name, number(side["tokens_per_second"], 0),
-             speed_up(side), same_text(side)] for name, side in result["sides"].items()]  # fmt: skip
-    low, high = result["limits"]
-    return markdown_table(["", "tokens/s", "over plain static batches", "same text"], rows) + footnote(
-        result, f"Greedy, {result['dtype']}, {result['num_prompts']} requests for {low} to {high} new tokens, at most "
-        f"{result['max_batch']} at a time, median of {result['repeats']} repeats in turns",
+    columns = {
+        "tokens/s": ("tokens_per_second", 0), "over plain static batches": speed_up, "same text": same_text,
+    }  # fmt: skip
+    sides = {f"{name}, static batches" if name == PLAIN else name: side for name, side in result["sides"].items()}
+    return column_table(columns, sides, "") + footnote(
+        result, "Greedy, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
+        "{max_batch} at a time, median of {repeats} repeats in turns",
     )  # fmt: skip

@@ -12,37 +12,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, draft_tree, footnote, markdown_table, millions, number, percent, same_text
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    count_parameters,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    prompt_entries,
-    settings,
-)
-from ..sides import compare, plain_and
+from .. import setup
+from ..results import Result, column_table, draft_tree, footnote, markdown_table, millions, number, percent, same_text
+from ..setup import Inputs
+from ..sides import compare, plain_and, timed_in_turns
 
 DRAFTS = 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, sizes, and where tokens are counted."""
-    add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
+    setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--corpus", type=Path, nargs="+", help="text files to count tokens in")
@@ -52,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def library_files() -> list[Path]:
     """Modules of the standard library but those that prompts come from."""
-    used = {entry["name"].split(":")[0] for name in ("held_out", "tuning") for entry in prompt_entries(name)}
+    used = {entry["name"].split(":")[0] for name in ("held_out", "tuning") for entry in setup.prompt_entries(name)}
     return sorted(file for file in Path(statistics.__file__).parent.glob("*.py") if file.name not in used)
 
 
@@ -83,7 +73,7 @@ def measure_heads(
 ) -> dict[str, Any]:
     """One head in every size, and whole."""
     sizes = [*args.sizes, len(counts)]
-    heads = {str(size): load_bound_heads(target, folder) for size in sizes}
+    heads = {str(size): setup.load_bound_heads(target, folder) for size in sizes}
     for size in args.sizes:
         heads[str(size)].prune_draft_vocabulary(most_frequent(counts, size))
     found = compare(target, plain_and(heads), prompts, args.max_new_tokens, args.repeats)
@@ -100,12 +90,10 @@ def measure_heads(
 
 def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
+    target = setup.random_llama(
+        dtype, vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
-    target = LlamaForCausalLM(config).to(dtype).eval()
     tree = {"kind": "chain", "depth": 4}
     sizes = [size for size in args.random_sizes if size < args.random_vocabulary]
     heads = [AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval() for _ in (*sizes, None)]
@@ -113,51 +101,47 @@ def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, An
     for size, one in zip(sizes, heads, strict=False):
         one.prune_draft_vocabulary(torch.randperm(args.random_vocabulary, generator=generator)[:size])
     drafted = draft_milliseconds(target, heads)
-    ids, forwards = torch.zeros(1, 5, dtype=torch.long), []
+    ids = torch.zeros(1, 5, dtype=torch.long)
     with torch.no_grad():
-        for _ in range(DRAFTS):
-            started = time.perf_counter()
-            target(ids)
-            forwards.append(1000 * (time.perf_counter() - started))
+        seconds, _ = timed_in_turns({"target": lambda: target(ids)}, DRAFTS)
     return {
-        "parameters": count_parameters(target),
+        "parameters": setup.count_parameters(target),
         "vocabulary": args.random_vocabulary,
         "tree": heads[0].tree_config.to_dict(),
-        "target_milliseconds": statistics.median(forwards),
+        "target_milliseconds": 1000 * statistics.median(seconds["target"]),
         "draft_milliseconds": dict(zip(map(str, (*sizes, args.random_vocabulary)), drafted, strict=True)),
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads, and the random target."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    target, tokenizer = setup.load_target(args)
+    prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     files = args.corpus or library_files()
     texts = (tokenizer(file.read_text(encoding="utf-8", errors="replace"))["input_ids"] for file in files)
     counts = count_tokens(texts, target.config.vocab_size)
     return {
-        **settings(args, prompts),
+        **setup.settings(args, prompts),
         "counted_tokens": int(counts.sum()),
-        "heads": {display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
+        "heads": {setup.display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
         "random": measure_random(args, target.dtype) if args.random_vocabulary else None,
     }
 
 
 def table(result: Result) -> str:
     """Heads by size of their draft vocabulary; the random target, where only times mean something."""
-    rows = [
-        [head, size, percent(row["coverage"]), number(row["acceptance_length"]), number(row["draft_milliseconds"]),
-         number(row["tokens_per_second"], 1), number(row["speed_up"], suffix="x"), same_text(row)]
-        for head, sizes in result["heads"].items() for size, row in sizes.items()
-    ]  # fmt: skip
-    header = ["heads", "draft vocabulary", "of the counted", "tau", "draft ms", "tokens/s", "speed-up", "same text"]
-    text = markdown_table(header, rows)
+    columns = {
+        "of the counted": lambda row: percent(row["coverage"]), "tau": ("acceptance_length", 2),
+        "draft ms": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),
+        "speed-up": ("speed_up", 2, "x"), "same text": same_text,
+    }  # fmt: skip
+    text = column_table(columns, result["heads"], "heads", "draft vocabulary")
     if random := result["random"]:
-        times = random["draft_milliseconds"].items()
-        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], [[size, number(ms)] for size, ms in times])
+        times = [[size, number(spent)] for size, spent in random["draft_milliseconds"].items()]
+        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], times)
         text += (
             f"\nA random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
             f"{draft_tree(random['tree'])}; its own forward over 5 tokens takes "
             f"{number(random['target_milliseconds'])} ms. Acceptance means nothing there.\n"
         )
-    return text + footnote(result, f"{result['counted_tokens']} tokens counted, {result['dtype']}")
+    return text + footnote(result, "{counted_tokens} tokens counted, {dtype}")

@@ -26,13 +26,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CompileConfig,
-    DynamicCache,
-    PreTrainedModel,
-)
+import transformers
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
 
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
 from hf_specheads.generation.compiled import CompiledRounds
@@ -112,9 +107,8 @@ def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     except Exception as error:
         return {"outcome": WITHOUT, "sentence": _first_line(error)}
     found = _tried(kind, target, inputs, expected, KINDS[kind])
-    if kind == "batch" and INSTEAD in found.get(
-        "sentence", ""
-    ):  # what heads draft there of which nobody has chosen a tree
+    # Chains are what heads draft there of which nobody has chosen a tree.
+    if kind == "batch" and INSTEAD in found.get("sentence", ""):
         found = _tried(kind, target, inputs, expected, CHAIN)
         return found | {"drafts": "chains"} if found["outcome"] == IDENTICAL else found
     return found
@@ -150,7 +144,7 @@ def target_of(model_type: str) -> PreTrainedModel:
     """A tiny target whose text is varied, of a causal language model or of `image-text/MODEL_TYPE`."""
     name, auto = model_type.removeprefix(IMAGE_TEXT), AutoModelForCausalLM
     if name != model_type:
-        auto = AutoModelForImageTextToText
+        auto = transformers.AutoModelForImageTextToText
         if name in OVERRIDES:
             return image_target(name)
     return varied_target(name, lambda target: generate(target, inputs_of(LENGTHS[:1]))[0, LENGTHS[0] :], auto)
@@ -205,9 +199,8 @@ def _said(row: Result) -> str:
     if "not_built" in row:
         return row["not_built"]
     tried = {kind: row[kind] for kind in KINDS if kind in row}
-    return "; ".join(
-        " ".join([kind, *found.values()]) for kind, found in tried.items() if found["outcome"] != NO_IMAGE
-    )
+    told = {kind: found for kind, found in tried.items() if found["outcome"] != NO_IMAGE}
+    return "; ".join(" ".join([kind, *found.values()]) for kind, found in told.items())
 
 
 def counts(rows: Result) -> Result:

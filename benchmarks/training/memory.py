@@ -9,17 +9,13 @@ process of its own grows during one step of POSS heads (fp32).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
+import itertools
 from typing import Any
-
-import torch
 
 from hf_specheads.trainer.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
 
-from ..results import Result, footnote, markdown_table, number, percent
-from .step import CHUNK, FAMILIES, peak_bytes
+from ..results import Result, column_table, footnote, markdown_table, number, percent
+from .step import CHUNK, FAMILIES, apart
 
 SOURCES = ("hf_specheads/unroll", "trainer")
 PROCESSES = 8
@@ -56,15 +52,11 @@ def small_bytes(rows: int, passes: int) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both tables."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
-    context = multiprocessing.get_context("forkserver")
     checks = []
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        for rows in args.lengths:
-            for passes in args.passes:
-                cell = {**SMALL, "rows": rows, "passes": passes}
-                peak = pool.submit(peak_bytes, cell, "ours", torch.get_num_threads()).result()
-                checks.append({"rows": rows, "passes": passes, "measured": peak, "derived": small_bytes(rows, passes)})
+    with apart() as run_apart:
+        for rows, passes in itertools.product(args.lengths, args.passes):
+            peak = run_apart({**SMALL, "rows": rows, "passes": passes}, "ours")
+            checks.append({"rows": rows, "passes": passes, "measured": peak, "derived": small_bytes(rows, passes)})
     tables = {
         name: {method: derived(target, training) for method, training in TRAININGS.items()}
         for name, target in TARGETS.items()
@@ -82,17 +74,17 @@ def table(result: Result) -> str:
                 columns = (parts["target"], parts["heads"] + parts["optimizer"], step, sum(parts.values()))
                 rows.append((target, method, placed, *(number(value / 1e9, 1) for value in columns)))
     header = ("target", "heads", "target is", "its weights", "heads and AdamW", "a step", "together, GB")
-    checks = [
-        (str(check["rows"]), str(check["passes"]), number(check["derived"] / 1e6, 0),
-         number(check["measured"] / 1e6, 0), percent(check["derived"] / check["measured"]))
-        for check in result["checks"]
-    ]  # fmt: skip
-    small = markdown_table(("rows T", "passes D", "derived, MB", "measured, MB", "derived / measured"), checks)
-    derived_table = markdown_table(header, rows)
-    return f"{derived_table}\n{small}" + footnote(
-        result, f"Above: derived, for each of {result['processes']} devices, one sequence of {result['length']} "
-        "tokens on each, target in bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds "
-        "on a processor, hidden size 256, vocabulary 8192",
+    columns = {
+        "rows T": ("rows", 0), "passes D": ("passes", 0),
+        "derived, MB": lambda check: number(check["derived"] / 1e6, 0),
+        "measured, MB": lambda check: number(check["measured"] / 1e6, 0),
+        "derived / measured": lambda check: percent(check["derived"] / check["measured"]),
+    }  # fmt: skip
+    small = column_table(columns, result["checks"])
+    return f"{markdown_table(header, rows)}\n{small}" + footnote(
+        result, "Above: derived, for each of {processes} devices, one sequence of {length} tokens on each, target in "
+        "bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds on a processor, hidden size "
+        "256, vocabulary 8192",
     )  # fmt: skip
 
 

@@ -102,13 +102,9 @@ def _dense_forward(
 ) -> torch.Tensor:
     mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
     return heads(
-        fused,
-        positions,
-        mask,
-        specialist=heads.specialist_of(position),
-        num_queries=visible.shape[0],
+        fused, positions, mask, specialist=heads.specialist_of(position), num_queries=visible.shape[0],
         attention_function=eager_attention_forward,
-    )
+    )  # fmt: skip
 
 
 def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -12,6 +12,7 @@ products that any step needs, timed alone: the limit of what can be gained.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -20,21 +21,21 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import Unroll
 from hf_specheads.tuning.turns import take_turns
 
-from ..results import Result, footnote, markdown_table, number, percent
-from ..setup import count_parameters
+from ..results import Result, column_table, footnote, number, percent
+from ..setup import count_parameters, random_llama
 from .naive_step import dense_step
 
 SOURCES = ("hf_specheads", "trainer")
@@ -73,11 +74,9 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 # ---------------------------------------------------------------------- one step of each side
 def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
     """A random target, of which a step only needs embedding and `lm_head`, and heads for it."""
-    torch.manual_seed(0)
     width = cell["hidden_size"]
-    config = LlamaConfig(vocab_size=cell["vocab_size"], hidden_size=width, intermediate_size=8 * width // 3,
-                         num_hidden_layers=8, num_attention_heads=max(width // 64, 1))  # fmt: skip
-    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": max(width // 64, 1), "intermediate_size": 8 * width // 3}
+    target = random_llama(vocab_size=cell["vocab_size"], hidden_size=width, **sizes).requires_grad_(False)
     return target, AutoDraftHead.from_target(target, cell["family"], **FAMILIES[cell["family"]]).bind(target).train()
 
 
@@ -108,14 +107,9 @@ def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
     """As [`trainer.DraftHeadTrainer`] does it, with `together` passes per backward."""
     rows = batch["next_token_ids"].shape[1]
     unroll = Unroll(
-        heads,
-        **batch,
-        loss_mask=torch.ones(1, rows),
-        attention_mask=None,
-        losses=tuple(WEIGHTS),
-        num_items=float(rows),
-        separate_backward=together < batch["num_passes"],
-    )
+        heads, **batch, loss_mask=torch.ones(1, rows), attention_mask=None, losses=tuple(WEIGHTS),
+        num_items=float(rows), separate_backward=together < batch["num_passes"],
+    )  # fmt: skip
     for _ in range(0, batch["num_passes"], together):
         unroll.run_passes(together, lambda losses, _: losses.weighted(**WEIGHTS), chunk_rows=CHUNK)
     unroll.finish_backward()
@@ -194,7 +188,7 @@ def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None])
         warm_up()
     heads.zero_grad()
     steps = make_steps(cell, target, heads)
-    peaks = {side: run_apart(cell, side, torch.get_num_threads()) for side in steps}
+    peaks = {side: run_apart(cell, side) for side in steps}
     fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -226,37 +220,43 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All cells."""
+@contextlib.contextmanager
+def apart() -> Iterator[Callable[..., int | None]]:
+    """[`peak_bytes`] in processes of their own, one after the other."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    cells = []
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda *task: pool.submit(peak_bytes, *task, torch.get_num_threads()).result()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All cells."""
+    cells = []
+    with apart() as run_apart:
         for cell in chosen_cells(args):
-            cells.append(measure_cell(cell, args.repeats, lambda *task: pool.submit(peak_bytes, *task).result()))
+            cells.append(measure_cell(cell, args.repeats, run_apart))
             print(cells[-1], file=sys.stderr, flush=True)
     return {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
 
 
 def table(result: Result) -> str:
     """One row per family, length and depth: seconds and peak memory of a step, ours and the dense one's."""
-    rows = []
-    for cell in result["cells"]:
-        dense, ours = cell["sides"]["dense"], cell["sides"]["ours"]
-        apart = cell["sides"].get("per_pass", {})
-        rows.append((
-            cell["family"], str(cell["rows"]), str(cell["passes"]), _seconds(dense), _seconds(ours),
-            _range(ours.get("speed_up")), number(_megabytes(dense), 0), number(_megabytes(ours), 0),
-            percent(ours.get("memory_share")), _range(apart.get("speed_up")), percent(apart.get("memory_share")),
-            percent(cell["products_seconds"] / ours["seconds"]["median"]),
-        ))  # fmt: skip
-    header = ("heads", "rows T", "passes D", "dense, s", "ours, s", "dense / ours (range)", "dense, MB", "ours, MB",
-              "ours / dense", "per pass: dense / ours", "per pass: memory", "products / ours")  # fmt: skip
-    first = result["cells"][0]
-    return markdown_table(header, rows) + footnote(
-        result, f"Forward and backward, batch {result['batch']}, hidden size {first['hidden_size']}, vocabulary "
-        f"{first['vocab_size']}, median of {result['repeats']} alternating repeats",
+    columns = {
+        "heads": lambda cell: cell["family"], "rows T": ("rows", 0), "passes D": ("passes", 0),
+        "dense, s": lambda cell: _seconds(cell["sides"]["dense"]),
+        "ours, s": lambda cell: _seconds(cell["sides"]["ours"]),
+        "dense / ours (range)": lambda cell: _range(cell["sides"]["ours"]),
+        "dense, MB": lambda cell: _megabytes(cell["sides"]["dense"]),
+        "ours, MB": lambda cell: _megabytes(cell["sides"]["ours"]),
+        "ours / dense": lambda cell: percent(cell["sides"]["ours"].get("memory_share")),
+        "per pass: dense / ours": lambda cell: _range(cell["sides"].get("per_pass", {})),
+        "per pass: memory": lambda cell: percent(cell["sides"].get("per_pass", {}).get("memory_share")),
+        "products / ours": lambda cell: percent(cell["products_seconds"] / cell["sides"]["ours"]["seconds"]["median"]),
+    }  # fmt: skip
+    return column_table(columns, result["cells"]) + footnote(
+        result, "Forward and backward, batch {batch}, hidden size {cells[0][hidden_size]}, vocabulary "
+        "{cells[0][vocab_size]}, median of {repeats} alternating repeats",
         "a dash: the dense step needs more memory than the machine has",
     )  # fmt: skip
 
@@ -265,9 +265,9 @@ def _seconds(side: Result) -> str:
     return number(side["seconds"] and side["seconds"]["median"])
 
 
-def _range(ratio: Result | None) -> str:
-    return f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-"
+def _range(side: Result) -> str:
+    return "{median:.2f}x ({low:.2f}-{high:.2f})".format(**side["speed_up"]) if "speed_up" in side else "-"
 
 
-def _megabytes(side: Result) -> float | None:
-    return None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6
+def _megabytes(side: Result) -> str:
+    return number(None if side["peak_bytes"] is None else side["peak_bytes"] / 1e6, 0)

@@ -48,7 +48,7 @@ FIRST = next(iter(SWITCHES))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, data, start, and how long."""
-    add_generation_arguments(parser, [], prompts=["chats"], repeats=None)
+    add_generation_arguments(parser, None, prompts=["chats"], repeats=None)
     parser.add_argument("--data", required=True, help="as `train_data` of a recipe: file, folder or Hub id")
     parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all start from")
     parser.add_argument("--specialists", type=int, nargs=2, default=[2, 3], help="how many, and positions of each")
@@ -114,7 +114,7 @@ def measure_one(
     depth = args.specialists[0] * args.specialists[1]
     fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
     side = Side(name, {"assistant_model": heads.bind(target).with_tree(**fields)})
-    runs = generate_all(target, side, prompts, args, "greedy")
+    runs = generate_all(target, side, prompts, args)
     found = numbers_of(counts_of(runs, len(prompts)), {})
     tokens, rounds = counts_from(found["counts"])
     tau = sum(tokens) / max(sum(rounds), 1)
@@ -148,12 +148,11 @@ def table(result: Result) -> str:
         loss = sum(one["loss"] for one in seeds) / len(seeds)
         rows.append((name, number(sum(taus) / len(taus), 3), ", ".join(number(tau, 3) for tau in taus), *told,
                      number(loss, 4)))  # fmt: skip
-    count, positions = result["specialists"]
     header = ("POSS trained with", "tau", "of each seed", "difference from the recipe", "", "loss")
     return markdown_table(header, rows) + footnote(
-        result, f"{count} specialists of {positions} draft positions from {result['warm_start']}, {result['steps']} "
-        f"steps of {result['examples']} x {result['max_length']} tokens of {result['data']}; greedy, {result['tree']}",
-        f"95 % intervals over {result['num_prompts']} prompts of every seed, paired",
+        result, "{specialists[0]} specialists of {specialists[1]} draft positions from {warm_start}, {steps} steps of "
+        "{examples} x {max_length} tokens of {data}; greedy, {tree}",
+        "95 % intervals over {num_prompts} prompts of every seed, paired",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..results import Result, draft_tree, footnote, markdown_table, number
+from ..results import Result, column_table, draft_tree, footnote
 from ..setup import add_generation_arguments, load_pair, settings
 from .grid import add_grid_arguments, fastest, grid
 
@@ -31,21 +31,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     name, heads = next(iter(loaded.items()))
     trees = grid(args, heads.max_draft_positions)
     ranking = fastest(target, heads, trees, prompts, args.max_new_tokens, STAGES)
-    return {
-        "heads": name,
-        **settings(args, prompts),
-        "candidates": len(trees),
-        "ranking": ranking,
-    }
+    return {"heads": name, **settings(args, prompts), "candidates": len(trees), "ranking": ranking}
 
 
 def table(result: Result) -> str:
     """The fastest trees."""
-    rows = [
-        (draft_tree(row["tree"]), number(row["tokens_per_second"], 0), number(row["speed_up"], 2, "x"),
-         number(row["acceptance_length"]))
-        for row in result["ranking"]
-    ]  # fmt: skip
-    return markdown_table(("draft tree", "tokens/s", "speed-up", "tau"), rows) + footnote(
-        result, f"{result['heads']}, the best of {result['candidates']} trees, prompts: {', '.join(result['prompts'])}"
-    )
+    columns = {
+        "draft tree": lambda row: draft_tree(row["tree"]), "tokens/s": ("tokens_per_second", 0),
+        "speed-up": ("speed_up", 2, "x"), "tau": ("acceptance_length", 2),
+    }  # fmt: skip
+    prompts = ", ".join(result["prompts"])
+    note = f"{{heads}}, the best of {{candidates}} trees, prompts: {prompts}"
+    return column_table(columns, result["ranking"]) + footnote(result, note)

@@ -2,7 +2,7 @@
 
     python -m benchmarks default --heads model_cards/poss3 model_cards/eagle model_cards/medusa
     python -m benchmarks default --batch_sizes 1 4 8 --temperatures 0 1 --contexts 128 1024
-    python -m benchmarks.trees.default  # draws docs/images/default_against_grid.png from default.json
+    python -m benchmarks.figure  # draws docs/images/default_against_grid.png from default.json
 
 In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
 fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,
@@ -14,69 +14,54 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftTreeConfig
 
-from ..results import Result, draft_tree, footnote, identical, markdown_table, number, same_text, speed_up
-from ..setup import (
-    Inputs,
-    add_generation_arguments,
-    display_name,
-    load_bound_heads,
-    load_prompts,
-    load_target,
-    padded,
-    settings,
-)
+from .. import setup
+from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
+from ..setup import Inputs
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
+from ..speed.context import cut
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
 STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
-ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs" / "images" / "default_against_grid.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, settings, and trees of the grid."""
-    add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
+    """The pair, prompts, setup.settings, and trees of the grid."""
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", help="tokens of the prompts' ends that are kept; default all"
-    )
+    kept = "tokens of the prompts' ends that are kept; default all"
+    parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     add_grid_arguments(parser, [1, 2, 3, 4, 6], [2, 3, 6], [6, 12, 24], chains=[1, 2, 3, 4, 6, 8])
 
 
 def batches_of(prompts: list[Inputs], size: int, context: int | None) -> list[Inputs]:
     """Full batches of prompts, cut to the last tokens of their own."""
-    ends = prompts
-    if context is not None:
-        ends = [{name: tensor[:, -context:] for name, tensor in one.items()} for one in prompts
-                if one["input_ids"].shape[1] >= context]  # fmt: skip
-    return [padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
+    ends = prompts if context is None else cut(prompts, context)
+    return [setup.padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
 
 
 def measure_setting(
     target: PreTrainedModel, folder: str, batches: list[Inputs], temperature: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The grid, then its best, the default and plain generation."""
-    sampling = {"temperature": temperature, "top_k": 0} if temperature else None
-    drafting = load_bound_heads(target, folder, every_round=True)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    drafting = setup.load_bound_heads(target, folder, every_round=True)
     trees = grid(args, drafting.max_draft_positions)
-    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, sampling)[0]["tree"]
-    left_alone = load_bound_heads(target, folder)
+    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)[0]["tree"]
+    left_alone = setup.load_bound_heads(target, folder)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**DraftTreeConfig(**best).to_dict())}
-    sides = plain_and(heads, **TO_THE_END)
-    found = compare(target, sides, batches, args.max_new_tokens, args.repeats, sampling)
+    sides = plain_and(heads, **TO_THE_END, **sampling)
+    found = compare(target, sides, batches, args.max_new_tokens, args.repeats)
     return {
         "sides": found,
         "tree": best,
@@ -89,19 +74,19 @@ def measure_setting(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All settings."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
+    """All setup.settings."""
+    target, tokenizer = setup.load_target(args)
+    prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     measured = []
     for folder, size, temperature, context in itertools.product(
         args.heads, args.batch_sizes, args.temperatures, args.contexts or [None]
     ):
         if not (batches := batches_of(prompts, size, context)):
             raise ValueError(f"the prompts make no batch of {size} with {context} tokens each; take others or fewer.")
-        setting = {"heads": display_name(folder), "batch": size, "temperature": temperature, "context": context}
+        setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
         measured.append({**setting, **measure_setting(target, folder, batches, temperature, args)})
     return {
-        **settings(args, prompts),
+        **setup.settings(args, prompts),
         "measured": measured,
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
@@ -121,50 +106,17 @@ def setting_of(one: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Rows are settings."""
-    rows = [
-        (setting_of(one), speed_up(one["sides"][DEFAULT]), speed_up(one["sides"][BEST]), draft_tree(one["tree"]),
-         "-" if one["learnt"] is None else draft_tree(one["learnt"]), number(one["default_over_grid"], 3),
-         same_text(one["sides"][DEFAULT]) if one["temperature"] == 0 else "sampled")
-        for one in result["measured"]
-    ]  # fmt: skip
-    header = ("setting", "default", "best of the grid", "", "learnt", "default / best", "same text")
-    return markdown_table(header, rows) + footnote(
+    """Rows are setup.settings."""
+    columns = {
+        "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
+        "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
+        "learnt": lambda one: "-" if one["learnt"] is None else draft_tree(one["learnt"]),
+        "default / best": ("default_over_grid", 3),
+        "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
+    }  # fmt: skip
+    return column_table(columns, result["measured"]) + footnote(
         result, "speed-ups over plain generation, with their ranges over repeats; the best may be plain generation",
         f"grids of {min(one['grid_size'] for one in result['measured'])} trees or more",
-        f"least default / best {number(result['least_over_grid'], 3)}, default / plain "
-        f"{number(result['least_over_plain'], 3)}; {result['num_prompts']} prompts, {result['dtype']}",
+        "least default / best {least_over_grid:.3f}, default / plain {least_over_plain:.3f}; {num_prompts} prompts, "
+        "{dtype}",
     )  # fmt: skip
-
-
-def draw(path: Path, result: Result) -> None:
-    """Speed-ups of the default and of the grid's best, a line per setting; the same result gives the same bytes."""
-    from matplotlib.figure import Figure  # not pyplot: no global state, no window
-
-    measured = result["measured"][::-1]
-    figure = Figure(figsize=(7, 1.2 + 0.32 * len(measured)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(1, color="grey", linewidth=0.8)
-    for height, one in enumerate(measured):
-        ends = [one["sides"][name]["speed_up"] for name in (DEFAULT, BEST)]
-        axes.plot(ends, [height, height], color="lightgrey", linewidth=2, zorder=1)
-        for name, marker, colour in ((BEST, "|", "black"), (DEFAULT, "o", "tab:blue")):
-            axes.scatter(one["sides"][name]["speed_up"], height, marker=marker, color=colour, s=60, zorder=2,
-                         label=name if height == 0 else None)  # fmt: skip
-    axes.set_yticks(range(len(measured)), [setting_of(one) for one in measured])
-    axes.set_xlabel("tokens per second, in those of plain generation")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = f"default: {result['provenance']['commit']}, {result['provenance']['command']}"
-    figure.savefig(path, dpi=100, metadata={"Software": None, "Description": made})
-
-
-def main() -> None:
-    """Draws what the last measurement found."""
-    draw(PICTURE, json.loads((ROOT / "benchmarks" / "results" / "default.json").read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    main()

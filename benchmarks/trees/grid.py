@@ -45,29 +45,19 @@ def grid(args: argparse.Namespace, deepest: int | None) -> list[DraftTreeConfig]
 
 
 def compare_trees(
-    target: PreTrainedModel,
-    heads: DraftHead,
-    trees: dict[str, DraftTreeConfig],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    repeats: int,
-    sampling: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    target: PreTrainedModel, heads: DraftHead, trees: dict[str, DraftTreeConfig], prompts: list[Inputs],
+    max_new_tokens: int, repeats: int, **sampling: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Named trees and plain generation, taking turns; every tree with what it measured."""
-    sides = plain_and({name: heads.with_tree(**tree.to_dict()) for name, tree in trees.items()})
-    found = compare(target, sides, prompts, max_new_tokens, repeats, sampling)
+    sides = plain_and({name: heads.with_tree(**tree.to_dict()) for name, tree in trees.items()}, **sampling)
+    found = compare(target, sides, prompts, max_new_tokens, repeats)
     return {name: {"tree": tree.to_dict(), **found[name]} for name, tree in trees.items()}
 
 
 def fastest(
-    target: PreTrainedModel,
-    heads: DraftHead,
-    trees: list[DraftTreeConfig],
-    prompts: list[Inputs],
-    max_new_tokens: int,
-    stages: Sequence[tuple[int, int | None, int]],
-    sampling: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:
+    target: PreTrainedModel, heads: DraftHead, trees: list[DraftTreeConfig], prompts: list[Inputs],
+    max_new_tokens: int, stages: Sequence[tuple[int, int | None, int]], **sampling: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The ranking of the last stage.
 
     Args:
@@ -77,14 +67,14 @@ def fastest(
         prompts: Prompts.
         max_new_tokens: Tokens per prompt.
         stages: Trees to keep, prompts, and repeats of every stage.
-        sampling: Options of a sampled run; greedy without.
+        **sampling: Options of a sampled run; greedy without.
     """
     ranking: list[dict[str, Any]] = []
     for keep, num_prompts, repeats in stages:
         ranking = []
         for start in range(0, len(trees), TOGETHER):
             group = {str(place): tree for place, tree in enumerate(trees[start : start + TOGETHER])}
-            found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats, sampling)
+            found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats, **sampling)
             ranking += found.values()
         ranking = sorted(ranking, key=lambda row: -row["speed_up"])[:keep]
         trees = [DraftTreeConfig(**row["tree"]) for row in ranking]

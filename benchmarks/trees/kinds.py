@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig, OptimalTree, search_tree
 
-from ..results import Result, draft_tree, footnote, markdown_table, number, same_text, speed_up
-from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
+from ..results import Result, column_table, draft_tree, footnote, number, same_text, speed_up
+from ..setup import Inputs, add_generation_arguments, load_pair, load_prompts, settings
 from .grid import compare_trees
 from .tune import published_static
 
@@ -24,9 +24,8 @@ from .tune import published_static
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, and prompts to compare and to search on."""
     add_generation_arguments(parser, heads=["eagle"], prompts=["chats"])
-    parser.add_argument(
-        "--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to search the optimal tree on"
-    )
+    searched = "prompt sets to search the optimal tree on"
+    parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help=searched)
     parser.add_argument("--tuning_limit", type=int, default=6)
 
 
@@ -58,10 +57,8 @@ def measure_heads(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer, args.limit)
-    tuning = load_prompts(args.tuning, tokenizer, args.tuning_limit)
-    heads = load_all_heads(target, args.heads, every_round=True)
+    target, heads, prompts = load_pair(args, every_round=True)
+    tuning = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
     return {
         **settings(args, prompts),
         "heads": {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()},
@@ -70,20 +67,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """One row per head and kind of tree; for the optimal tree also what the search expected."""
-    rows = []
-    for name, kinds in result["heads"].items():
-        for kind, s in kinds.items():
-            expected = s.get("expected")
-            note = (
-                f"expected {number(expected['acceptance_length'])}, {number(expected['speed_up'])}x"
-                if expected
-                else ""
-            )
-            rows.append((name, kind, draft_tree(s["tree"]), number(s["acceptance_length"]),
-                         speed_up(s),
-                         same_text(s), note))  # fmt: skip
-    header = ("heads", "kind", "draft tree", "tau", "speed-up (range)", "same text", "search")
-    return markdown_table(header, rows) + footnote(
-        result, f"Greedy, {result['dtype']}, batch 1, {result['num_prompts']} prompts",
-        f"at most {result['max_new_tokens']} new tokens, median of {result['repeats']} interleaved repeats",
+    columns = {
+        "draft tree": lambda side: draft_tree(side["tree"]), "tau": ("acceptance_length", 2),
+        "speed-up (range)": speed_up, "same text": same_text, "search": _expected,
+    }  # fmt: skip
+    return column_table(columns, result["heads"], "heads", "kind") + footnote(
+        result, "Greedy, {dtype}, batch 1, {num_prompts} prompts",
+        "at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats",
     )  # fmt: skip
+
+
+def _expected(side: Result) -> str:
+    if (expected := side.get("expected")) is None:
+        return ""
+    return f"expected {number(expected['acceptance_length'])}, {number(expected['speed_up'])}x"

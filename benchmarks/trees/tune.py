@@ -20,7 +20,7 @@ from hf_specheads import DraftHead, DraftTreeConfig
 from hf_specheads.tree.default import default_tree
 from hf_specheads.tree.published import EAGLE_CHOICES
 
-from ..results import Result, draft_tree, footnote, markdown_table, number, same_text
+from ..results import Result, column_table, draft_tree, footnote, number, same_text
 from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
 from .grid import add_grid_arguments, compare_trees, fastest, grid
 
@@ -94,17 +94,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """Tuned, grid's best, saved, default and published trees of each head."""
-    rows = [
-        [head, name, draft_tree(row["tree"]), number(row["acceptance_length"]), number(row["tokens_per_second"], 1),
-         number(row["speed_up"], suffix="x"), same_text(row)]
-        for head, found in result["heads"].items() for name, row in found["trees"].items()
-    ]  # fmt: skip
-    header = ["heads", "tree", "", "tau", "tokens/s", "speed-up", "same text"]
+    columns = {
+        "": lambda row: draft_tree(row["tree"]), "tau": ("acceptance_length", 2),
+        "tokens/s": ("tokens_per_second", 1), "speed-up": ("speed_up", 2, "x"), "same text": same_text,
+    }  # fmt: skip
+    trees = {head: found["trees"] for head, found in result["heads"].items()}
     notes = [
         f"{head}: tuned / best of {found['grid_size']} = {number(found['tuned_over_grid'], 3)}, "
         f"{found['candidates']} trees considered in {number(found['tuning_seconds'], 0)} s"
         for head, found in result["heads"].items()
     ]
-    return markdown_table(header, rows) + footnote(
-        result, *notes, f"{result['num_prompts']} prompts, {result['dtype']}"
-    )
+    return column_table(columns, trees, "heads", "tree") + footnote(result, *notes, "{num_prompts} prompts, {dtype}")

@@ -11,17 +11,6 @@ from benchmarks.acceptance import acceptance, questions
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 
 
-def test_methods_measures_every_head_greedy_and_sampled(measure_pair):
-    result = measure_pair("methods", ["eagle", "poss"], "--repeats", "2")
-    assert list(result["modes"]) == ["greedy", "temperature 1"]
-    for sides in result["modes"].values():
-        assert list(sides) == ["plain generate", "eagle", "poss"]
-        assert all(side["identical"] for side in sides.values())  # sampled too: the same seed, the same tokens
-    greedy, sampled = (sides["poss"]["new_tokens"] for sides in result["modes"].values())
-    assert greedy > 0 and sampled > 0
-    assert len(result["heads"]["eagle"]["wide"]["pos_acc"]) <= 8
-
-
 def test_acceptance_reports_every_mode_tree_and_depth(measure_pair, pair):
     facts = {"steps": 10, "training_flops": 1e12, "hours": 0.5, "log_history": []}
     (pair / "poss" / "training_facts.json").write_text(json.dumps(facts))

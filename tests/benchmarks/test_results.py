@@ -121,12 +121,12 @@ def test_render_replaces_marked_parts_only():
 
 
 def test_keys_of_values_may_hold_spaces_and_dots():
-    values = {"round": {"top 0.5": {"tau": 2.5}, "top 0": 1}, "list": [1, {"x": "text"}], "medusa2/methods": {"n": 3}}
+    values = {"round": {"top 0.5": {"tau": 2.5}, "top 0": 1}, "list": [1, {"x": "text"}], "medusa2/speedup": {"n": 3}}
     assert value_at(values, "round.top 0.5.tau") == 2.5
     assert value_at(values, "round.top 0") == 1
     assert value_at(values, "list.1.x") == "text"
-    assert render("<!-- value:medusa2/methods.n --><!-- /value -->", values, {}) == (
-        "<!-- value:medusa2/methods.n -->3<!-- /value -->"
+    assert render("<!-- value:medusa2/speedup.n --><!-- /value -->", values, {}) == (
+        "<!-- value:medusa2/speedup.n -->3<!-- /value -->"
     )
 
 
@@ -210,8 +210,6 @@ def test_committed_tables_and_documents_are_what_the_committed_results_say():
 def test_a_committed_result_says_by_which_command_it_came_about(name):
     words = shlex.split(results.read(RESULTS)[name]["provenance"]["command"])
     assert words[:3] == ["python", "-m", "benchmarks"]
-    module = runner.measurement_of(name)
-    assert runner.MEASUREMENTS[words[3]] is module
+    assert runner.MEASUREMENTS[words[3]] is runner.measurement_of(name)
     args = runner.make_parser().parse_args(words[3:])
-    variant = module.variant(args) if hasattr(module, "variant") else ""
-    assert name.rpartition("/")[2] == "_".join(filter(None, (words[3], variant)))
+    assert name.rpartition("/")[2] == runner.result_name(words[3], args)

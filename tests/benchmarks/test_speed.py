@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from benchmarks import setup, sides
 from benchmarks.speed import cache, compiled, quantised, speedup
-from benchmarks.speed import round as round_
 from hf_specheads import load_heads
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
@@ -95,7 +94,7 @@ def test_compiled_rounds(measure_pair, eager_backend):
     result = measure_pair("compiled", ["poss"], "--repeats", "1")
     (found,) = result["tables"].values()
     assert list(found) == [compiled.PLAIN, compiled.PLAIN_COMPILED, "poss", "poss, compiled"]
-    assert all(side["identical"] and side["differing"] == 0 for side in found.values())
+    assert all(side["identical"] for side in found.values())
     assert found[compiled.PLAIN]["over_plain_eager"] == found[compiled.PLAIN_COMPILED]["over_plain_compiled"] == 1
     assert set(result["compile_seconds"]) == {compiled.PLAIN_COMPILED, "poss, compiled"}
 
@@ -121,7 +120,7 @@ TINY = {
 
 def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
     monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
-    monkeypatch.setattr(compiled, "random_pair", functools.partial(setup.random_pair, methods=("eagle",)))
+    monkeypatch.setattr(setup, "random_pair", functools.partial(setup.random_pair, methods=("eagle",)))
     monkeypatch.setattr(compiled, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     words = ("--shape", "tiny", "--tau", "2", "3", "--depth", "3", "--limit", "1", "--repeats", "1")
@@ -185,7 +184,7 @@ def test_round_splits_the_whole_round_into_stages(measure_pair):
 
 def test_timed_calls_leave_the_object_as_it_was(target):
     before = target.forward
-    with round_.timed_calls(target, "forward") as seconds:
+    with sides.timed_calls(target, "forward") as seconds:
         target(input_ids=torch.tensor([[5]]))
     assert len(seconds) == 1
     assert target.forward == before

@@ -102,7 +102,7 @@ def test_end_to_end(measure):
 def test_a_step_that_does_not_fit():
     """It is left out of the timing and of the ratios, and the table has dashes."""
     cell = {"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64}
-    measured = step.measure_cell(cell, 1, lambda cell, side, threads: None if side == "dense" else 1000)
+    measured = step.measure_cell(cell, 1, lambda cell, side: None if side == "dense" else 1000)
     assert measured["sides"]["dense"] == {"seconds": None, "peak_bytes": None}
     assert "speed_up" not in measured["sides"]["ours"]
     assert "gradient_difference" not in measured

@@ -64,27 +64,26 @@ def set_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
-    """What `python -m benchmarks methods` measured of one head, one entry per decoding mode; empty before it ran."""
-    own = results / name / "methods.json"  # of heads that were measured alone
-    path = own if own.exists() else results / "methods.json"
+    """What `python -m benchmarks speedup` measured of one head, one entry per prompt set; empty before it ran."""
+    path = results / "speedup.json"
     if not path.exists():
         return []
     measured = json.loads(path.read_text(encoding="utf-8"))
     entries = []
-    for mode, sides in measured["modes"].items():
-        side, plain = sides.get(name), sides.get("plain generate")
+    for prompts, sides in measured["prompt_sets"].items():
+        side, plain = sides.get(name), sides["plain generate"]
         if side is None:
             continue
         entries.append(
             {
-                "task": mode,
+                "task": prompts,
                 "acceptance_length": side["acceptance_length"],
                 "pos_acc": side["pos_acc"],
                 "speed_up": side["speed_up"],
                 "tokens_per_second": side["tokens_per_second"],
                 "plain_tokens_per_second": plain["tokens_per_second"],
                 "identical": side["identical"],
-                "tree_config": measured["heads"][name]["tree"],
+                "tree_config": measured["trees"][name],
                 "hardware": f"{measured['provenance']['processor']}, {measured['dtype']}",
             }
         )
