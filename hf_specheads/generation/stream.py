@@ -22,7 +22,8 @@ from ..cache.recurrent import RecurrentCache, cache_name
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
-from ..target.recurrence import counts_padding
+from ..target.positions import finds_begins
+from ..target.recurrence import counts_padding, is_recurrent
 from .accounts import RequestSampler, RequestStop, RequestTexts
 from .committed import NewRows
 from .loop import RoundLoop, begin_call
@@ -367,6 +368,8 @@ def _refuse_to_join(
         problem = "it takes in the padding that texts of other lengths would have beside longer ones"
     elif "attention_mask" not in inspect.signature(target.forward).parameters:
         problem = "its forward takes no attention mask, which hides the padding of shorter texts"
+    elif not is_recurrent(target) and model_kwargs.get("position_ids") is None and not finds_begins(target):
+        problem = "it counts positions by itself, and the padding of shorter texts too"
     if problem := problem or joining_problem(cache):
         raise UnsupportedGenerationError(
             f"a stream of requests is not served for {type(target).__name__} here: {problem}; call `generate` with "

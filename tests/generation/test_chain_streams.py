@@ -208,6 +208,21 @@ def test_padding_that_is_taken_in_is_refused() -> None:
     assert forwards.count == 0
 
 
+def test_targets_that_count_padding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rightly so: behind padding they write other texts."""
+    target = tiny_target("bart")
+    wanted = [alone_texts(target, [ids], max_new_tokens=most)[0] for ids, most in zip(prompts(), BUDGETS, strict=True)]
+    heads = oracle(target, wanted)
+    with (
+        CountForwards(target) as forwards,
+        pytest.raises(UnsupportedGenerationError, match="counts positions by itse"),
+    ):
+        list(generate_stream(target, heads, requests(), 3, do_sample=False))
+    assert forwards.count == 0
+    monkeypatch.setattr("hf_specheads.generation.stream.finds_begins", lambda target: True)
+    assert texts_of(list(generate_stream(target, heads, requests(), 3, do_sample=False))) != wanted
+
+
 def test_caches_that_quantise_texts_together_are_refused() -> None:
     target = tiny_target("llama")
     heads = random_heads(target, "eagle", **CHAIN)
