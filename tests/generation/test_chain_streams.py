@@ -12,6 +12,7 @@ from support.batches import MIXED, alone_texts
 from support.distributions import PROMPT, chi_square, critical_value, target_distribution
 from support.families import tiny_target
 from support.heads import random_heads
+from support.images import image_inputs, image_target
 from support.rounding import why_texts_differ
 from support.streams import StreamOracle, texts_of
 from support.stubs import CountForwards
@@ -171,6 +172,25 @@ def test_adaptive_heads_of_which_nobody_has_chosen_a_tree() -> None:
     found = list(generate_stream(target, heads, prompts(), 3, max_new_tokens=50, do_sample=False))
     assert texts_of(found) == alone_texts(target, prompts(), max_new_tokens=50)
     assert heads.last_stats.plain_steps > 0 and heads.last_stats.rounds > 0
+
+
+def test_texts_with_and_without_images() -> None:
+    """Positions of several axes beside those of one, whoever comes first."""
+    target = image_target("qwen3_5")
+    stream: list[dict[str, torch.Tensor]] = []
+    for seed, length in enumerate((15, 6, 23, 9, 12)):
+        inputs = (
+            image_inputs(target, (length,), seed) if seed % 2 else {"input_ids": prompt(length, seed=seed, vocab=90)}
+        )
+        inputs["input_ids"][0, 0] = 60 + seed  # none begins as another does
+        stream.append({name: value for name, value in inputs.items() if name != "attention_mask"})
+    wanted = [target.generate(**one, max_new_tokens=14, do_sample=False)[0, one["input_ids"].shape[1] :].tolist()
+              for one in stream]  # fmt: skip
+    truths = [torch.tensor(one["input_ids"][0].tolist() + text) for one, text in zip(stream, wanted, strict=True)]
+    heads = StreamOracle(target, truths, MIXED, **CHAIN)
+    heads.adaptive = False
+    assert texts_of(list(generate_stream(target, heads, stream, 2, max_new_tokens=14, do_sample=False))) == wanted
+    assert max(number for row in heads.last_stats.num_accepted for number in row) >= 3
 
 
 def test_texts_go_on_while_nobody_waits() -> None:
