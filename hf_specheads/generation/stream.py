@@ -2,8 +2,8 @@
 
 transformers' continuous batching refuses assistants, and a static batch runs until its longest text ends. Here every
 sequence has slots of its own ([`SlotCache`]), so a newcomer's prompt, read by itself, is put into the place of a
-sequence that has ended, and takes part in the next round. Targets that take chains only keep transformers' cache, where
-it is put behind padding ([`RecurrentCache`]).
+sequence that has ended, and takes part in the next round. Targets that take chains only keep transformers' cache,
+where it is put behind padding ([`RecurrentCache`]).
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def streamed(target, heads, alone: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([one.token_ids for one in sorted(found, key=lambda one: one.index)])
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("model_type", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_threads_share_heads_of_a_recurrent_target(model_type):
     """States that are kept, restored and put into places of batches are those of one call each."""
     target = tiny_target(model_type)
