@@ -7,6 +7,8 @@ additional one. All layers go back together, as all of them get these tokens aga
 
 The sequences of a batch accept different numbers of tokens, and wait for each other: the states hold what all of them
 have, and each begins its next forward with what it has beyond.
+
+In a stream of requests sequences join such a batch, behind padding, so that all states hold the same number again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from transformers.cache_utils import (
 from transformers.utils import ModelOutput
 
 from ..tree.draft_tree import DraftTree
+from .joining import drop_columns, put_layer, with_sequence
 from .layers import contents_with_states, own_rows, read_on, restore, whole_contents
 from .slots import to_device
 
@@ -78,7 +81,8 @@ class RecurrentCache:
 
     Attributes:
         counts: Tokens of every sequence, those that the states do not hold yet included.
-        base: Tokens in the states, of every sequence.
+        base: Tokens in the states, of every sequence; padding counts, here and in `counts`.
+        begins: Columns of padding before sequences that have joined and those they joined.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class RecurrentCache:
         self.stock, self.target, self.name, self.padding_mask = stock, target, name, padding_mask
         self.after_prompt = root_positions if takes_positions else None
         self.prompt = self.base = tokens
-        self.counts = [tokens] * batch
+        self.counts, self.begins = [tokens] * batch, [0] * batch
         self.is_seen = is_seen
         self.prompt_contents: list[dict[str, Any]] | None = None
         if is_seen and batch > 1:  # sequences that end leave the batch, and all belong to what is given back
@@ -156,12 +160,14 @@ class RecurrentCache:
 
     def _forward(self, token_ids: torch.Tensor, **asked: Any) -> ModelOutput:
         """The target's forward over the tokens after those in the states."""
-        mask, positions = self.padding_mask, self.after_prompt
+        mask = self.padding_mask
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, self.base - mask.shape[1]), value=1)
-        if positions is not None:
-            positions = positions + (self.base - self.prompt)
-        return read_on(self.target, self.name, self.stock, mask, positions, token_ids, **asked)
+        return read_on(self.target, self.name, self.stock, mask, self.root_positions(), token_ids, **asked)
+
+    def root_positions(self) -> torch.Tensor | None:
+        """Positions of the tokens after those in the states, [B, 1] or [3, B, 1]; `None` if the target takes none."""
+        return None if self.after_prompt is None else self.after_prompt + (self.base - self.prompt)
 
     def _go_back(self) -> None:
         """Restores the states of before the last forward unless all of it is kept. What they lack then, waits."""
@@ -202,11 +208,69 @@ class RecurrentCache:
             index = to_device(kept, self._waiting.device)
             self._waiting = self._waiting[index]
         self.counts = [self.counts[sequence] for sequence in kept]
+        self.begins = [self.begins[sequence] for sequence in kept]
         self.stock.reorder_cache(index)
         if self.padding_mask is not None:
             self.padding_mask = self.padding_mask[index.to(self.padding_mask.device)]
         if self.after_prompt is not None and self.after_prompt.shape[-2] > 1:
             self.after_prompt = self.after_prompt[..., index.to(self.after_prompt.device), :]
+        self._drop_padding()
+
+    # ------------------------------------------------------------------ sequences that join
+    def put_sequence(self, place: int, other: RecurrentCache, device: torch.device) -> None:
+        """Takes over the only sequence of another cache.
+
+        Args:
+            place: Of the sequence it comes in for, or after the last.
+            other: The cache after a prompt without padding; its tensors are copied.
+            device: Of token ids.
+        """
+        self._go_back()
+        self._catch_up_before(place)
+        base = max(self.base, other.base)
+        for mine, theirs in zip(self.stock.layers, other.stock.layers, strict=True):
+            put_layer(mine, theirs, place, base)
+        self._put_positions(place, other)
+        self._shift(base - self.base)
+        self.counts[place : place + 1], self.begins[place : place + 1] = [base], [base - other.base]
+        if self._waiting is not None:
+            self._waiting = with_sequence(self._waiting, torch.zeros_like(self._waiting[:1]), place)
+        self.padding_mask = (torch.arange(base, device=device) >= to_device(self.begins, device)[:, None]).long()
+        self._drop_padding()
+
+    def _catch_up_before(self, place: int) -> None:
+        """A newcomer has nothing that waits, and nothing is caught up with before all have: what has piled up until
+        then would wait longer."""
+        late = [count - self.base for at, count in enumerate(self.counts) if at != place]
+        if late and max(late) > MOST_WAITING and min(late) > 0 and self._waiting is not None:
+            self._waiting = self._catch_up(self._waiting, min(late))
+
+    def _put_positions(self, place: int, other: RecurrentCache) -> None:
+        """Positions are those of the token after the states from now on, wherever that lies."""
+        mine, theirs = self.root_positions(), other.root_positions()
+        if mine is None or theirs is None:
+            return
+        if mine.dim() < theirs.dim():  # of several axes where an image was read, of one where none was
+            mine = mine.expand(theirs.shape[0], -1, -1)
+        theirs = theirs.expand(*mine.shape[:-2], 1, 1)
+        self.after_prompt = with_sequence(mine, theirs, place, mine.dim() - 2)
+        self.prompt = self.base
+
+    def _shift(self, columns: int) -> None:
+        """All tokens lie so many columns later, or earlier."""
+        self.base, self.prompt = self.base + columns, self.prompt + columns
+        self.counts = [count + columns for count in self.counts]
+        self.begins = [begin + columns for begin in self.begins]
+
+    def _drop_padding(self) -> None:
+        """Columns that no sequence has a token in any more are given up."""
+        if (columns := min(self.begins)) == 0:
+            return
+        self._shift(-columns)
+        for layer in self.stock.layers:
+            drop_columns(layer, self.base)
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[:, columns:]
 
     def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
         """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too: with a

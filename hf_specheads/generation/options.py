@@ -19,6 +19,7 @@ class DraftingOptions:
         posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace, on_round:
             As in `DraftHead`.
         free_tree: Nobody has assigned a tree, so rounds may draft others than `tree`.
+        in_stream: The text joins others, and leaves them ([`generate_stream`]).
     """
 
     tree: DraftTreeConfig
@@ -34,10 +35,11 @@ class DraftingOptions:
     trace: bool
     on_round: Observer | None
     free_tree: bool
+    in_stream: bool = False
 
     @classmethod
     def of(cls, heads: DraftingContract) -> DraftingOptions:
         """What the heads say now."""
-        derived = ("tree", "free_tree")
+        derived = ("tree", "free_tree", "in_stream")
         settings = {field.name: getattr(heads, field.name) for field in fields(cls) if field.name not in derived}
         return cls(tree=heads.tree_config, free_tree=not heads.tree_is_assigned, **settings)

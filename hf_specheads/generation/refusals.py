@@ -292,7 +292,8 @@ def rounds_go_back(target: PreTrainedModel, options: DraftingOptions, batch_size
     """Whether the rounds of a call do: those of a batch whose chains cannot lie in slots of their own, too."""
     if goes_back(target, cache):
         return True
-    return batch_size > 1 and options.tree.is_chain and tree_problem_of(target, cache) is not None
+    several = batch_size > 1 or options.in_stream
+    return several and options.tree.is_chain and tree_problem_of(target, cache) is not None
 
 
 def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:

@@ -2,31 +2,42 @@
 
 transformers' continuous batching refuses assistants, and a static batch runs until its longest text ends. Here every
 sequence has slots of its own ([`SlotCache`]), so a newcomer's prompt, read by itself, is put into the place of a
-sequence that has ended, and takes part in the next round.
+sequence that has ended, and takes part in the next round. Targets that take chains only keep transformers' cache,
+where it is put behind padding ([`RecurrentCache`]).
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..cache.recurrent import cache_name
+from ..cache.joining import joining_problem
+from ..cache.recurrent import RecurrentCache, cache_name
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
+from ..target.positions import finds_begins
+from ..target.recurrence import counts_padding, is_recurrent
 from .accounts import RequestSampler, RequestStop, RequestTexts
 from .committed import NewRows
 from .loop import RoundLoop, begin_call
 from .observer import tell
 from .options import DraftingOptions
 from .pace import pace_of
-from .refusals import refuse_numbers, refuse_prepared_call, refuse_processors, tree_problem_of
+from .refusals import (
+    refuse_numbers,
+    refuse_prepared_call,
+    refuse_processors,
+    rounds_go_back,
+    with_a_tree_for,
+)
 from .sequences import Sequences, pad_token_of
 from .stopping import OF_ONE_SEQUENCE
 from .verification.accepted import Accepted
@@ -150,15 +161,12 @@ class _Stream:
     ) -> tuple[RoundLoop, NewRows]:
         """Called by `generate` with what it has prepared: the request by itself, after its prefill."""
         settings = begin_call(model, self.heads, generation_config.get_generation_mode(), generation_config)
-        settings = replace(settings, exact_seed=False)
         heads, batch = self.heads.for_call(model), max(self.max_batch, 2)
+        settings = replace(settings, exact_seed=False, in_stream=True)
+        settings = with_a_tree_for(model, settings, batch, model_kwargs)
         _refuse_in_streams(settings, stopping_criteria, generation_config, model_kwargs)
         refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
-        if problem := tree_problem_of(model, model_kwargs[cache_name(model_kwargs)]):
-            raise UnsupportedGenerationError(
-                f"a stream of requests wants slots of its own for every text, and {type(model).__name__} has none: "
-                f"{problem}; call `generate` with whole batches."
-            )
+        _refuse_to_join(model, settings, batch, model_kwargs)
         refuse_processors(settings, logits_processor, generation_config, batch)
         probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
         prepared = (logits_processor, stopping_criteria, generation_config)
@@ -233,19 +241,28 @@ class StreamLoop(RoundLoop):
         """Caches, rows and text of a newcomer are those of a place from now on."""
         texts, place, batch = self.texts, self.texts.free_place(), len(self.texts.active)
         cache, newcomer._target_cache = newcomer.target_cache, None
-        assert isinstance(cache, TreeCache)  # others take no batches, and were refused
+        assert isinstance(cache, TreeCache | RecurrentCache)  # others take no batches
         if self.rows is None:
             self._target_cache, self.rows = cache, rows
             self.candidates.draft_cache = newcomer.candidates.draft_cache
             self.candidates.lookup = newcomer.candidates.lookup
         else:
-            assert isinstance(self.target_cache, TreeCache)
-            self.target_cache.put_sequence(place, cache, batch, cache.device)
+            self._put_cache(place, cache, batch, rows.token_ids.device)
             cache.give_back(None)
             self.candidates.put_sequence(place, newcomer.candidates, batch)
             self.rows = self.rows.with_sequence(place, rows)
         texts.open(request, place, newcomer.sequences, newcomer.stop.max_length)
         self.own_stop.own[request], self.own_sampler.own[request] = newcomer.stop, newcomer.sampler
+
+    def _put_cache(self, place: int, cache: TreeCache | RecurrentCache, batch: int, device: torch.device) -> None:
+        """The target's cache of a newcomer comes into a place of that of the others."""
+        if isinstance(cache, TreeCache):
+            cast(TreeCache, self.target_cache).put_sequence(place, cache, batch, cache.device)
+            return
+        mine = cast(RecurrentCache, self.target_cache)  # caches of all requests are of one kind
+        before = mine.additional_forwards
+        mine.put_sequence(place, cast(RecurrentCache, cache), device)
+        self.stats.target_forwards += mine.additional_forwards - before
 
     # ------------------------------------------------------------------ rounds
     @torch.no_grad()
@@ -339,3 +356,23 @@ def _refuse_in_streams(
             raise UnsupportedGenerationError(
                 f"a stream of requests does not support {what}; leave it out, or call `generate`."
             )
+
+
+def _refuse_to_join(
+    target: PreTrainedModel, options: DraftingOptions, batch: int, model_kwargs: dict[str, Any]
+) -> None:
+    """Texts of different lengths lie side by side in transformers' own cache where rounds work with that one."""
+    cache, problem = model_kwargs[cache_name(model_kwargs)], None
+    if not rounds_go_back(target, options, batch, cache):
+        return
+    if counts_padding(target):
+        problem = "it takes in the padding that texts of other lengths would have beside longer ones"
+    elif "attention_mask" not in inspect.signature(target.forward).parameters:
+        problem = "its forward takes no attention mask, which hides the padding of shorter texts"
+    elif not is_recurrent(target) and model_kwargs.get("position_ids") is None and not finds_begins(target):
+        problem = "it counts positions by itself, and the padding of shorter texts too"
+    if problem := problem or joining_problem(cache):
+        raise UnsupportedGenerationError(
+            f"a stream of requests is not served for {type(target).__name__} here: {problem}; call `generate` with "
+            "whole batches."
+        )

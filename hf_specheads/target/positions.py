@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 RESCALING_ROPES = ("dynamic", "longrope")
+# `model_type` of targets that take no positions, and look at the attention mask where their tokens begin.
+POSITIONS_BY_MASK = frozenset({"bloom"})
 
 
 def context_limit(target: PreTrainedModel) -> int | None:
@@ -22,6 +24,11 @@ def drops_positions(target: PreTrainedModel) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):  # it wants more than text, which a probe has not
         return False
     return inputs.get("position_ids") is None
+
+
+def finds_begins(target: PreTrainedModel) -> bool:
+    """Whether a target that takes no positions knows from the attention mask where a text behind padding begins."""
+    return target.config.get_text_config(decoder=True).model_type in POSITIONS_BY_MASK
 
 
 def sparse_limit(target: PreTrainedModel) -> tuple[int, str] | None:

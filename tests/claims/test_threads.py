@@ -17,7 +17,7 @@ from support.images import image_inputs, image_target
 from support.targets import own_target, plain, prompt
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specheads import DraftHead, DraftLanguageModel
+from hf_specheads import DraftHead, DraftLanguageModel, generate_stream
 from hf_specheads.heads import draft_lm
 from hf_specheads.target.features import FeatureReader
 
@@ -268,6 +268,35 @@ def test_threads_of_recurrent_and_multimodal_targets():
         "another chain": lambda: plain(recurrent, prompt(9), NEW, assistant_model=chains.with_tree(depth=5)),
         "an image": lambda: multimodal.generate(**first, **options),
         "another image": lambda: multimodal.generate(**second, **options),
+    }
+    threads = Threads(jobs)
+    threads.run()
+    assert not threads.wrong
+
+
+def streamed(target, heads, alone: list[torch.Tensor]) -> torch.Tensor:
+    """The texts of a stream of two at a time, in the order of its requests."""
+    found = generate_stream(target, heads, alone, 2, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    return torch.tensor([one.token_ids for one in sorted(found, key=lambda one: one.index)])
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_threads_share_heads_of_a_recurrent_target(model_type):
+    """States that are kept, restored and put into places of batches are those of one call each."""
+    target = tiny_target(model_type)
+    target(prompt(3), output_hidden_states=True)
+    heads = random_heads(target, "eagle", kind="chain", depth=3)
+    adaptive = random_heads(target, "eagle", seed=4, kind="chain", depth=3)
+    adaptive.adaptive = True
+    inputs, alone = batch_of((9, 4, 12), vocab=90)
+    jobs = {
+        "plain": lambda: plain(target, prompt(), NEW),
+        "a chain": lambda: plain(target, prompt(), NEW, assistant_model=heads),
+        "another chain": lambda: plain(target, prompt(9), NEW, assistant_model=heads.with_tree(depth=5)),
+        "heads that may step plainly": lambda: plain(target, prompt(), NEW, assistant_model=adaptive),
+        "batch": lambda: greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads),
+        "stream": lambda: streamed(target, heads, alone),
+        "another stream": lambda: streamed(target, heads, alone[::-1]),
     }
     threads = Threads(jobs)
     threads.run()

@@ -12,7 +12,8 @@ import torch
 from support.batches import alone_texts, greedy
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
 from support.heads import METHODS_BY_KIND, random_heads
-from support.stubs import CountForwards, StubCache, StubHead
+from support.streams import StreamOracle, texts_of
+from support.stubs import CountForwards
 from support.targets import prompt as random_prompt
 from support.targets import shared_target
 from support.tokenizers import byte_tokenizer
@@ -23,28 +24,6 @@ from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_s
 
 LENGTHS = (7, 19, 2, 12, 5, 19, 9)
 BUDGETS = (14, 5, 22, 1, 9, 17, 11)
-
-
-class StreamOracle(StubHead):
-    """Knows all texts, and which of them a row is from the tokens it begins with."""
-
-    def new_draft_cache(self) -> StubCache:
-        return OracleCache([-1])
-
-    def start_draft(self, cache: Any, token_ids: torch.Tensor, features: torch.Tensor) -> Any:
-        for place, row in enumerate(cache.rows):
-            if row < 0:
-                begin = token_ids[place].tolist()
-                [cache.rows[place]] = [n for n, text in enumerate(self.truth) if text[: len(begin)] == begin]
-        return super().start_draft(cache, token_ids, features)
-
-
-class OracleCache(StubCache):
-    """Its rows change places with those of the batch."""
-
-    def put_sequence(self, place: int, other: Any, batch: int, device: torch.device) -> None:
-        super().put_sequence(place, other, batch, device)
-        self.rows[place : place + 1] = other.rows
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
@@ -58,12 +37,6 @@ def requests_of(alone: list[torch.Tensor], budgets: tuple[int, ...] = BUDGETS) -
 def wanted_texts(target: Any, alone: list[torch.Tensor], **options: Any) -> list[list[int]]:
     return [alone_texts(target, [ids], max_new_tokens=most, **options)[0]
             for ids, most in zip(alone, BUDGETS, strict=True)]  # fmt: skip
-
-
-def texts_of(found: list[Any]) -> list[list[int]]:
-    """In the order of the requests, each once."""
-    assert sorted(one.index for one in found) == list(range(len(found)))
-    return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
 
 
 @pytest.mark.covering(1)
@@ -280,12 +253,6 @@ def test_options_of_one_call() -> None:
     heads.compiled = True
     with pytest.raises(UnsupportedGenerationError, match=r"heads\.compiled = False"):
         list(generate_stream(target, heads, prompts((4,)), max_new_tokens=3))
-
-
-def test_targets_without_batches_are_refused() -> None:
-    target = shared_target("bloom")
-    with pytest.raises(UnsupportedGenerationError, match="slots of its own"):
-        list(generate_stream(target, random_heads(target, "eagle", kind="chain"), prompts((4,)), max_new_tokens=3))
 
 
 # ---------------------------------------------------------------------- afterwards
