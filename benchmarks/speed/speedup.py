@@ -31,11 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assistant", help="also measure this small assistant model")
 
 
-def variant(args: argparse.Namespace) -> str:
-    """With the time of drafting, a result of its own."""
-    return "profile" if args.profile else ""
-
-
 def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
     """Plain first, then heads, then what transformers offers."""
     heads = load_all_heads(target, args.heads)
@@ -78,7 +73,8 @@ def table(result: Result) -> str:
     columns = {
         "tokens/s": ("tokens_per_second", 0), "speed-up (range)": speed_up, "tau": ("acceptance_length", 2),
         "pos-acc": lambda side: pos_acc(side.get("pos_acc")),
-        **({"draft ms per round": ("draft_milliseconds", 2)} if profiled else {}), "tokens per forward": ("tokens_per_forward", 2),
+        **({"draft ms per round": ("draft_milliseconds", 2)} if profiled else {}),
+        "tokens per forward": ("tokens_per_forward", 2),
         "forwards saved": lambda one: percent(one["forwards_saved"]), "same text": same_texts,
     }  # fmt: skip
     text = "\n".join(column_table(columns, sides, name) for name, sides in result["prompt_sets"].items())

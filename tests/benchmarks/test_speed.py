@@ -33,11 +33,8 @@ def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair, 
     assert "acceptance_length" not in found["plain generate"]
 
 
-def test_speedup_tells_the_time_of_drafting(measure, pair):
-    words = ("--target", str(pair / "target"), "--prompts", str(pair / "prompts.jsonl"), "--max_new_tokens", "10")
-    result = measure(
-        "speedup", *words, "--heads", str(pair / "eagle"), "--repeats", "1", "--profile", written="speedup_profile"
-    )
+def test_speedup_tells_the_time_of_drafting(measure_pair):
+    result = measure_pair("speedup", ["eagle"], "--repeats", "1", "--profile")
     (found,) = result["prompt_sets"].values()
     assert found["eagle"]["draft_milliseconds"] > 0 and "draft_milliseconds" not in found["plain generate"]
     assert "draft ms per round" in speedup.table(result)

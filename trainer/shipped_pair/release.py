@@ -18,16 +18,13 @@ from hf_specheads.publishing.curves import read_history
 from hf_specheads.publishing.figures import draw_figures
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 
-# POSS-1 is trained and measured too, but its six layers are too large to ship for what they add.
-SHIPPED = ("eagle", "hass", "poss2", "poss3", "control", "poss3-lora", "medusa", "medusa2", "hydra", "hydra-plus",
-           "eagle3", "poss3-eagle3", "dflash", "dspark", "peagle", "draft-lm")  # fmt: skip
+# Trained too, but not shipped, for their size: POSS-1, the control (one layer of POSS-3's size), Medusa-2, the draft model.
+SHIPPED = ("eagle", "hass", "poss2", "poss3", "poss3-lora", "medusa", "hydra", "hydra-plus", "eagle3", "poss3-eagle3",
+           "dflash", "dspark", "peagle")  # fmt: skip
 LIMITS = (
     "A small model trained for some hours: it shows how draft heads work and what they cost. It answers the kinds of "
     "tasks that it was trained on, and nothing else.",
 )
-NOTES = {
-    "control": "A control: one layer with as many parameters as POSS-3's two, trained like HASS.",
-}
 LICENSE = "apache-2.0"
 TRAINING_TEXT = (
     "Trained on chats that programs of this project write, and on the Python standard library's source (Python "
@@ -99,7 +96,7 @@ def release(args: argparse.Namespace) -> None:
     write_card(target, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=[*LIMITS])
     for name in SHIPPED:
         folder = args.output_dir / name
-        if args.heads is not None:
+        if args.heads is not None and (args.only is None or name in args.only):
             copy_model(args.heads / name, folder)
             trim_facts(folder)
         if tree := trees.get(name):
@@ -108,14 +105,14 @@ def release(args: argparse.Namespace) -> None:
             (folder / EVAL_RESULTS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         method = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("method", "")
         draw_figures(folder, read_evaluations(folder / EVAL_RESULTS), read_history(folder / TRAINING_FACTS), method)
-        limits = [*LIMITS, *([NOTES[name]] if name in NOTES else [])]
-        write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=limits)
+        write_card(folder, license=LICENSE, target_license=TRAINING_TEXT, language=LANGUAGE, limits=[*LIMITS])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, help="trained target; default: leave the released one")
     parser.add_argument("--heads", type=Path, help="folder of all trained heads; default: leave the released ones")
+    parser.add_argument("--only", nargs="+", choices=SHIPPED, help="of these, copy some and leave the others")
     parser.add_argument("--output_dir", type=Path, default=Path("model_cards"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trees", type=Path, help="JSON file with the default tree of every head, by its name")
