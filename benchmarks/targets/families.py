@@ -229,11 +229,10 @@ def table(result: Result) -> str:
         rows.append((f"`{model_type}`", f"`{row['class']}`", *(_cell(row, kind, sentences) for kind in KINDS)))
     built = sum("not_built" not in row for row in result["families"].values())
     total = ("all", "", *(_total(result["counts"][kind], built) for kind in KINDS))
-    said = [f"{number}. {sentence}" for sentence, number in sentences.items()]
+    refusals = [f"{number}. {sentence}" for sentence, number in sentences.items()]
     text = markdown_table(("model type", "class", *KINDS), [total, *rows])
-    said = (f"greedy, fp32, {result['new_tokens']} tokens, random weights", f"compiled: {BACKEND}", *_engines(result))
-    facts = footnote(result, *said)
-    return "\n".join([text, "Refusals:", "", *said, facts])
+    notes = (f"greedy, fp32, {result['new_tokens']} tokens, random weights", f"compiled: {BACKEND}", *_engines(result))
+    return "\n".join([text, "Refusals:", "", *refusals, footnote(result, *notes)])
 
 
 def _engines(result: Result) -> list[str]:

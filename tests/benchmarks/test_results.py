@@ -213,3 +213,10 @@ def test_a_committed_result_says_by_which_command_it_came_about(name):
     assert runner.MEASUREMENTS[words[3]] is runner.measurement_of(name)
     args = runner.make_parser().parse_args(words[3:])
     assert name.rpartition("/")[2] == runner.result_name(words[3], args)
+
+
+def test_every_refusal_of_a_family_is_explained() -> None:
+    table = runner.table_of("families", results.read(RESULTS)["families"])
+    numbers = {int(number) for number in re.findall(r"\((\d+)\)(?= \|)", table)}
+    explained = {int(number) for number in re.findall(r"^(\d+)\. \w", table, re.MULTILINE)}
+    assert numbers and numbers <= explained
