@@ -178,6 +178,14 @@ def test_prompt_files(tmp_path: Path) -> None:
         (tmp_path / "c.jsonl").write_text(content)
         with pytest.raises(ValueError, match=words):
             read_prompts([tmp_path / "c.jsonl"])
+    (tmp_path / "d.jsonl").write_text('{"text": "x"}', encoding="utf-8-sig")
+    assert read_prompts([tmp_path / "d.jsonl"]) == ["x"]
+    (tmp_path / "e.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"e\.txt is no text in UTF-8"):
+        read_prompts([tmp_path / "e.txt"])
+    (tmp_path / "f.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    with pytest.raises(ValueError, match=r"f\.json would be one prompt as it is"):
+        read_prompts([tmp_path / "f.json"])
 
 
 def test_convert(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
