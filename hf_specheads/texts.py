@@ -41,12 +41,30 @@ def token_ids_of(text: Text, tokenizer: PreTrainedTokenizerBase | None = None) -
 def _tokenized(text: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     if isinstance(text, str):
         return tokenizer(text)["input_ids"]
+    return chat_token_ids(text, tokenizer)
+
+
+def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: Any) -> list[int]:
+    """Token ids of a chat as its template writes it, special tokens once, up to where a reply begins.
+
+    Args:
+        chat: Its messages.
+        tokenizer: The target's.
+        **options: Of `apply_chat_template`.
+
+    Raises:
+        ValueError: without a template, or for a chat that the template refuses, with its reason.
+    """
     if not tokenizer.chat_template:
         raise ValueError(
             f"{type(tokenizer).__name__} has no chat template, so chat messages cannot be tokenized; set "
             "`tokenizer.chat_template`, or give strings."
         )
-    return tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"]
+    try:
+        options = {"add_generation_prompt": True, **options, "return_dict": True}
+        return list(tokenizer.apply_chat_template(list(chat), **options)["input_ids"])
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"the chat template refuses a chat: {error}; give it messages that it takes.") from error
 
 
 def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None) -> list[torch.Tensor]:
@@ -58,3 +76,16 @@ def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | No
     if isinstance(texts, str):
         raise ValueError(f"expected a list of texts, got the string {texts[:40]!r}; put it into a list.")
     return [token_ids_of(text, tokenizer)[None] for text in texts]
+
+
+def pad_token_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What batches are filled up with, also of tokenizers without a token for that."""
+    return next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Texts of token ids as a batch of `generate`: `input_ids` and `attention_mask`, int64 [B, longest]."""
+    missing = [max(map(len, rows)) - len(row) for row in rows]
+    ids = [[pad_token_id] * more + list(row) for more, row in zip(missing, rows, strict=True)]
+    mask = [[0] * more + [1] * len(row) for more, row in zip(missing, rows, strict=True)]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}

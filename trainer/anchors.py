@@ -26,7 +26,9 @@ def sample_anchors(loss_mask: torch.Tensor, most: int, generator: torch.Generato
     """
     allowed = loss_mask != 0
     count = max(min(most, int(allowed.sum(1).max())), 1)
-    order = torch.rand(allowed.shape, device=allowed.device, generator=generator).masked_fill_(~allowed, -1.0)
+    order = torch.rand(allowed.shape, dtype=torch.float32, device=allowed.device, generator=generator).masked_fill_(
+        ~allowed, -1.0
+    )
     drawn = order.topk(count, dim=1)
     return drawn.indices.masked_fill(drawn.values < 0, -1)
 
@@ -54,7 +56,7 @@ def count_rounds(
 ) -> torch.Tensor:
     """Rows where rounds start, fp32 scalar, summed over processes: all supervised ones of the batches, or as many as
     [`anchors_of`] draws."""
-    count = torch.zeros((), device=device)
+    count = torch.zeros((), dtype=torch.float32, device=device)
     for batch in batches:
         counts = torch.count_nonzero(batch["loss_mask"][:, 1:], dim=1)
         count += (counts.clamp_max(args.num_anchors) if heads.trains_at_anchors else counts).sum()

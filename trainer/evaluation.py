@@ -20,7 +20,7 @@ class AgreementMeter:
     """Counts of [`losses.agreement`] per draft position, over batches and processes."""
 
     def __init__(self, num_passes: int, device: torch.device | str):
-        self.sums = torch.zeros(num_passes, 3, device=device)
+        self.sums = torch.zeros(num_passes, 3, dtype=torch.float32, device=device)
 
     def drain(self) -> dict[str, float]:
         """`accuracy_i` and `acceptance_i` of draft position i, and what a chain would accept of them in a round,
@@ -49,7 +49,7 @@ class Throughput:
     """
 
     def __init__(self, peak: float | None = None) -> None:
-        self.tokens = torch.zeros(())
+        self.tokens = torch.zeros((), dtype=torch.float32)
         self.peak = peak
         self._places, self._batches = 0, 0  # of tokens, padding included
         self._operations = 0.0  # of a place
@@ -94,7 +94,7 @@ class Throughput:
         values = {"tokens_per_second": round(float(tokens) / seconds, 1)}
         if self.peak is not None and self._operations:
             values["mfu"] = self._operations * self._places / (seconds * self.peak)
-        self.tokens, self._places, self._since, self._paused = torch.zeros(()), 0, now, 0.0
+        self.tokens, self._places, self._since, self._paused = torch.zeros((), dtype=torch.float32), 0, now, 0.0
         if torch.cuda.is_available():
             values["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return values
@@ -110,7 +110,7 @@ class LossMeter:
     def __init__(self, num_passes: int, device: torch.device | str, names: Sequence[str] = DEFAULT_LOSSES):
         self.names = list(names)
         self.seen: set[str] = set()
-        self.sums = torch.zeros(num_passes, len(self.names), device=device)
+        self.sums = torch.zeros(num_passes, len(self.names), dtype=torch.float32, device=device)
         self.steps = 0
         self._marked = self.sums.clone()
 
@@ -134,7 +134,7 @@ class LossMeter:
         Args:
             per_step_of_all: Whether `steps` is summed over processes too (rows) or the same on all (optimizer steps).
         """
-        steps = torch.tensor(float(self.steps), device=self.sums.device)
+        steps = torch.tensor(float(self.steps), dtype=torch.float32, device=self.sums.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sums)
             if per_step_of_all:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_specheads.spelling import dashed_options
+
 from .commands import add_output_options, write_folder
 from .packing import Examples
 from .sources import DataSource
@@ -46,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit-gib", type=float, default=50.0, help="above it, --yes is needed")
     parser.add_argument("--yes", action="store_true", help="write, however much it is")
     add_output_options(parser)
-    return parser.parse_args(argv)
+    return parser.parse_args(dashed_options(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

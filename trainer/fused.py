@@ -96,7 +96,10 @@ def _of_device(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def compiled_or_plain(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Both functions compiled, after they have agreed with the plain ones on a few rows; the plain ones otherwise."""
-    logits, probs = torch.randn(3, 40, device=kind), torch.rand(3, 40, device=kind).softmax(dim=-1)
+    logits, probs = (
+        torch.randn(3, 40, dtype=torch.float32, device=kind),
+        torch.rand(3, 40, dtype=torch.float32, device=kind).softmax(dim=-1),
+    )
     found = []
     try:
         for forward, backward in ((_forward, _backward), (torch.compile(_forward, dynamic=True),

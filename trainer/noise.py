@@ -31,7 +31,12 @@ def feature_noise(
     """
     if half_width == 0:
         return None
-    noise = torch.rand(features.shape, device=features.device, generator=generator).mul_(2).sub_(1).mul_(half_width)
+    noise = (
+        torch.rand(features.shape, dtype=torch.float32, device=features.device, generator=generator)
+        .mul_(2)
+        .sub_(1)
+        .mul_(half_width)
+    )
     if scaling == "eagle":
         noise *= (512.0 / document_lengths(batch))[..., None]
     elif scaling == "neftune":
@@ -58,7 +63,12 @@ def noisy_embedding(
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
         embeddings = embed_tokens(ids)
-        noise = torch.rand(embeddings.shape, device=lengths.device, generator=generator).mul_(2).sub_(1).mul_(alpha)
+        noise = (
+            torch.rand(embeddings.shape, dtype=torch.float32, device=lengths.device, generator=generator)
+            .mul_(2)
+            .sub_(1)
+            .mul_(alpha)
+        )
         noise /= (lengths * embeddings.shape[-1]).sqrt()
         return embeddings + noise.to(embeddings.device, embeddings.dtype)
 

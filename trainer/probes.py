@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_specheads.target.identity import spread_over
+
 from .data import PackedCollator
 from .target_features import FrozenTarget
 
@@ -84,9 +86,10 @@ def refuse_leaking_packing(frozen: FrozenTarget) -> None:
 def _tokens(frozen: FrozenTarget) -> list[torch.Tensor]:
     """Token ids of two documents, spread over the vocabulary, no token twice."""
     size = frozen.model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.linspace(3, size - 1, sum(PROBE_LENGTHS), device=frozen.model.get_input_embeddings().weight.device)
+    device = frozen.model.get_input_embeddings().weight.device
+    ids = 3 + torch.tensor(spread_over(size - 3, sum(PROBE_LENGTHS)), device=device)
     order = torch.arange(len(ids)).mul(5).remainder(len(ids))  # not ascending
-    return list(ids.long()[order].split(PROBE_LENGTHS))
+    return list(ids[order].split(PROBE_LENGTHS))
 
 
 def _features(frozen: FrozenTarget, batch: dict[str, Any]) -> torch.Tensor:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_specheads.spelling import dashed_options
+
 from .commands import add_output_options, write_folder
 from .packing import Examples
 from .sources import DataSource
@@ -55,7 +57,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     there.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     there.add_argument("--retokenize", action="store_true", help="take texts where the server returns no token ids")
     add_output_options(parser.add_argument_group("output"))
-    return parser.parse_args(argv)
+    return parser.parse_args(dashed_options(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,9 @@ class StoredFeatures(Dataset):
             shard += 1
         with safe_open(self._paths[shard], "pt") as tensors:
             if shard not in self._offsets:
-                self._offsets[shard] = torch.cat([torch.zeros(1).long(), tensors.get_tensor("lengths").cumsum(0)])
+                self._offsets[shard] = torch.cat(
+                    [torch.zeros(1, dtype=torch.long), tensors.get_tensor("lengths").cumsum(0)]
+                )
             within = place - self._starts[shard]
             start, end = self._offsets[shard][within : within + 2].tolist()
             example = {name: tensors.get_slice(name)[start:end] for name in tensors.keys() if name != "lengths"}  # noqa: SIM118

@@ -136,7 +136,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self._meters = [self._train_losses]  # of training
         self._agreement = AgreementMeter(self.num_passes, self.args.device)
         self._throughput = Throughput(peak_flops(args))
-        self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros(())
+        self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros((), dtype=torch.float32)
 
     def identity(self) -> dict[str, Any]:
         """Which run this is; see [`identity.run_identity`]."""
@@ -229,7 +229,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if self._micro_step == 0:
-            self._step_loss = torch.zeros((), device=self.args.device)
+            self._step_loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
             for meter in self._meters:
                 meter.mark()
         loss = self._throughput.of(inputs, lambda: self.backward_batch(inputs, num_items_in_batch))
@@ -260,7 +260,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         """Forward and backward of one batch, the losses chunk by chunk; returns the weighted loss, detached."""
         apart = self.args.backward == "per_pass" and self.model.passes_are_detached
         together = 1 if apart else self.num_passes
-        total = torch.zeros((), device=self.args.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         with self.accelerator.autocast():
             unroll = self.start_unroll(inputs, num_items, separate_backward=apart, measure=self._is_logged_step())
         total += sum(loss.detach() for loss in self.shared_losses())

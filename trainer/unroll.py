@@ -189,7 +189,7 @@ class Unroll:
         self.supervised = loss_mask.flatten().nonzero()[:, 0]  # [R]
         self._labels = _labels(documents, next_token_ids)
         self._target_features = target_features.detach().flatten(0, 1)
-        self.measured = torch.zeros(num_passes, 3, device=features.device)
+        self.measured = torch.zeros(num_passes, 3, dtype=torch.float32, device=features.device)
         self._measures = measure
         self._passes = draft_head.unroll(rows, num_passes)
         self._position = 0

@@ -76,17 +76,11 @@ def suite_prompts(args: argparse.Namespace) -> list[SuitePrompt]:
 
 def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_size: int) -> list[dict[str, Any]]:
     """Left-padded batches, in the order of the prompts; the last one may be smaller."""
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        for prompt in prompts
-    ]
-    options = {"return_tensors": "pt", "padding": True, "return_token_type_ids": False}
-    return [dict(tokenizer(texts[i : i + batch_size], **options)) for i in range(0, len(texts), batch_size)]
+    from ..texts import all_token_ids, left_padded, pad_token_id_of
+
+    rows = [ids[0].tolist() for ids in all_token_ids(prompts, tokenizer)]
+    pad = pad_token_id_of(tokenizer)
+    return [left_padded(rows[first : first + batch_size], pad) for first in range(0, len(rows), batch_size)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..evaluation.first_token import timed_text
     from ..evaluation.suites import prompts_for
+    from ..texts import pad_token_id_of
     from ..tuning.turns import take_turns
 
     if chosen:
@@ -107,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         against = load_heads_from(args, args.against, dtype=target.dtype).bind(target)
     batches, sides = batches_of(tokenizer, prompts, args.batch_size), sides_of(heads, args.compile, against)
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-    options["pad_token_id"] = tokenizer.pad_token_id
+    options["pad_token_id"] = pad_token_id_of(tokenizer)
     if args.temperature > 0:
         options["temperature"] = args.temperature
 

@@ -95,10 +95,13 @@ def _inputs(
     if "prompt" in entry:
         return encode(tokenizer, target, entry["prompt"])
     options = {"tools": entry.get("tools"), **(entry.get("chat_template_kwargs") or {})}
-    encoded = tokenizer.apply_chat_template(
-        _asked(entry), add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
-    )
-    return dict(encoded.to(target.get_input_embeddings().weight.device))
+    import torch
+
+    from ..texts import chat_token_ids
+
+    ids = torch.tensor([chat_token_ids(_asked(entry), tokenizer, **options)])
+    ids = ids.to(target.get_input_embeddings().weight.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _asked(entry: dict[str, Any]) -> list[dict[str, Any]]:

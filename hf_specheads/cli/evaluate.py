@@ -41,7 +41,7 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for file in files:
-        text = file.read_text(encoding="utf-8")
+        text = _text_of(file)
         if file.suffix != ".jsonl":
             prompts.append(text)
             continue
@@ -51,6 +51,16 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError(f"expected non-empty prompts in {[str(file) for file in files]}, got {len(prompts)} entries.")
     return prompts
+
+
+def _text_of(file: Path) -> str:
+    """What a file of prompts says. Some editors begin it with a mark of its encoding, which is no part of a prompt."""
+    if file.suffix == ".json":
+        raise ValueError(f"{file} would be one prompt as it is; write its entries into a .jsonl file, one a line.")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
 
 
 def _prompt_of(line: str, where: str) -> Prompt:

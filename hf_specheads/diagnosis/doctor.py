@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -161,18 +161,19 @@ def measure(
     trials += mapping_trials(heads, drafts, evidence, score)
     text = own_text(evidence, 0)
     own = group_of(given_mode(prompts), drafts, evidence, text)
+    others = _other_modes(target, prompts, tokenizer)
     return drafts, Facts(
         score=score,
         trials=trials,
         labels=label_offsets(drafts, evidence),
         turn=by_turn(drafts, evidence),
         contexts=by_context(drafts, evidence),
-        modes=[own, *_other_modes(target, heads, prompts, tokenizer)],
+        modes=[own, *(_group_of_mode(heads, *mode) for mode in others.items())],
         special=special_tokens(drafts, evidence, getattr(tokenizer, "all_special_ids", ())),
         given=given_text(drafts, evidence),
         own=own,
         coverage=coverage(heads, evidence),
-        identity=wrong_target or _statistics_differ(heads, evidence),
+        identity=wrong_target or _statistics_differ(heads, [evidence, *others.values()]),
         stored=stored_numbers(heads),
         noise=measure_noise(target, evidence, tokenizer),
         free_running=None,
@@ -190,14 +191,16 @@ def _most_positions(heads: DraftHead) -> int:
     return depth if most is None else min(depth, most)
 
 
-def _statistics_differ(heads: DraftHead, evidence: Evidence) -> str | None:
-    """Against what was stored with the heads when they were trained."""
+def _statistics_differ(heads: DraftHead, forms: Sequence[Evidence]) -> str | None:
+    """Against what was stored with the heads when they were trained. Texts of a kind that a target was not trained on
+    have other features, too: what is as in training in any form of the prompts, is the same target."""
     stored = heads.config.feature_statistics
     if not stored or not heads.feature_layers:
         return None
-    measured = measured_statistics(heads, evidence)
-    problem = statistics_problem(stored, measured)
-    return None if problem is None else f"the target's features are not those of the training: {problem}"
+    problems = [statistics_problem(stored, measured_statistics(heads, evidence)) for evidence in forms]
+    if None in problems:
+        return None
+    return f"the target's features are not those of the training: {problems[0]}"
 
 
 def measured_statistics(heads: DraftHead, evidence: Evidence) -> dict[str, Any]:
@@ -211,16 +214,18 @@ def measured_statistics(heads: DraftHead, evidence: Evidence) -> dict[str, Any]:
     return found
 
 
-def _other_modes(target: PreTrainedModel, heads: DraftHead, prompts: Sequence[Text], tokenizer: Any) -> list[Group]:
-    found = []
+def _other_modes(target: PreTrainedModel, prompts: Sequence[Text], tokenizer: Any) -> dict[str, Evidence]:
+    """The target's own texts after the same prompts in other forms, by their names."""
+    found = {}
     for name, texts in modes(prompts, tokenizer).items():
-        try:
-            evidence = gather(target, texts, tokenizer, MODE_TOKENS)
-        except ValueError:  # nothing is said in that mode
-            continue
-        drafts = draft_everywhere(heads, evidence, tuple(heads.feature_layers))
-        found.append(group_of(name, drafts, evidence, own_text(evidence, 0)))
+        with suppress(ValueError):  # nothing is said in that mode
+            found[name] = gather(target, texts, tokenizer, MODE_TOKENS)
     return found
+
+
+def _group_of_mode(heads: DraftHead, name: str, evidence: Evidence) -> Group:
+    drafts = draft_everywhere(heads, evidence, tuple(heads.feature_layers))
+    return group_of(name, drafts, evidence, own_text(evidence, 0))
 
 
 def _conditional(drafts: Drafts, evidence: Evidence) -> list[float]:

@@ -61,7 +61,7 @@ class Evidence:
         lengths = torch.tensor(self.lengths, device=self.token_ids.device)[:, None]
         documents = torch.where(places[None] < lengths - 1, 0, -1)
         if features is None:
-            features = torch.zeros(*self.token_ids.shape, 1, device=self.token_ids.device)
+            features = torch.zeros(*self.token_ids.shape, 1, dtype=torch.float32, device=self.token_ids.device)
         return TrainingRows(
             features=features[:, :-1],
             token_ids=self.token_ids[:, :-1],

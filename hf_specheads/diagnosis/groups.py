@@ -11,7 +11,7 @@ import torch
 
 from ..bootstrap import Interval, careful, difference_interval, ratio_interval
 from ..heads.base import DraftHead
-from ..texts import Text, all_token_ids
+from ..texts import Text, all_token_ids, chat_token_ids
 from .evidence import Evidence
 from .teacher_forced import FIRST_TOKENS, Drafts, guessed_text, hits, own_text
 
@@ -150,8 +150,7 @@ def modes(prompts: Sequence[Text], tokenizer: Any) -> dict[str, list[Any]]:
         found["chat"] = chats
     if "enable_thinking" in str(template):
         for value, name in ((True, "chat, thinking"), (False, "chat, no thinking")):
-            options = {"add_generation_prompt": True, "return_dict": True, "enable_thinking": value}
-            found[name] = [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+            found[name] = [chat_token_ids(chat, tokenizer, enable_thinking=value) for chat in chats]
     return found
 
 

@@ -53,7 +53,10 @@ class Score:
         count, roots = accepted(drafts, evidence)
         columns = [right, text, count * roots, roots]
         if drafts.log_probs:
-            sums, counts = torch.zeros(text.shape, device=text.device), torch.zeros_like(text, dtype=torch.long)
+            sums, counts = (
+                torch.zeros(text.shape, dtype=torch.float32, device=text.device),
+                torch.zeros_like(text, dtype=torch.long),
+            )
             for position, likely in enumerate(drafts.log_probs):
                 there = own_text(evidence, position) & ~likely.isnan()
                 sums += likely.masked_fill(~there, 0.0)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..texts import Text, chat_token_ids
+
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 OURS = "ours"
@@ -125,8 +127,9 @@ def _prompt(name: str, suite: Suite, row: Row, number: int) -> SuitePrompt:
         ) from error
 
 
-def prompts_for(prompts: list[SuitePrompt], tokenizer: Any, thinking: bool | None = None) -> list[str]:
-    """Texts as the target is given them: a user's message in its chat template, or the bare text without one.
+def prompts_for(prompts: list[SuitePrompt], tokenizer: Any, thinking: bool | None = None) -> list[Text]:
+    """Texts as the target is given them: token ids of a user's message in its chat template, or the bare text without
+    one.
 
     Args:
         prompts: Of suites.
@@ -144,6 +147,5 @@ def prompts_for(prompts: list[SuitePrompt], tokenizer: Any, thinking: bool | Non
         )
     if not template:
         return [one.text for one in prompts]
-    options = {"add_generation_prompt": True, "tokenize": False}
-    options |= {} if thinking is None else {"enable_thinking": thinking}
-    return [tokenizer.apply_chat_template([{"role": "user", "content": one.text}], **options) for one in prompts]
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    return [chat_token_ids([{"role": "user", "content": one.text}], tokenizer, **options) for one in prompts]

@@ -18,7 +18,7 @@ from ..heads.base import DraftHead
 from ..metrics import GenerationStats, acceptance_length, position_acceptance
 from ..provenance import device_name, versions
 from ..publishing.curves import curve, read_history
-from ..texts import Text, token_ids_of
+from ..texts import Text, left_padded, pad_token_id_of, token_ids_of
 from ..tree.config import DraftTreeConfig
 from ..tuning.progress import bar
 from ..tuning.turns import generate_text, take_turns, timed_generation
@@ -278,11 +278,7 @@ def _add_batches(
 def _batch(rows: Sequence[list[int]], size: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     """So many prompts, padded on the left; the first ones again where there are fewer."""
     chosen = [rows[index % len(rows)] for index in range(size)]
-    longest = max(map(len, chosen))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    ids = [[pad] * (longest - len(row)) + row for row in chosen]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in chosen]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    return left_padded(chosen, pad_token_id_of(tokenizer))
 
 
 def _add_n_alpha(

@@ -301,5 +301,5 @@ def _tree(parents: tuple[int, ...], token_ids: torch.Tensor) -> DraftTree:
         depths.append(depths[parent] + 1)
     shape = token_ids.shape
     rows = torch.tensor([parents, depths], device=token_ids.device)
-    scores = torch.zeros(shape, device=token_ids.device)
+    scores = torch.zeros(shape, dtype=torch.float32, device=token_ids.device)
     return DraftTree(token_ids, rows[0].expand(shape), rows[1].expand(shape), scores, max(depths))

@@ -63,6 +63,10 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
         ),
         "output_attentions=True": bool(config.output_attentions),
         "assistant_ensemble_weight, which is lossy": getattr(config, "assistant_ensemble_weight", None) is not None,
+        f"dola_layers={config.dola_layers!r}, which changes the text": config.dola_layers is not None,
+        "gradient checkpointing in training mode, where layers keep no cache (`target.eval()`)": any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in target.modules()
+        ),
         f"prompt-learning adapters ({_prompt_learning(target)})": _prompt_learning(target) is not None,
     }
     for what, applies in reasons.items():

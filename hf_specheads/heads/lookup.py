@@ -207,18 +207,18 @@ class LookupHead(DraftHead):
         text, roots = cache.text, cache.roots()
         places = torch.arange(text.shape[1], device=text.device)
         agree = (places < roots)[:, None].expand(-1, last.shape[1], -1)  # a token has followed
-        agreeing = torch.zeros(*last.shape[:2], text.shape[1], device=text.device)
+        agreeing = torch.zeros(*last.shape[:2], text.shape[1], dtype=torch.float32, device=text.device)
         for back in range(last.shape[2]):
             same = text.roll(back, dims=1)[:, None] == last[..., last.shape[2] - 1 - back, None]
             agree = agree & same & (places >= back)
             agreeing = agreeing + agree
-        recent = 0.5 + 0.5 * (places + 1) / (roots + 1)
+        recent = 0.5 + 0.5 * (places + 1).float() / (roots + 1)
         counts = LONGER_COUNTS ** (agreeing - last.shape[2]) * recent[:, None]
         counts = torch.where(agreeing >= self.config.shortest_ngram, counts, 0.0)
         followers = text.roll(-1, dims=1)[:, None].expand_as(counts)
         seen = counts.new_zeros(*last.shape[:2], self.config.vocab_size).scatter_add(2, followers, counts)
         # Tokens that never followed differ a little, so that which of them are children does not hang on a kernel.
-        order = torch.arange(self.config.vocab_size, device=text.device) / (2 * self.config.vocab_size)
+        order = torch.arange(self.config.vocab_size, device=text.device).float() / (2 * self.config.vocab_size)
         seen = seen + UNSEEN * (1 - order)
         return (seen if self.draft_vocabulary is None else seen[..., self.draft_vocabulary]).log()
 

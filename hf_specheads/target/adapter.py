@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import HeadLoadError
+from .identity import spread_over
 
 ADAPTER_NAME = "specheads"
 
@@ -52,11 +53,11 @@ def active_fingerprints(target: nn.Module) -> list[list[float]]:
 def _fingerprint(layers: list[Any], name: str) -> list[float]:
     # The second factor: it starts at zero, so that two trainings from one seed differ.
     weights = [layer.lora_B[name].weight for layer in layers if name in layer.lora_B]
-    chosen = torch.linspace(0, len(weights) - 1, FINGERPRINT_LAYERS).long().tolist() if weights else []
+    chosen = spread_over(len(weights), FINGERPRINT_LAYERS) if weights else []
     entries: list[float] = []
     for index in chosen:
         flat = weights[index].flatten()
-        places = torch.linspace(0, flat.numel() - 1, FINGERPRINT_ENTRIES, device=flat.device).long()
+        places = spread_over(flat.numel(), FINGERPRINT_ENTRIES)
         entries += [float(f"{value:.5g}") for value in flat[places].float().tolist()]
     return entries
 

@@ -37,6 +37,12 @@ def target_sizes(target: PreTrainedModel) -> dict[str, int]:
     }
 
 
+def spread_over(size: int, count: int) -> list[int]:
+    """`count` of the numbers below `size`, from the first to the last, evenly. They are reckoned in integers, and
+    depend neither on torch's default type nor on a device, however large `size` is."""
+    return [index * (size - 1) // max(count - 1, 1) for index in range(count)]
+
+
 def target_fingerprint(target: PreTrainedModel) -> list[float]:
     """A few entries of the target's token embedding, spread over vocabulary and width.
 
@@ -61,9 +67,8 @@ def weight_fingerprint(weight: torch.Tensor) -> list[float]:
 def _fingerprint(
     embedding: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, device: torch.device
 ) -> list[float]:
-    ids = torch.linspace(0, vocab_size - 1, FINGERPRINT_ROWS, device=device).long()
-    rows = embedding(ids).float()
-    columns = torch.linspace(0, rows.shape[-1] - 1, FINGERPRINT_COLUMNS, device=rows.device).long()
+    rows = embedding(torch.tensor(spread_over(vocab_size, FINGERPRINT_ROWS), device=device)).float()
+    columns = spread_over(rows.shape[-1], FINGERPRINT_COLUMNS)
     return [round(x, 6) for x in rows[:, columns].flatten().tolist()]
 
 
@@ -71,7 +76,7 @@ def fingerprints_match(ours: list[float], theirs: list[float]) -> bool:
     """Whether two fingerprints come from the same weights, up to rounding to 16 bits."""
     if len(ours) != len(theirs):
         return False
-    a, b = torch.tensor(ours), torch.tensor(theirs)
+    a, b = torch.tensor(ours, dtype=torch.float32), torch.tensor(theirs, dtype=torch.float32)
     scale = a.square().mean().sqrt().clamp_min(1e-8)
     return bool(((a - b).abs().max() / scale) < FINGERPRINT_TOLERANCE)
 

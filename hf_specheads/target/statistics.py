@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .identity import spread_over
+
 CHANNELS = 16
 ENOUGH = 8192  # tokens whose features say what a target is
 # Texts differ too: what is still the same target. Scale as a ratio, centres in deviations, deviations as a ratio.
@@ -62,7 +64,7 @@ class FeatureStatistics:
 
     @staticmethod
     def _channels(width: int) -> torch.Tensor:
-        return torch.linspace(0, width - 1, min(CHANNELS, width)).long()
+        return torch.tensor(spread_over(width, min(CHANNELS, width)))
 
     def to_dict(self) -> dict[str, Any] | None:
         """Plain values for a config: `levels`, `tokens`, and per level `scale` (root mean square of its entries),
@@ -107,7 +109,10 @@ def statistics_problem(stored: dict[str, Any], measured: dict[str, Any]) -> str 
         return f"the heads were trained on {known} hidden states, and read {len(measured['scale'])}"
     for index, level in enumerate(measured["levels"]):
         ratio = measured["scale"][index] / max(stored["scale"][index], 1e-12)
-        before, now = (torch.tensor([one["mean"][index], one["deviation"][index]]) for one in (stored, measured))
+        before, now = (
+            torch.tensor([one["mean"][index], one["deviation"][index]], dtype=torch.float32)
+            for one in (stored, measured)
+        )
         spread = before[1].clamp_min(1e-3 * stored["scale"][index])
         shift = float(((now[0] - before[0]).abs() / spread).median())
         wider = float((now[1] / spread).log().abs().median().exp())
@@ -130,7 +135,7 @@ def _pattern(stored: dict[str, Any], measured: dict[str, Any], index: int) -> fl
     rows = [[float(one) / 100 for one in each["correlation"][index].split()] for each in (stored, measured)]
     if len(rows[0]) != len(rows[1]) or len(rows[0]) < 2:
         return None
-    patterns, tokens = torch.tensor(rows), min(stored["tokens"], measured["tokens"])
+    patterns, tokens = torch.tensor(rows, dtype=torch.float32), min(stored["tokens"], measured["tokens"])
     if float(patterns.square().mean(1).min()) < ABOVE_NOISE / tokens:
         return None
     return float(torch.corrcoef(patterns)[0, 1].nan_to_num(1.0))

@@ -258,7 +258,7 @@ def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDy
 def _replay_best_first(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDynamic:
     """Of heads whose positions are independent: candidates are the `MOST_NODES` best nodes of every level, of which a
     tree of fewer nodes holds some of the best."""
-    places, above = len(record.true_ranks), torch.zeros(len(record.true_ranks), 1)
+    places, above = len(record.true_ranks), torch.zeros(len(record.true_ranks), 1, dtype=torch.float32)
     true, levels, true_scores, best = above[:, 0], [], [], []
     for level in range(depth):
         start = record.scores[level - 1].flatten(1).amax(1, keepdim=True) if level else above  # of the frontier's best

@@ -189,7 +189,10 @@ def flex_serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
     rows = flex.MULTIPLE + 12
     generator = torch.Generator().manual_seed(0)
     sizes = [heads, *[kv_heads] * 6]
-    states = [torch.randn(1, size, rows, head_dim, generator=generator).to(device, dtype) for size in sizes]
+    states = [
+        torch.randn(1, size, rows, head_dim, dtype=torch.float32, generator=generator).to(device, dtype)
+        for size in sizes
+    ]
     plan = StreamAttention(Documents((torch.arange(rows, device=device) // 100)[None]), 3)
     fused, in_blocks = partial(plan.fused, scaling=head_dim**-0.5), partial(plan.in_blocks, scaling=head_dim**-0.5)
     if (problem := flex.problem(fused, in_blocks, states)) is not None:

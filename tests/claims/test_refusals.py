@@ -10,7 +10,7 @@ import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.heads import random_heads
 from support.stubs import CountForwards
-from support.targets import own_target, prompt, shared_target
+from support.targets import own_target, plain, prompt, shared_target
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_specheads import AutoDraftHead, WrongTargetError
@@ -40,6 +40,7 @@ OPTIONS = {
     "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
+    "dola": ({"dola_layers": "low"}, "dola_layers='low'"),
 }
 
 
@@ -48,6 +49,18 @@ def test_options(option):
     target = own_target("llama", attention="eager")
     options, words = OPTIONS[option]
     assert words in refusal(target, random_heads(target), UnsupportedGenerationError, **options)
+
+
+def test_gradient_checkpointing_in_training_mode():
+    """Layers drop the cache then: plain decoding forgets its prompt, and rounds would fail within a forward."""
+    target, ids = own_target("llama"), prompt()
+    heads = random_heads(target)
+    expected = plain(target, ids, 12)
+    target.gradient_checkpointing_enable()
+    target.train()
+    assert "`target.eval()`" in refusal(target, heads, UnsupportedGenerationError)
+    target.eval()
+    assert torch.equal(plain(target, ids, 12, assistant_model=heads), expected)
 
 
 def test_a_forward_argument_that_tree_nodes_cannot_get():

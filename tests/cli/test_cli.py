@@ -20,6 +20,7 @@ from hf_specheads.cli import COMMANDS, build_parser, main
 from hf_specheads.cli.demo import answer_problem, read_demo_prompts
 from hf_specheads.cli.evaluate import read_prompts
 from hf_specheads.provenance import accelerators
+from hf_specheads.trainer import features, regenerate
 from hf_specheads.trainer.shipped_pair.chat import answer_text
 
 PROMPTS = [{"name": "one", "prompt": "w5 w6 w7 w8 w9"}, {"name": "two", "prompt": "w50 w40 w30"}]
@@ -178,6 +179,14 @@ def test_prompt_files(tmp_path: Path) -> None:
         (tmp_path / "c.jsonl").write_text(content)
         with pytest.raises(ValueError, match=words):
             read_prompts([tmp_path / "c.jsonl"])
+    (tmp_path / "d.jsonl").write_text('{"text": "x"}', encoding="utf-8-sig")
+    assert read_prompts([tmp_path / "d.jsonl"]) == ["x"]
+    (tmp_path / "e.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"e\.txt is no text in UTF-8"):
+        read_prompts([tmp_path / "e.txt"])
+    (tmp_path / "f.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    with pytest.raises(ValueError, match=r"f\.json would be one prompt as it is"):
+        read_prompts([tmp_path / "f.json"])
 
 
 def test_convert(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -271,6 +280,16 @@ def test_underscores_are_understood_and_values_left_alone() -> None:
     args = build_parser().parse_args(words)
     assert (args.target, args.heads, args.max_new_tokens, args.tree_top_k) == ("a_b", "c_d", 7, 3)
     assert args.prompt == "--x_y"
+    for module in (regenerate, features):  # whose arguments are the trainer's
+        given = ["--target", "a_b", "--data=c_d", "--out", "e_f", "--max_length=9", "--batch_size", "2"]
+        args = module.parse_args(given)
+        assert (args.target, args.data, args.out, args.max_length, args.batch_size) == (
+            "a_b",
+            "c_d",
+            Path("e_f"),
+            9,
+            2,
+        )
 
 
 @pytest.mark.parametrize(

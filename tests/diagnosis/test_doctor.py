@@ -17,7 +17,8 @@ from hf_specheads import AutoDraftHead, DraftHead, WrongTargetError, diagnose, l
 from hf_specheads.cli import main
 from hf_specheads.diagnosis.alternative import put_into_force
 from hf_specheads.diagnosis.diagnosis import Diagnosis
-from hf_specheads.diagnosis.doctor import measured_statistics
+from hf_specheads.diagnosis.doctor import _statistics_differ, measured_statistics
+from hf_specheads.diagnosis.evidence import capture
 from hf_specheads.diagnosis.teacher_forced import own_text
 from hf_specheads.heads.layers import rotary_embedding
 
@@ -135,6 +136,10 @@ def test_another_target(deep, learnt, evidence) -> None:
             layer.mlp.down_proj.weight.mul_(4)
     found = examine(rotated, heads)
     assert found.findings[0].cause == "another target" and "not those of the training" in found.verdict, str(found)
+    texts = [ids[:length] for ids, length in zip(evidence.token_ids, evidence.lengths, strict=True)]
+    strange = capture(rotated, texts, list(evidence.starts))
+    assert "not those of the training" in _statistics_differ(heads, [strange, strange])
+    assert _statistics_differ(heads, [strange, evidence]) is None, "in one form they are"
 
 
 @pytest.mark.slow

@@ -140,9 +140,10 @@ def test_templates_and_thinking(tokenizer) -> None:
     with pytest.raises(ValueError, match="no `enable_thinking`"):
         prompts_for(prompts, tokenizer, thinking=False)
 
-    def template(messages: list[dict[str, str]], **options: Any) -> str:
-        return f"{messages[0]['content']}|{options.get('enable_thinking')}"
+    def template(messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
+        assert messages == [{"role": "user", "content": "w5 w6"}] and options["add_generation_prompt"]
+        return {"input_ids": [5, 6, {None: 7, True: 8}[options.get("enable_thinking")]]}
 
     chat = SimpleNamespace(chat_template="... enable_thinking ...", apply_chat_template=template)
-    assert prompts_for(prompts, chat) == ["w5 w6|None"]
-    assert prompts_for(prompts, chat, thinking=True) == ["w5 w6|True"]
+    assert prompts_for(prompts, chat) == [[5, 6, 7]]
+    assert prompts_for(prompts, chat, thinking=True) == [[5, 6, 8]]

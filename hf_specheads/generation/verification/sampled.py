@@ -102,7 +102,8 @@ def verify_sampled_at_once(
     scores = sampler.scores_at_all_nodes(logits)
     tokens = _child_tokens(tree, drawn)
     probs = scores[:, drawn.parents].softmax(-1)
-    accepted, residual = accept_children(probs, drawn.probs, tokens, torch.rand(tokens.shape, device=tokens.device))
+    uniforms = torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device)
+    accepted, residual = accept_children(probs, drawn.probs, tokens, uniforms)
     taken = torch.zeros_like(tree.token_ids, dtype=torch.bool)
     child = drawn.children[torch.arange(len(drawn.parents), device=tokens.device), accepted.clamp_min(0)]  # [B, E]
     taken.scatter_(1, torch.where(accepted >= 0, child, 0), True)
@@ -149,7 +150,7 @@ def verify_sampled_token_by_token(
         )
     drawn = _draws(tree)
     tokens = _child_tokens(tree, drawn)
-    uniforms = torch.rand(tokens.shape, device=tokens.device)
+    uniforms = torch.rand(tokens.shape, dtype=torch.float32, device=tokens.device)
     ranks = tokens.shape[2]
     rows = torch.cat([drawn.parents[:, None], drawn.children, tokens[0]], dim=1).tolist()
     inner = {node: (slot, values[:ranks], values[ranks:]) for slot, (node, *values) in enumerate(rows)}

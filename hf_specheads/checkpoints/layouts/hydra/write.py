@@ -65,5 +65,5 @@ def _tensors(heads: HydraHead) -> Tensors:
         return tensors
     base = (config.rope_parameters or {}).get("rope_theta", DEFAULT_ROPE_BASE)
     head_dim = len(tensors[keys.PREFIX_LAYER + Q_PROJ]) // config.num_attention_heads
-    tensors[keys.ROPE_TABLE] = base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    tensors[keys.ROPE_TABLE] = base ** -(torch.arange(0, head_dim, 2).float() / head_dim)
     return tensors
