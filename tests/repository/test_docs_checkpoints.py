@@ -48,7 +48,7 @@ def test_the_session(hub: HubEndpoint, tmp_path: Path) -> None:
         hub.files("lab/poss3-stdlib")
     )
     card = hub.files("lab/poss3-stdlib")["README.md"].decode()
-    assert "| functions |" in card and "base_model" not in card  # `model_cards/target` looks like a Hub id and is none
+    assert "| chats |" in card and "base_model" not in card  # `model_cards/target` looks like a Hub id and is none
     commands = [command for command, _, _ in results if command.startswith("specheads")]
     steps = ["export", "inspect", "convert", "inspect", "eval", "export", "push", "inspect", "generate"]
     assert [shlex.split(command)[1] for command in commands] == steps
