@@ -34,22 +34,11 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return x if wide else x.mT
 
 
-def is_table(model: nn.Module, name: str, weight: torch.Tensor) -> bool:
-    """Whether the rows of a weight belong to tokens."""
-    config = getattr(model, "config", None)
-    sizes = {getattr(config, field, None) for field in ("vocab_size", "draft_vocab_size")}
-    return "embed" in name or "lm_head" in name or weight.shape[0] in sizes
-
-
 class MatrixMomentum(torch.optim.Optimizer):
-    """Muon for the matrices inside the layers, AdamW for embeddings, projections to a vocabulary, norms and biases.
-
-    A table of a vocabulary (an embedding, an `lm_head`, DSpark's Markov head) is no map between states: most of its
-    rows have no gradient in a step, and an orthogonalised update would move the others as far as a whole matrix.
+    """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases.
 
     Args:
-        model: The model; tables are found by their rows, one per token of `config.vocab_size` or
-            `config.draft_vocab_size`, and by name.
+        model: The model; embeddings and vectors are found by name and shape.
         matrix_lr: Learning rate of orthogonalised updates.
         lr: Learning rate of AdamW.
         momentum: Nesterov momentum of the matrices.
@@ -70,7 +59,7 @@ class MatrixMomentum(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for name, p in named if p.ndim == 2 and not is_table(model, name, p)]
+        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in chosen]
         groups = [
