@@ -38,7 +38,6 @@ QUESTIONS = (
     ("POSS-3 on EAGLE-3 over EAGLE-3", "poss3-eagle3", "eagle3"),
     ("DFlash over POSS-3", "dflash", "poss3"),
     ("DSpark over DFlash", "dspark", "dflash"),
-    ("DSpark by cross-entropy alone", "dspark-cross-entropy", "dspark"),
     ("P-EAGLE over EAGLE-3", "peagle", "eagle3"),
     ("Hydra++ over Hydra", "hydra-plus", "hydra"),
     ("Hydra over Medusa", "hydra", "medusa"),

@@ -86,11 +86,6 @@ def block(method: str, block_size: int, **options: Any) -> Run:
     return Run(method, None, None, heads, WHOLE, training, {"depth": DEPTH})
 
 
-def dspark() -> Run:
-    """A block whose slots learn the token before them; its root's slot drafts, so that one row less is as deep."""
-    return block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64)
-
-
 def ablation(inputs: str) -> Run:
     """EAGLE's input ablation: short runs that differ in what the heads read."""
     return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.125)
@@ -115,7 +110,7 @@ RELEASED = {
     "eagle3": Run("eagle3", DEPTH, "eagle3-base", {}, FINAL_SHARE, TEST_TIME),
     "poss3-eagle3": Run("poss-eagle3", DEPTH, "eagle3-base", poss(3).options, FINAL_SHARE, TEST_TIME),
     "dflash": block("dflash", DEPTH + 1),
-    "dspark": dspark(),
+    "dspark": block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64),
     "peagle": Run("peagle", DEPTH, None, {**EAGLE3, "num_hidden_layers": 2}, WHOLE, TEACHER),
     "poss3-lora": replace(poss(3), method="poss-lora"),
     # Three blocks per head: together the parameters of POSS-3.
@@ -142,7 +137,6 @@ STUDIES = {
     "poss3-averaged-passes": trained_with(poss(3), pass_reduction="mean"),
     "poss3-cold": replace(poss(3), starts_from=None, options={**poss(3).options, **HEAD_WIDTH}, share=WHOLE),
     "hass-cold": replace(hass(), starts_from=None, options=HEAD_WIDTH, share=WHOLE),
-    "dspark-cross-entropy": trained_with(dspark(), next_token_loss_weight=1.0, total_variation_loss_weight=0.0),
     "corpus-base": Run("eagle", 1, None, HEAD_WIDTH, on_corpus=True),
     "poss3-corpus": replace(poss(3), starts_from="corpus-base", on_corpus=True),
 }
