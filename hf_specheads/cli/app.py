@@ -21,14 +21,13 @@ from .pair import (
     heads_of_pair,
     load_placed_target,
     member,
+    preferred_of,
     sources_of,
 )
 
 if TYPE_CHECKING:
     from ..app.models import Models
     from ..heads.base import DraftHead
-
-PREFERRED = "poss3"  # of the shipped pair
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +92,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, str]:
         name: partial(_load, source, options) for name, source in sources.items()
     }
     models = Models(target, tokenizer, loaders, member(args.pair, args.target))
-    chosen = PREFERRED if PREFERRED in loaders else next(iter(loaders))
+    chosen = preferred_of(list(loaders))
     models.heads(chosen)  # heads of another target are told before the page is there
     return models, chosen
 

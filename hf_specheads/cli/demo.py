@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .display import emit, hide_progress, marked_text, note, number, plain_steps_text, pos_acc_text, table, use_colour
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
-from .pair import add_pair_arguments, member
+from .pair import add_pair_arguments, find_pair, heads_of_pair, member, preferred_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ No heads for it yet?  specheads train --config eagle target=your/target output_d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which pair, how much to generate."""
-    add_pair_arguments(parser, default="poss3", help="the same, of the heads")
+    add_pair_arguments(parser, help="the same, of the heads (default: the best of the pair)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
     )
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """Target, tokenizer and heads in fp32, in which plain and speculative generation agree to the last token."""
-    target_name, heads_name = member(args.pair, args.target), member(args.pair, args.heads)
+    chosen = args.heads or preferred_of(heads_of_pair(find_pair(args.pair)))
+    target_name, heads_name = member(args.pair, args.target), member(args.pair, chosen)
     note(args, f"Loading {target_name} and {heads_name} ...")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

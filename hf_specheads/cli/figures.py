@@ -26,7 +26,15 @@ from .pair import (
     sources_of,
 )
 
-DEFAULT_HEADS = ("eagle", "hass", "poss2", "poss3", "eagle3", "medusa", "hydra")  # of a pair, those that are there
+DEFAULT_HEADS = (
+    "eagle",
+    "hass",
+    "poss3",
+    "eagle3",
+    "dflash",
+    "medusa",
+    "hydra-plus",
+)  # of a pair, those that are there
 SWEEPS = ("depths", "nodes", "batch_sizes")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from .display import note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PREFERRED = ("poss3-total-variation", "poss3")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, **heads: Any) -> None:
@@ -74,6 +77,11 @@ def heads_of_pair(folder: Path) -> list[str]:
     if not found:
         raise FileNotFoundError(f"there are no draft heads in {folder}; name some with --heads.")
     return found
+
+
+def preferred_of(names: Sequence[str]) -> str:
+    """Of the heads of a pair those that are shown where nobody chose: of the shipped ones, those that accept most."""
+    return next((name for name in PREFERRED if name in names), names[0])
 
 
 def sources_of(pair: Path | None, names: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from hf_specheads.cli import main
 from hf_specheads.cli.app import load_models
-from hf_specheads.cli.pair import heads_of_pair
+from hf_specheads.cli.pair import heads_of_pair, preferred_of
 
 PAIR = Path(__file__).parents[2] / "model_cards"
 
@@ -60,3 +60,9 @@ def test_without_gradio_nothing_is_loaded(monkeypatch, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["app"]) == 2
     assert 'pip install "hf-specheads[app]"' in capsys.readouterr().err
+
+
+def test_the_heads_that_are_shown_first() -> None:
+    assert preferred_of(["eagle", "poss3", "poss3-total-variation"]) == "poss3-total-variation"
+    assert preferred_of(["eagle", "poss3"]) == "poss3"
+    assert preferred_of(["mine", "yours"]) == "mine"

@@ -113,6 +113,7 @@ RELEASED = {
     "dspark": block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64),
     "peagle": Run("peagle", DEPTH, None, {**EAGLE3, "num_hidden_layers": 2}, WHOLE, TEACHER),
     "poss3-lora": replace(poss(3), method="poss-lora"),
+    "poss3-total-variation": trained_with(poss(3), top_k_loss_weight=0.0, total_variation_loss_weight=1.0),
     # Three blocks per head: together the parameters of POSS-3.
     "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
     "medusa2": Run("medusa", DEPTH, "medusa", {}, 0.15, {**TEACHER, **ADAPTER}, joint=True),
@@ -120,7 +121,7 @@ RELEASED = {
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
 }
-# What a choice of the recipe changes: each differs from POSS-3, HASS or EAGLE in one thing.
+# What a choice of the recipe changes, like the total variation above: each differs from POSS-3, HASS or EAGLE in one thing.
 STUDIES = {
     "inputs-shifted": ablation("feature+shifted_token"),
     "inputs-unshifted": ablation("feature+token"),
@@ -131,7 +132,6 @@ STUDIES = {
     "poss3-no-feature-loss": trained_with(poss(3), feature_loss_weight=0.0),
     "poss3-no-token-loss": trained_with(poss(3), token_loss_weight=0.0),
     "poss3-no-top-k-loss": trained_with(poss(3), top_k_loss_weight=0.0),
-    "poss3-total-variation": trained_with(poss(3), top_k_loss_weight=0.0, total_variation_loss_weight=1.0),
     "poss3-acceptance": trained_with(poss(3), top_k_loss_weight=0.0, acceptance_loss_weight=1.0),
     "poss3-upstream-masks": trained_with(poss(3), upstream_masking=True),
     "poss3-averaged-passes": trained_with(poss(3), pass_reduction="mean"),
