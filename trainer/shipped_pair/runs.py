@@ -121,7 +121,7 @@ RELEASED = {
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
 }
-# What a choice of the recipe changes, like the total variation above: each differs from POSS-3, HASS or EAGLE in one thing.
+# What a choice of the recipe changes: each differs from POSS-3, HASS or EAGLE in one thing, as total variation above.
 STUDIES = {
     "inputs-shifted": ablation("feature+shifted_token"),
     "inputs-unshifted": ablation("feature+token"),

@@ -227,7 +227,7 @@ class Round:
         self.siblings = {node: children[e][:r] for node, (e, r) in self.place.items()}
         parents = self.tree.sampled.parents.tolist()
         self.children = {parent: [c for c in row if c > 0] for parent, row in zip(parents, children, strict=True)}
-        monkeypatch.setattr(torch, "rand", lambda shape, device: self.uniforms)
+        monkeypatch.setattr(torch, "rand", lambda shape, device, dtype: self.uniforms)
         script_draws(monkeypatch, self.draw)
 
     def draw(self, probs: torch.Tensor, num_samples: int) -> torch.Tensor:
@@ -327,7 +327,7 @@ def test_both_walks_agree_on_the_same_random_numbers(row, seed, shape):
     sampler = TokenSampler(LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE)]), do_sample=True)
     ids = torch.zeros(1, 1, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "rand", lambda shape, device: uniforms)
+        patch.setattr(torch, "rand", lambda shape, device, dtype: uniforms)
         script_draws(patch, lambda probs, num_samples: (probs.cumsum(-1) < last).sum(-1, keepdim=True))
         (at_once,) = verify_sampled_at_once(tree, [ids.shape[1]], logits[part], sampler, NEVER, True)
         (walked,) = verify_sampled_token_by_token(tree, ids, logits[part], sampler, NEVER, None)
