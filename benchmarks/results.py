@@ -198,10 +198,11 @@ def pos_acc(values: Sequence[float] | None) -> str:
 
 def draft_tree(tree: Result) -> str:
     """A draft tree in words."""
+    copied = f" and {tree['lookup']} copied nodes" if tree.get("lookup") else ""
     if tree["kind"] == "chain":
-        return f"chain of {tree['depth']}"
+        return f"chain of {tree['depth']}{copied}"
     kind = "" if tree["kind"] == "dynamic" else f"{tree['kind']}, "
-    return f"{kind}depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes"
+    return f"{kind}depth {tree['depth']}, top-k {tree['top_k']}, {tree['total_tokens']} nodes{copied}"
 
 
 def footnote(result: Result, *more: str) -> str:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="per prompt")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
 
 
