@@ -97,7 +97,7 @@ def test_demo_without_the_pair(tmp_path: Path, monkeypatch, capsys: pytest.Captu
     assert main(["demo", "--pair", str(tmp_path / "nowhere")]) == 2
     assert "pass --pair FOLDER" in capsys.readouterr().err
     assert main(["demo", "--pair", str(tmp_path)]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "there are no draft heads in" in capsys.readouterr().err
 
 
 def test_demo_prompts() -> None:
