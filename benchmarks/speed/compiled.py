@@ -124,6 +124,8 @@ def measure_sides(
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
         first_call[name] = run(name, prompt).seconds
+        if (heads := named[name].heads) is not None and heads.compiled:
+            heads.warmup(target, batch_sizes=(1,), max_length=max(text.shape[1] for text in texts))
         run(name, prompt)
 
     runs = take_turns(named, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
