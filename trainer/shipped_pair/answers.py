@@ -4,12 +4,13 @@
 
 Every other chat is answered greedily, the others at temperature 1: heads meet both when they are used. Only the answer
 is supervised; earlier turns of a dialogue are the corpus's. An answer that does not end within its limit is left out.
-The file grows by whole batches, so a call can be stopped and made again with the same arguments. `--from_corpus`
-writes the right answers to the same chats instead, to compare with.
+The file grows by whole batches, so a call can be stopped and made again with the same arguments; what a call that
+ended took is kept beside it. `--from_corpus` writes the right answers to the same chats instead, to compare with.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..data import PackedCollator
 from .chat import chat_tokens, prompt_tokens
+from .costs import add_costs
 from .right_answers import generate_ids
 from .tasks import FAMILIES, Example, example_at
 
@@ -95,6 +97,7 @@ def write_answers(
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     done = len(output.read_text(encoding="utf-8").splitlines()) if output.exists() else 0
+    started, tokens = time.time(), 0
     with output.open("a", encoding="utf-8") as file, tqdm(total=count, initial=done, unit="chat") as bar:
         remaining = islice(asked_examples(count, seed), done, None)
         while batch := list(islice(remaining, batch_size)):
@@ -102,9 +105,11 @@ def write_answers(
             temperature = TEMPERATURES[done // batch_size % len(TEMPERATURES)]
             for found in answer(target, tokenizer, batch, temperature, seed + done):
                 file.write(json.dumps(None if found is None else vars(found)) + "\n")
+                tokens += 0 if found is None else len(found.input_ids)
             file.flush()
             done += len(batch)
             bar.update(len(batch))
+    add_costs(output, target, tokens, time.time() - started)
     return {"asked": count, "answered": len(read_answers(output))}
 
 

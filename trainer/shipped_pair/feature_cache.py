@@ -10,6 +10,7 @@ interrupted call stopped.
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..target_features import FrozenTarget
 from .answers import AnswerBlocks, read_answers
+from .costs import add_costs
 
 BLOCK = 512
 META, FEATURES = "features.json", "features.bin"
@@ -78,7 +80,7 @@ def write_features(model: PreTrainedModel, blocks: AnswerBlocks, folder: Path, b
     shape = (len(blocks), blocks.block_size, len(layers), model.config.hidden_size)
     folder.mkdir(parents=True, exist_ok=True)
     row_bytes = 4 * int(np.prod(shape[1:]))
-    path = folder / FEATURES
+    path, started = folder / FEATURES, time.time()
     written = path.stat().st_size // (batch * row_bytes) * batch if path.exists() else 0
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(written * row_bytes)
@@ -87,6 +89,7 @@ def write_features(model: PreTrainedModel, blocks: AnswerBlocks, folder: Path, b
             rows = stack_blocks([blocks[index] for index in range(start, min(start + batch, len(blocks)))])
             states, _ = target.features({name: value.to(model.device) for name, value in rows.items()}, tuple(layers))
             file.write(states.float().cpu().numpy().tobytes())
+    add_costs(folder, model, max(len(blocks) - written, 0) * blocks.block_size, time.time() - started)
     (folder / META).write_text(json.dumps({"layers": layers, "shape": shape}), encoding="utf-8")
 
 

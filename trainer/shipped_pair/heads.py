@@ -33,6 +33,7 @@ from ..facts import FACTS, write_facts
 from ..utilisation import count_operations
 from .answers import AnswerBlocks, corpus_answer, read_answers
 from .chat import prompt_tokens
+from .costs import read_costs
 from .feature_cache import BLOCK, CachedBlocks, cached_layers, stack_blocks
 from .optimizer import MatrixMomentum
 from .runs import COMMON, DEPTH, RELEASED, RUNS, STUDIES, Run
@@ -170,6 +171,7 @@ class HeadTraining:
             "tokens": steps * BATCH * BLOCK,
             "training_flops": per_step * steps,
             "answers_fingerprint": args.answers_fingerprint,
+            "data": {path.name: spent for path in (args.answers, args.features) if (spent := read_costs(path))},
         }
         for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
             del facts["arguments"][replaced]

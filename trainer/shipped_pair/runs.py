@@ -96,6 +96,7 @@ def trained_with(run: Run, **training: Any) -> Run:
     return replace(run, training={**run.training, **training})
 
 
+TOTAL_VARIATION = {"top_k_loss_weight": 0.0, "total_variation_loss_weight": 1.0}
 EAGLE3 = {**HEAD_WIDTH, "draft_vocab_size": 2048}
 RELEASED = {
     "eagle-base": Run("eagle", 1, None, HEAD_WIDTH),
@@ -113,7 +114,11 @@ RELEASED = {
     "dspark": block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64),
     "peagle": Run("peagle", DEPTH, None, {**EAGLE3, "num_hidden_layers": 2}, WHOLE, TEACHER),
     "poss3-lora": replace(poss(3), method="poss-lora"),
-    "poss3-total-variation": trained_with(poss(3), top_k_loss_weight=0.0, total_variation_loss_weight=1.0),
+    "poss3-total-variation": trained_with(poss(3), **TOTAL_VARIATION),
+    # What ships for use, not for comparison: fifteen times the compute of the second stage.
+    "poss3-longer": replace(
+        trained_with(poss(3), **TOTAL_VARIATION), starts_from="poss3-total-variation", options={}, share=6.0
+    ),
     # Three blocks per head: together the parameters of POSS-3.
     "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
     "medusa2": Run("medusa", DEPTH, "medusa", {}, 0.15, {**TEACHER, **ADAPTER}, joint=True),
@@ -127,6 +132,8 @@ STUDIES = {
     "inputs-unshifted": ablation("feature+token"),
     "inputs-token": ablation("token"),
     "inputs-feature": ablation("feature"),
+    "eagle-total-variation": trained_with(Run("eagle", 1, "eagle-base", {}, FINAL_SHARE), **TOTAL_VARIATION),
+    "hass-total-variation": trained_with(hass(), **TOTAL_VARIATION),
     "hass-equal-steps": replace(hass(), equal_steps=True),
     "poss3-equal-steps": replace(poss(3), equal_steps=True),
     "poss3-no-feature-loss": trained_with(poss(3), feature_loss_weight=0.0),

@@ -23,6 +23,7 @@ from hf_specheads.trainer.shipped_pair.answers import (
     write_answers,
 )
 from hf_specheads.trainer.shipped_pair.chat import prompt_tokens
+from hf_specheads.trainer.shipped_pair.costs import read_costs
 from hf_specheads.trainer.shipped_pair.feature_cache import CachedBlocks, stack_blocks, write_features
 from hf_specheads.trainer.shipped_pair.heads import HeadTraining, chosen_runs
 from hf_specheads.trainer.shipped_pair.runs import RELEASED, RUNS, STUDIES
@@ -79,6 +80,11 @@ def test_a_stopped_call_goes_on(chat_target, chat_tokenizer, tmp_path: Path, mon
     for count in (4, 8, 12):
         write_answers(chat_target, chat_tokenizer, parts, count, batch_size=4)
     assert whole.read_text() == parts.read_text()
+    weights = sum(p.numel() for p in chat_target.parameters()) - chat_target.model.norm.weight.numel()
+    tokens = sum(len(one.input_ids) for one in read_answers(whole))
+    spent = [read_costs(path) for path in (whole, parts)]
+    assert spent[0] is not None and spent[1] is not None
+    assert spent[0]["flops"] == spent[1]["flops"] == 2 * weights * tokens and spent[0]["hours"] >= 0
     assert {one.temperature for one in read_answers(whole)} == {0.0, 1.0}
 
 
@@ -111,6 +117,7 @@ def test_cached_features_are_those_of_every_chat_alone(chat_target, chat_tokeniz
         file.truncate(len(written) // 2)  # as an interrupted call leaves it
     write_features(chat_target, blocks, tmp_path, batch=2)
     assert (tmp_path / "features.bin").read_bytes() == written
+    assert read_costs(tmp_path) is not None and read_costs(tmp_path / "elsewhere") is None
     item = CachedBlocks(blocks, tmp_path, (2, -1))[1]
     for document in range(int(item["document_ids"].max()) + 1):
         rows = item["document_ids"] == document

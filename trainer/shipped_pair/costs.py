@@ -1,0 +1,31 @@
+"""What making the training data cost, kept beside it and repeated in the cards of the heads that train on it."""
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+COSTS = "costs.json"
+
+
+def costs_of(path: Path) -> Path:
+    """Where the costs of a file or a folder are kept."""
+    return path / COSTS if path.is_dir() else path.with_name(f"{path.name}.{COSTS}")
+
+
+def add_costs(path: Path, model: PreTrainedModel, tokens: int, seconds: float) -> None:
+    """Adds forwards over `tokens` tokens, and the time they took, to what an earlier call has spent.
+
+    Operations are two per weight of a matrix product and token, `lm_head` included, attention's scores not.
+    """
+    spent = read_costs(path) or {"flops": 0, "hours": 0.0}
+    weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+    weights += model.get_output_embeddings().weight.numel()
+    total = {"flops": spent["flops"] + 2 * weights * tokens, "hours": round(spent["hours"] + seconds / 3600, 4)}
+    costs_of(path).write_text(json.dumps(total), encoding="utf-8")
+
+
+def read_costs(path: Path) -> dict[str, float] | None:
+    """`flops` and `hours` of a file or a folder; `None` where nobody kept them."""
+    kept = costs_of(path)
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
