@@ -6,14 +6,18 @@ Nothing is written to disk, and the target is never part of the optimizer or of 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specheads.target.borrowed import BorrowedModules
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
 
+from .sharding import decoder_layers
 from .unroll import RowInputs
 
 
@@ -22,9 +26,14 @@ class FrozenTarget:
 
     Args:
         target: The target model. **It is frozen in place**: evaluation mode, no parameter requires a gradient.
+        compiling: Arguments of `torch.compile` for its decoder layers, which share what is compiled; `None`: as they
+            are. Only forwards of this object run what is compiled, `generate` does not.
+
+    Raises:
+        ValueError: for layers to compile that cannot be found.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: PreTrainedModel, compiling: dict[str, Any] | None = None):
         self.model = target.eval().requires_grad_(False)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = BorrowedModules.of(target).lm_head  # to logits, the target's multipliers and soft-cap included
@@ -32,6 +41,8 @@ class FrozenTarget:
         self._takes_position_ids = "position_ids" in accepted
         # Only the features are wanted, so `lm_head` runs on a single row.
         self._fewer_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        # Not accelerate's `compile_regions`: its wrappers record every hidden state twice.
+        self._compiled = {} if compiling is None else _compiled_calls(target, compiling)
 
     def features(
         self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
@@ -75,8 +86,21 @@ class FrozenTarget:
 
     def _forward(self, inputs: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         asked = asked_hidden_states(layers if layers in ((), (-1,)) else (*layers, -1)) or -1
-        states = self.model(**inputs, **self._fewer_logits, output_hidden_states=asked, use_cache=False).hidden_states
+        with self._compiled_layers():
+            outputs = self.model(**inputs, **self._fewer_logits, output_hidden_states=asked, use_cache=False)
+        states = outputs.hidden_states
         return (select_hidden_states(states, layers) if layers else states[-1]), states[-1]
+
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
+        """Has the layers run what is compiled, where something is."""
+        for layer, call in self._compiled.items():
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer in self._compiled:
+                layer._compiled_call_impl = None
 
     def _one_by_one(self, batch: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features of sequences with images, each with a forward of its own: how images of several sequences go
@@ -91,6 +115,15 @@ class FrozenTarget:
             found.append([torch.nn.functional.pad(state, (0, 0, 0, missing)) for state in states])
         features, final = (torch.cat(states) for states in zip(*found, strict=True))
         return features, final
+
+
+def _compiled_calls(target: PreTrainedModel, compiling: dict[str, Any]) -> dict[nn.Module, Any]:
+    """By decoder layer, what `nn.Module.compile` makes of its call; nothing is compiled before it runs."""
+    calls = {}
+    for layer in decoder_layers(target, "set torch_compile=False"):
+        layer.compile(**compiling)
+        calls[layer], layer._compiled_call_impl = layer._compiled_call_impl, None
+    return calls
 
 
 def unroll_inputs(

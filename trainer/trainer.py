@@ -33,7 +33,7 @@ from .publishing import HubCards
 from .sharding import in_step, shard_target
 from .target_features import FrozenTarget, unroll_inputs
 from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
-from .upkeep import warn_of_settings
+from .upkeep import compiling, warn_of_settings
 from .utilisation import peak_flops
 
 
@@ -119,7 +119,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
 
     def _place_target(self, target: PreTrainedModel) -> None:
         """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
-        args, self.frozen_target = self.args, FrozenTarget(target)
+        args, self.frozen_target = self.args, FrozenTarget(target, compiling(self.args))
         if args.shard_target:  # first, so that no device holds all of it
             shard_target(target, args, self.trains_target)
         if not getattr(target, "hf_device_map", None):

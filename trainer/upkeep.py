@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -53,12 +53,23 @@ class StepUpkeep(Trainer):
         super()._load_best_model()
 
 
+def compiling(args: DraftHeadTrainingArguments) -> dict[str, Any] | None:
+    """Arguments of `torch.compile` for the target's decoder layers, as `torch_compile` asks for; `None`: not compiled.
+
+    The target's forward is most of what a step computes outside of the heads, whose attention and losses are compiled
+    on accelerators anyway. What Trainer itself would compile, the heads' forward, is not called in training.
+    """
+    if not args.torch_compile or args.shard_target:
+        return None
+    return {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+
+
 def warn_of_settings(args: DraftHeadTrainingArguments) -> None:
     """Warns of settings that do something else than their name makes one think."""
-    if args.torch_compile:
+    if args.torch_compile and args.shard_target:
         warnings.warn(
-            "torch_compile=True compiles the heads' forward, which training does not call; their attention and losses "
-            "are compiled on accelerators without it, and nothing else is.",
+            "torch_compile=True compiles no layers of a sharded target, which are gathered for every forward; the "
+            "heads' attention and losses are compiled on accelerators without it.",
             stacklevel=3,
         )
     if args.upstream_masking:

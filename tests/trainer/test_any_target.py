@@ -77,7 +77,7 @@ LOADING = """
     from hf_specheads.trainer.__main__ import main
 
     loaded, kept = [], building.load_target
-    building.load_target = lambda recipe: [loaded.append(1), kept(recipe)][1]
+    building.load_target = lambda *asked: [loaded.append(1), kept(*asked)][1]
     code = main(sys.argv[1:])
     rank = sharding.dist.get_rank()
     print(f"process {rank} has read the weights {len(loaded)} times", flush=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import DraftHeadTrainer, upkeep
+from hf_specheads.trainer.target_features import FrozenTarget
 
 from .conftest import make_examples, make_heads
 
@@ -100,17 +102,38 @@ def test_cached_memory_is_given_back(make_trainer, monkeypatch: pytest.MonkeyPat
     assert cleared == [0, 2, 4]
 
 
-def test_torch_compile_changes_nothing_and_says_so(make_trainer, target, tmp_path: Path) -> None:
+def test_torch_compile_compiles_the_targets_layers_for_steps_alone(make_trainer, target, tmp_path: Path) -> None:
+    """By a backend that computes graphs as they are: the same weights in the end."""
+
+    def graphs() -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    known = graphs()
     plain = make_trainer(model=make_heads(target), folder="plain", max_steps=2, **SGD)
     plain.train()
-    with pytest.warns(UserWarning, match="torch_compile=True compiles the heads' forward"):
-        trainer = make_trainer(model=make_heads(target), max_steps=2, torch_compile=True,
-                               torch_compile_backend="eager", **SGD)  # fmt: skip
+    trainer = make_trainer(model=make_heads(target), max_steps=2, torch_compile=True, torch_compile_backend="eager",
+                           **SGD)  # fmt: skip
+    assert graphs() == known
     trainer.train()
+    assert graphs() > known
     trainer.save_model()
     saved = AutoDraftHead.from_pretrained(tmp_path / "run")
     for name, value in plain.model.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value), name
+    known = graphs()
+    target.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False)
+    target.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, assistant_model=trainer.model)
+    assert graphs() == known
+
+
+def test_layers_nobody_finds_and_sharded_targets_are_not_compiled(target) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel keeps its decoder layers .* set torch_compile=False"):
+        FrozenTarget(gpt2, {})
+    args = SimpleNamespace(torch_compile=True, shard_target=True, upstream_masking=False)
+    with pytest.warns(UserWarning, match="compiles no layers of a sharded target"):
+        upkeep.warn_of_settings(args)
+    assert upkeep.compiling(args) is None
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
