@@ -128,7 +128,7 @@ def test_torch_compile_compiles_the_targets_layers_for_steps_alone(make_trainer,
 
 def test_layers_nobody_finds_and_sharded_targets_are_not_compiled(target) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel keeps its decoder layers .* set torch_compile=False"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel keeps its decoder layers .* set torch_compile=False"):
         FrozenTarget(gpt2, {})
     args = SimpleNamespace(torch_compile=True, shard_target=True, upstream_masking=False)
     with pytest.warns(UserWarning, match="compiles no layers of a sharded target"):

@@ -86,6 +86,11 @@ def block(method: str, block_size: int, **options: Any) -> Run:
     return Run(method, None, None, heads, WHOLE, training, {"depth": DEPTH})
 
 
+def dspark() -> Run:
+    """A block drafter whose slots are corrected by their parents' tokens."""
+    return block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64)
+
+
 def ablation(inputs: str) -> Run:
     """EAGLE's input ablation: short runs that differ in what the heads read."""
     return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.125)
@@ -111,7 +116,7 @@ RELEASED = {
     "eagle3": Run("eagle3", DEPTH, "eagle3-base", {}, FINAL_SHARE, TEST_TIME),
     "poss3-eagle3": Run("poss-eagle3", DEPTH, "eagle3-base", poss(3).options, FINAL_SHARE, TEST_TIME),
     "dflash": block("dflash", DEPTH + 1),
-    "dspark": block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64),
+    "dspark": dspark(),
     "peagle": Run("peagle", DEPTH, None, {**EAGLE3, "num_hidden_layers": 2}, WHOLE, TEACHER),
     "poss3-lora": replace(poss(3), method="poss-lora"),
     "poss3-total-variation": trained_with(poss(3), **TOTAL_VARIATION),
@@ -144,6 +149,7 @@ STUDIES = {
     "poss3-averaged-passes": trained_with(poss(3), pass_reduction="mean"),
     "poss3-cold": replace(poss(3), starts_from=None, options={**poss(3).options, **HEAD_WIDTH}, share=WHOLE),
     "hass-cold": replace(hass(), starts_from=None, options=HEAD_WIDTH, share=WHOLE),
+    "dspark-longer": replace(dspark(), share=2 * WHOLE),
     "corpus-base": Run("eagle", 1, None, HEAD_WIDTH, on_corpus=True),
     "poss3-corpus": replace(poss(3), starts_from="corpus-base", on_corpus=True),
 }
