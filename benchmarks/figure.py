@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = ROOT / "docs" / "images" / "accepted.png"
-HEADS = {"eagle": method_colour("eagle"), "poss3-total-variation": method_colour("poss")}
+HEADS = {"eagle": method_colour("eagle"), "poss3-longer": method_colour("poss")}
 STYLES = ("-", "--")
 
 

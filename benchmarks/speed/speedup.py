@@ -18,7 +18,7 @@ from ..results import Result, column_table, draft_tree, footnote, percent, pos_a
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
 from ..sides import Side, compare, plain_and
 
-SHOWN = ("eagle", "poss3-total-variation")  # heads in the README's table
+SHOWN = ("eagle", "poss3-longer")  # heads in the README's table
 HOW = "{dtype}, batch 1, at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats"
 
 

@@ -14,7 +14,7 @@ from .display import note
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PREFERRED = ("poss3-total-variation", "poss3")
+PREFERRED = ("poss3-longer", "poss3")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, **heads: Any) -> None:

@@ -63,6 +63,6 @@ def test_without_gradio_nothing_is_loaded(monkeypatch, capsys) -> None:
 
 
 def test_the_heads_that_are_shown_first() -> None:
-    assert preferred_of(["eagle", "poss3", "poss3-total-variation"]) == "poss3-total-variation"
+    assert preferred_of(["eagle", "poss3", "poss3-longer"]) == "poss3-longer"
     assert preferred_of(["eagle", "poss3"]) == "poss3"
     assert preferred_of(["mine", "yours"]) == "mine"

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "hf_specheads", "trainer", "model_cards")
-DEMO_PAIR = ("target", "poss3-total-variation")  # of `model_cards/`, installed as `hf_specheads.demo_pair`
+DEMO_PAIR = ("target", "poss3-longer")  # of `model_cards/`, installed as `hf_specheads.demo_pair`
 MOST_BYTES = 25_000_000  # of the wheel
 
 REPORT = """

@@ -13,14 +13,15 @@ def costs_of(path: Path) -> Path:
     return path / COSTS if path.is_dir() else path.with_name(f"{path.name}.{COSTS}")
 
 
-def add_costs(path: Path, model: PreTrainedModel, tokens: int, seconds: float) -> None:
+def add_costs(path: Path, model: PreTrainedModel, tokens: int, seconds: float, logits: bool = True) -> None:
     """Adds forwards over `tokens` tokens, and the time they took, to what an earlier call has spent.
 
-    Operations are two per weight of a matrix product and token, `lm_head` included, attention's scores not.
+    Operations are two per weight of a layer and token, and of `lm_head` where every token has `logits`; attention's
+    scores are not counted.
     """
     spent = read_costs(path) or {"flops": 0, "hours": 0.0}
     weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
-    weights += model.get_output_embeddings().weight.numel()
+    weights += model.get_output_embeddings().weight.numel() if logits else 0
     total = {"flops": spent["flops"] + 2 * weights * tokens, "hours": round(spent["hours"] + seconds / 3600, 4)}
     costs_of(path).write_text(json.dumps(total), encoding="utf-8")
 

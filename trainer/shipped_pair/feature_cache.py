@@ -89,7 +89,8 @@ def write_features(model: PreTrainedModel, blocks: AnswerBlocks, folder: Path, b
             rows = stack_blocks([blocks[index] for index in range(start, min(start + batch, len(blocks)))])
             states, _ = target.features({name: value.to(model.device) for name, value in rows.items()}, tuple(layers))
             file.write(states.float().cpu().numpy().tobytes())
-    add_costs(folder, model, max(len(blocks) - written, 0) * blocks.block_size, time.time() - started)
+    tokens = max(len(blocks) - written, 0) * blocks.block_size
+    add_costs(folder, model, tokens, time.time() - started, logits=False)
     (folder / META).write_text(json.dumps({"layers": layers, "shape": shape}), encoding="utf-8")
 
 

@@ -171,12 +171,20 @@ class HeadTraining:
             "tokens": steps * BATCH * BLOCK,
             "training_flops": per_step * steps,
             "answers_fingerprint": args.answers_fingerprint,
-            "data": {path.name: spent for path in (args.answers, args.features) if (spent := read_costs(path))},
+            "data": data_costs(args),
         }
         for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
             del facts["arguments"][replaced]
         heads.to(torch.bfloat16).save_pretrained(folder)
         write_facts(facts, folder)  # last: marks the run as complete
+
+
+def data_costs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """What the answers and their features took, where that is known."""
+    return {
+        name: spent for name, path in (("answers", args.answers), ("features", args.features))
+        if (spent := read_costs(path)) is not None
+    }  # fmt: skip
 
 
 def learning_rates(run: Run, args: argparse.Namespace) -> dict[str, float]:

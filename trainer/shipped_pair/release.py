@@ -19,7 +19,7 @@ from hf_specheads.publishing.figures import draw_figures
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 
 # Trained too, but not shipped, for their size: POSS-1 and -2, the control (one layer as large as POSS-3), Hydra.
-SHIPPED = ("eagle", "hass", "poss3", "poss3-total-variation", "poss3-lora", "medusa", "hydra-plus", "eagle3",
+SHIPPED = ("eagle", "hass", "poss3", "poss3-longer", "poss3-lora", "medusa", "hydra-plus", "eagle3",
            "poss3-eagle3", "dflash", "dspark", "peagle")  # fmt: skip
 LIMITS = (
     "A small model trained for some hours: it shows how draft heads work and what they cost. It answers the kinds of "
