@@ -21,9 +21,7 @@ PAIR = HERE.parent / "model_cards"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default=str(PAIR / "target"), help="folder or Hub id of a language model")
-parser.add_argument(
-    "--heads", default=str(PAIR / "poss3-longer"), help="folder or Hub id of draft heads made for it"
-)
+parser.add_argument("--heads", default=str(PAIR / "poss3-longer"), help="folder or Hub id of draft heads made for it")
 parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="one {'prompt': ...} a line")
 parser.add_argument("--max-new-tokens", type=int, default=48, help="per prompt, in every run")
 parser.add_argument("--repeats", type=int, default=2, help="times everything is timed")

@@ -24,9 +24,7 @@ PROMPT = (
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default=str(PAIR / "target"), help="folder or Hub id of a language model")
-parser.add_argument(
-    "--heads", default=str(PAIR / "poss3-longer"), help="folder or Hub id of draft heads made for it"
-)
+parser.add_argument("--heads", default=str(PAIR / "poss3-longer"), help="folder or Hub id of draft heads made for it")
 parser.add_argument("--prompt", default=PROMPT)
 parser.add_argument("--max-new-tokens", type=int, default=128)
 parser.add_argument("--dtype", default="float32", help="of target and heads; in 16 bits near-ties may fall otherwise")
