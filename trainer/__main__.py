@@ -39,9 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Reads the recipe, trains, writes.
 
     Returns:
-        The exit code: 2, and one line on stderr, for whatever is wrong before the first step.
+        The exit code: 2, and one line on stderr, for whatever is wrong before the first step; 130 when interrupted.
     """
     options = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        said = "the same command goes on from the newest checkpoint in its output_dir, or begins anew without one"
+        print(f"stopped; {said}", file=sys.stderr)
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    """The same, until it is interrupted."""
     try:
         recipe = read_recipe(options.config, options.changes)
         if options.quiet:

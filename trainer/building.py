@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,8 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
     if chosen.get("bf16") and not chosen.get("use_cpu") and not is_torch_bf16_gpu_available():
         logger.warning("no accelerator here has bf16: training in fp32, as with bf16=false.")
         chosen["bf16"] = False
+    if chosen.get("use_cpu") or not torch.accelerator.is_available():  # torch warns of memory pinned for nobody
+        chosen.setdefault("dataloader_pin_memory", False)
     return arguments(**chosen)
 
 
@@ -324,7 +327,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
                  f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
         ("rows", str(trainer.data_report)),
         ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
-        ("length", f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs} epochs"),
+        ("length", _length_of(args, train, per_step)),
         ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
     if isinstance(args, JointTrainingArguments):
@@ -332,6 +335,18 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         rows.insert(1, ("adapter", f"{adapter}{args.heads_warmup_steps}, of the target"))
     rows.append(("example", first_example(trainer)))
     return "\n".join(f"{name:>8}: {value}" for name, value in rows)
+
+
+def _length_of(args: DraftHeadTrainingArguments, examples: int | str, per_step: int) -> str:
+    """How long it trains, and that the learning rate never arrives where the warm-up takes all of it."""
+    steps, told = args.max_steps, f"{args.max_steps} steps"
+    if steps <= 0:
+        steps = math.ceil(args.num_train_epochs * examples / per_step) if isinstance(examples, int) else 0
+        told = f"{args.num_train_epochs} epochs"
+    warmup = args.get_warmup_steps(steps)
+    if steps and warmup >= steps:
+        told += f" (about {steps} steps, all of them warm-up: warmup_steps={warmup} is to be lower)"
+    return told
 
 
 def first_example(trainer: DraftHeadTrainer) -> str:

@@ -92,13 +92,13 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
         tuple(args.temperature), args.max_new_tokens, args.max_length, args.top_p, args.top_k, kwargs,
         args.batch_size, args.seed,
     )  # fmt: skip
-    rows = load_rows(args)
+    rows, tokenizer = load_rows(args), load_tokenizer(args)
     folder = ShardFolder(args.out, "regeneration", settings_of(args, kwargs, len(rows)))
     starts = range(0, len(rows), args.rows_per_shard)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     todo = [index for index in range(rank, len(starts), world) if not folder.is_done(index)]
     if todo:
-        answerer, tokenizer = load_answerer(args)
+        answerer = load_answerer(args, tokenizer)
         done = sum(map(folder.is_done, range(len(starts)))) * args.rows_per_shard
         with _progress(args, len(rows), done) as told:
             regenerator = Regenerator(answerer, tokenizer, options, told.add_tokens)
@@ -140,32 +140,43 @@ def settings_of(args: argparse.Namespace, template_kwargs: dict[str, Any], rows:
     return {**settings, "template_kwargs": template_kwargs, "rows": rows, "retokenized": args.retokenize}
 
 
-def load_answerer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Who answers, and the target's tokenizer.
+def load_tokenizer(args: argparse.Namespace) -> Any:
+    """The target's, before anything is written.
 
     Raises:
         ValueError: for a target without a chat template.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {args.target!r} has no chat template, so prompts cannot be put to it; set "
+            "`tokenizer.chat_template` and save it with the target, or train on texts as they are (data with a `text` "
+            "column need no regeneration)."
+        )
+    return tokenizer
+
+
+def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
+    """Who answers: a server, or the target in this process."""
+    from transformers import AutoModelForCausalLM
 
     from hf_specheads import load_heads
 
     from .answering import Server, TargetInProcess
 
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {args.target!r} has no chat template, so prompts cannot be put to it.")
     if args.server:
         known = tokenizer if args.retokenize else None
         name = args.model or args.target
-        return Server(args.server, name, args.concurrency, args.api_key, tokenizer=known), tokenizer
+        return Server(args.server, name, args.concurrency, args.api_key, tokenizer=known)
     import torch
 
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=args.device)
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     heads = None if args.heads is None else load_heads(args.heads, dtype=target.dtype).bind(target)
-    return TargetInProcess(target, pad, heads), tokenizer
+    return TargetInProcess(target, pad, heads)
 
 
 class _progress:

@@ -28,9 +28,10 @@ from . import (
     tune,
 )
 from .arguments import Parser, add_debug_argument, add_output_arguments
-from .display import hide_progress
+from .display import hide_progress, print_in_any_encoding, reader_has_gone
 from .handed_over import HANDED_OVER
 
+INTERRUPTED, NOBODY_READS = 130, 141  # 128 and the number of the signal
 COMMANDS: dict[str, Any] = {
     "demo": demo,
     "app": app,
@@ -69,9 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Returns:
-        The exit code: 0 for success, 1 for a failed check, 2 for wrong input.
+        The exit code: 0 for success, 1 for a failed check, 2 for wrong input; those of a shell for a command that was
+        interrupted, or whose reader has gone.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    print_in_any_encoding()
+    try:
+        return run(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError as error:
+        return NOBODY_READS if reader_has_gone() else failed(error)
+
+
+def run(argv: list[str]) -> int:
+    """The same, but for what ends a command from outside."""
     if argv and argv[0] in HANDED_OVER:
         return HANDED_OVER[argv[0]].hand_over(argv[1:])
     args = build_parser().parse_args(argv)
@@ -80,9 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             hide_progress()
         return args.run(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if args.debug:
+        if args.debug or isinstance(error, BrokenPipeError):
             raise
-        print(f"specheads: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return failed(error)
+
+
+def failed(error: Exception) -> int:
+    """Says in one line on stderr what went wrong, and returns the exit code."""
+    said = " ".join(str(error).split())
+    if isinstance(error, IsADirectoryError):
+        said = f"{str(error.filename)!r} is a folder, and a file was expected; name a file in it."
+    print(f"specheads: error: {said}", file=sys.stderr)
+    return 2

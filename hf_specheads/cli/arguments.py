@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..spelling import dashed_options
@@ -17,6 +18,8 @@ if TYPE_CHECKING:  # imported where they are used: `--help` must not wait for th
 
     from ..heads.base import DraftHead
 
+# One of them is in every folder with a tokenizer.
+TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -112,6 +115,29 @@ def load_target(args: argparse.Namespace, source: str) -> PreTrainedModel:
     return loading.load_target(source, dtype="auto", local_files_only=args.local_files_only).eval()
 
 
+def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A target's tokenizer.
+
+    Args:
+        source: Folder or Hub id of the target.
+        **options: Of `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: for a folder without one, which transformers says less plainly.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (ValueError, OSError) as error:
+        if not Path(source).is_dir() or any(list(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
+            raise
+        raise FileNotFoundError(
+            f"the folder {source!r} holds no tokenizer (no tokenizer.json, nor what others are made of); save the "
+            "target's there: `AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+        ) from error
+
+
 def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> DraftHead:
     """Heads as the arguments ask for them."""
     note(args, f"Loading the heads {source} ...")
@@ -138,14 +164,12 @@ def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedToke
 def load_unbound_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
     """The same without looking whether they were made for each other."""
     note(args, f"Loading the target {args.target} ...")
-    from transformers import AutoTokenizer
-
     from ..target import loading
     from ..target.borrowed import BorrowedModules
 
     options = {"device_map": args.device, "local_files_only": args.local_files_only}
     hub = {"revision": args.heads_revision, "local_files_only": args.local_files_only}
-    tokenizer = AutoTokenizer.from_pretrained(args.target, local_files_only=args.local_files_only)
+    tokenizer = load_tokenizer(args.target, local_files_only=args.local_files_only)
     target = loading.load_target(args.target, dtype=torch_dtype(args.dtype), **options).eval()
     heads = load_heads_from(args, args.heads, dtype=target.dtype, device_map={"": BorrowedModules.of(target).device})
     if heads.config.target_adapter is not None:

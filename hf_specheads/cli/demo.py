@@ -11,7 +11,19 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .display import emit, hide_progress, marked_text, note, number, plain_steps_text, pos_acc_text, table, use_colour
+from .arguments import load_tokenizer
+from .display import (
+    brackets,
+    emit,
+    hide_progress,
+    marked_text,
+    note,
+    number,
+    plain_steps_text,
+    pos_acc_text,
+    table,
+    use_colour,
+)
 from .generate import encode
 from .measure import Sample, Summary, run_sample, warm_up
 from .pair import add_pair_arguments, find_pair, heads_of_pair, member, preferred_of
@@ -60,11 +72,11 @@ def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTraine
     target_name, heads_name = member(args.pair, args.target), member(args.pair, chosen)
     note(args, f"Loading {target_name} and {heads_name} ...")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from .. import load_heads
 
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
+    tokenizer = load_tokenizer(target_name)
     target = AutoModelForCausalLM.from_pretrained(target_name, dtype=torch.float32).eval()
     return target, tokenizer, load_heads(heads_name, dtype=torch.float32).bind(target)
 
@@ -126,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_demo_prompts(args.prompts, bool(tokenizer.chat_template))[: args.limit]
     colour = use_colour()
     say(f"{heads.config.method} heads ({_parameters(heads)}) on a target of {_parameters(target)}.")
-    say(f"Accepted draft tokens are {'in green' if colour else 'in ⟦brackets⟧'}; everything else is the target's own "
+    marks = "green" if colour else "brackets".join(brackets())
+    say(f"Accepted draft tokens are in {marks}; everything else is the target's own "
         "next token.\n", flush=True)  # fmt: skip
     warm_up(target, heads, _inputs(prompts[0], tokenizer, target))
     found: dict[str, Summary] = {}

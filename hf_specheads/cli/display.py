@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -32,10 +33,35 @@ def hide_progress() -> None:
         disable_progress_bar()
 
 
+def print_in_any_encoding() -> None:
+    """Lets stdout take every text: what its encoding lacks (`LC_ALL=C`, pipes of Windows) is escaped, as in stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more (`| head`); if so, later prints are lost in silence."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return True
+    return False
+
+
+def brackets(stream: TextIO | None = None) -> tuple[str, str]:
+    """What accepted runs stand in without colour, as far as the encoding of a stream (stdout) has it."""
+    try:
+        "⟦⟧".encode(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return "[[", "]]"
+    return "⟦", "⟧"
+
+
 def use_colour(stream: TextIO | None = None) -> bool:
-    """Whether to colour: a terminal, and `NO_COLOR` not set."""
+    """Whether to colour: a terminal that is not `dumb`, and `NO_COLOR` not set."""
     stream = stream or sys.stdout
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def spans(steps: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
@@ -59,11 +85,11 @@ def marked_text(
     decode: Callable[[list[int]], str],
     colour: bool,
 ) -> str:
-    """The text with every accepted run in green, or in ⟦brackets⟧ without colour; `steps` as in [`spans`].
+    """The text with every accepted run in green, or in [`brackets`] without colour; `steps` as in [`spans`].
 
     Pieces are differences of growing prefixes, so characters spread over several tokens stay whole.
     """
-    start, end = (GREEN, RESET) if colour else ("⟦", "⟧")
+    start, end = (GREEN, RESET) if colour else brackets()
     ids, done, pieces = list(token_ids), "", []
     for _, last, accepted in spans(steps):
         text = decode(ids[:last])

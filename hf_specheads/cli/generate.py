@@ -58,10 +58,12 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The text of `--prompt` or `--prompt-file`."""
-    if args.prompt is not None:
-        return args.prompt
-    return sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+    """The text of `--prompt` or `--prompt-file`; UTF-8, whatever Python takes words and stdin for."""
+    if args.prompt is None and args.prompt_file != "-":
+        return Path(args.prompt_file).read_text(encoding="utf-8")
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    # Bytes that the locale has no letters for are kept as surrogates, which no tokenizer takes.
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def run(args: argparse.Namespace) -> int:

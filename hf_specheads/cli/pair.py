@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DTYPES, torch_dtype
+from .arguments import DTYPES, load_tokenizer, torch_dtype
 from .display import note
 
 if TYPE_CHECKING:
@@ -95,12 +95,10 @@ def load_placed_target(
     """The target as the arguments place it, its tokenizer, and with which options heads are loaded beside it."""
     source = member(args.pair, args.target)
     note(args, f"Loading the target {source}{heads and f' and {heads}'} ...")
-    from transformers import AutoTokenizer
-
     from ..target.borrowed import BorrowedModules
     from ..target.loading import load_target
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     options = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
     target = load_target(source, **options).eval()
     return target, tokenizer, {"dtype": target.dtype, "device_map": {"": BorrowedModules.of(target).device}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from .arguments import add_heads_arguments, load_heads_from
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.to_folder is not None:
         from ..publishing.push import write_repository
 
-        folder = write_repository(heads, args.to_folder, args.repository or args.to_folder.resolve().name, **options)
+        folder = write_repository(heads, args.to_folder, args.repository or name_after(args.to_folder), **options)
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         text = f"wrote {facts['class']} ({facts['method']}) to {folder}: {', '.join(files)}"
         emit(args, {**facts, "folder": str(folder), "files": files}, text)
@@ -79,19 +80,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_wrong_place(args: argparse.Namespace) -> None:
-    """Refuses a call that says no place, or a folder that holds something else.
+    """Refuses a call that says no place, a repository that the Hub cannot have, or a folder that holds something else.
 
     Raises:
-        ValueError: without a repository and a folder.
+        ValueError: without a repository and a folder, or for an impossible name.
         FileExistsError: for a folder that is not empty.
     """
     if args.to_folder is None and args.repository is None:
         raise ValueError("say where to push: `specheads push HEADS OWNER/NAME`, or pass --to-folder DIR.")
+    if args.repository is not None:
+        refuse_impossible_name(args.repository)
     folder = args.to_folder
     if folder is None or args.overwrite or not folder.exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder or pass --overwrite.")
+
+
+def refuse_impossible_name(repository: str) -> None:
+    """Refuses what the Hub would, before anything is loaded.
+
+    Raises:
+        ValueError: naming the rule that is broken.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(f"{repository!r} cannot be a repository; name it OWNER/NAME. {error}") from error
+
+
+def name_after(folder: Path) -> str:
+    """A folder's name, as a repository could have it."""
+    return re.sub(r"[^A-Za-z0-9._-]|--|\.\.", "-", folder.resolve().name).strip("-.") or "draft-heads"
 
 
 def read_results(file: Path) -> dict:

@@ -140,3 +140,34 @@ def test_errors_leave_with_status_2(workspace, capsys):
     assert "output_dir" in capsys.readouterr().err
     assert main([*workspace.options, "output_dir=x", "eval_examples=99"]) == 2
     assert "eval_examples=99" in capsys.readouterr().err
+
+
+def test_an_interrupted_training_says_how_to_go_on(workspace, tmp_path, capsys, monkeypatch):
+    from hf_specheads.trainer.trainer import DraftHeadTrainer
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DraftHeadTrainer, "train", interrupted)
+    assert main([*workspace.options, f"output_dir={tmp_path / 'heads'}"]) == 130
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("stopped; ")]
+    assert "the same command goes on" in line
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(["max_steps=1", "warmup_steps=1"], "1 steps (about 1 steps, all of them warm-up: warmup_steps=1"),
+     (["max_steps=2", "warmup_steps=1"], "2 steps\n"), (["max_steps=1", "warmup_steps=0"], "1 steps\n")],
+)  # fmt: skip
+def test_a_warm_up_that_never_ends_is_told(length, said, workspace, tmp_path, capsys):
+    workspace.run(*workspace.options, *length, "eval_examples=0", f"output_dir={tmp_path / 'heads'}")
+    assert f"length: {said}" in capsys.readouterr().out
+
+
+def test_memory_is_pinned_for_an_accelerator_alone(tmp_path, monkeypatch):
+    """Elsewhere torch warns at every data loader."""
+    for available, given, pinned in ((False, [], False), (True, [], True), (True, ["use_cpu=true"], False),
+                                     (False, ["dataloader_pin_memory=true"], True)):  # fmt: skip
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
+        changes = ["target=org/model", f"output_dir={tmp_path}", "bf16=false", *given]
+        assert training_arguments(read_recipe("eagle", changes)).dataloader_pin_memory is pinned

@@ -118,6 +118,17 @@ def test_it_goes_on_where_it_stopped(pair, tmp_path: Path, capsys, monkeypatch) 
     assert "seed was 0 and is now 7" in capsys.readouterr().err
 
 
+def test_a_target_that_does_not_chat_leaves_no_folder_behind(pair, tmp_path: Path, capsys) -> None:
+    """Else the mended command would be refused: the folder was begun with other settings."""
+    folder = tmp_path / "target"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    assert main([*(word for word in pair if word != "--debug"), "--out", str(tmp_path / "out")]) == 2
+    assert "no chat template" in (told := capsys.readouterr().err) and "`text` column" in told
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_it_writes_is_trained_on(pair, workspace, tmp_path: Path, capsys) -> None:
     main([*pair, "--out", str(tmp_path / "out"), "--json"])
     places = [f"train_data={tmp_path / 'out'}", f"output_dir={tmp_path / 'run'}", f"target={tmp_path / 'target'}"]
