@@ -92,12 +92,17 @@ def run_interleaved(
 
 
 def timed_in_turns(
-    calls: Mapping[str, Callable[[], Outcome]], repeats: int, warm_ups: int = 0
+    calls: Mapping[str, Callable[[], Outcome]],
+    repeats: int,
+    warm_ups: int = 0,
+    before: Callable[[], Any] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
-    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all."""
+    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all, and
+    `before` each, untimed."""
     outcomes: dict[str, Outcome] = {}
 
     def run(name: str, _item: None, _turn: int) -> float:
+        before()
         started = time.perf_counter()
         outcomes[name] = calls[name]()
         return time.perf_counter() - started
@@ -192,6 +197,7 @@ def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
     drafting = sum(one.seconds["draft"] for one in timed) / max(sum(one.rounds for one in timed), 1)
     return {
         "plain_steps": sum(one.plain_steps for one in stats),
+        "plain_share": sum(one.plain_steps for one in stats) / sum(one.target_forwards for one in stats),
         "tokens_per_forward": sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats),
         "acceptance_length": acceptance_length(accepted),
         "pos_acc": position_acceptance(accepted, offered),

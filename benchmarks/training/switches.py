@@ -115,7 +115,7 @@ def measure_one(
     fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
     side = Side(name, {"assistant_model": heads.bind(target).with_tree(**fields)})
     runs = generate_all(target, side, prompts, args)
-    found = numbers_of(counts_of(runs, len(prompts)), {})
+    found = numbers_of(counts_of(runs), {})
     tokens, rounds = counts_from(found["counts"])
     tau = sum(tokens) / max(sum(rounds), 1)
     print(f"{name}, seed {seed}: loss {loss:.4f}, tau {tau:.3f}", file=sys.stderr, flush=True)
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     named = ("steps", "examples", "max_length", "learning_rate", "specialists", "tree")
     facts = {name: getattr(args, name) for name in named}
     places = {"data": display_name(args.data), "warm_start": display_name(args.warm_start)}
-    return {**settings(args, prompts), **facts, **places, "switches": measured}
+    return {**settings(args), **facts, **places, "switches": measured}
 
 
 # ---------------------------------------------------------------------- the table

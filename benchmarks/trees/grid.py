@@ -1,17 +1,20 @@
-"""Many trees against each other: a grid of them, and stages that keep the fastest."""
+"""Many trees against each other: a grid of them, stages that keep the fastest, and prompts to tune on."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig
+from hf_specheads.tree.published import EAGLE_CHOICES
 
-from ..setup import Inputs
+from ..setup import Inputs, load_prompts
 from ..sides import compare, plain_and
 
 TOGETHER = 6  # trees measured next to the same plain generations
@@ -31,17 +34,34 @@ def add_grid_arguments(
     parser.add_argument("--chains", type=int, nargs="*", default=chains, help="depths of chains to try")
 
 
+def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
+    """On which prompts trees are made: others than those they are compared on."""
+    parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to make trees on")
+    parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
+
+
+def tuning_prompts(args: argparse.Namespace) -> list[torch.Tensor]:
+    """Their token ids, int64 [1, T] each."""
+    prompts = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
+    return [inputs["input_ids"] for inputs in prompts]
+
+
+def published_static(deepest: int | None) -> DraftTreeConfig:
+    """EAGLE-1's static tree, no deeper than the heads draft."""
+    choices = tuple(path for path in EAGLE_CHOICES if deepest is None or len(path) <= deepest)
+    return DraftTreeConfig(kind="static", choices=choices)
+
+
 def grid(args: argparse.Namespace, deepest: int | None) -> list[DraftTreeConfig]:
     """Chains and dynamic trees, none deeper than the heads draft, none with more nodes than its levels hold or fewer
     than a path needs."""
-    chains = [depth for depth in args.chains if deepest is None or depth <= deepest]
-    trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in chains]
-    for depth in args.depths if deepest is None else (depth for depth in args.depths if depth <= deepest):
-        for top_k in args.top_k:
-            for total in args.total_tokens:
-                if depth < total <= 1 + top_k + (depth - 1) * top_k * top_k:
-                    trees.append(DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total))
-    return trees
+    trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in args.chains]
+    trees += [
+        DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total)
+        for depth, top_k, total in itertools.product(args.depths, args.top_k, args.total_tokens)
+        if depth < total <= 1 + top_k + (depth - 1) * top_k * top_k
+    ]
+    return [tree for tree in trees if deepest is None or tree.depth <= deepest]
 
 
 def compare_trees(
@@ -56,9 +76,9 @@ def compare_trees(
 
 def fastest(
     target: PreTrainedModel, heads: DraftHead, trees: list[DraftTreeConfig], prompts: list[Inputs],
-    max_new_tokens: int, stages: Sequence[tuple[int, int | None, int]], **sampling: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The ranking of the last stage.
+    max_new_tokens: int, stages: Sequence[tuple[int, int, int]], **sampling: Any,
+) -> DraftTreeConfig:  # fmt: skip
+    """The tree that is left after all stages.
 
     Args:
         target: The target.
@@ -69,14 +89,13 @@ def fastest(
         stages: Trees to keep, prompts, and repeats of every stage.
         **sampling: Options of a sampled run; greedy without.
     """
-    ranking: list[dict[str, Any]] = []
     for keep, num_prompts, repeats in stages:
-        ranking = []
+        rows: list[dict[str, Any]] = []
         for start in range(0, len(trees), TOGETHER):
             group = {str(place): tree for place, tree in enumerate(trees[start : start + TOGETHER])}
             found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats, **sampling)
-            ranking += found.values()
-        ranking = sorted(ranking, key=lambda row: -row["speed_up"])[:keep]
-        trees = [DraftTreeConfig(**row["tree"]) for row in ranking]
+            rows += found.values()
+        rows.sort(key=lambda row: -row["speed_up"])
+        trees = [DraftTreeConfig(**row["tree"]) for row in rows[:keep]]
         print(f"{len(trees)} trees left, the best so far: {trees[0]}", file=sys.stderr, flush=True)
-    return ranking
+    return trees[0]
