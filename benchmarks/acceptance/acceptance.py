@@ -22,7 +22,7 @@ from hf_specheads.bootstrap import ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
 from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
-from ..sides import PLAIN, Run, Side, acceptance, generate_once
+from ..sides import Options, Run, acceptance, generate_once
 from .questions import answers_table, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 # ---------------------------------------------------------------------- generating
 def generate_all(
-    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace
+    target: PreTrainedModel, options: Options, prompts: Sequence[Inputs], args: argparse.Namespace
 ) -> list[tuple[list[int], Run]]:
     """One side on all prompts, those of about the same length together: places, and the run, of every batch."""
     order = sorted(range(len(prompts)), key=lambda place: prompts[place]["input_ids"].shape[1])
     batches = [order[start : start + args.batch_size] for start in range(0, len(order), args.batch_size)]
     return [
-        (places, generate_once(target, side, padded([prompts[place] for place in places]), args.max_new_tokens))
+        (places, generate_once(target, options, padded([prompts[place] for place in places]), args.max_new_tokens))
         for places in batches
     ]
 
@@ -101,10 +101,10 @@ def measure_head(
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
             fields.setdefault("total_tokens", fields["depth"] + 1)
-            side = Side(name, {**MODES[mode], "assistant_model": heads.with_tree(**fields)})
-            runs = generate_all(target, side, prompts, args)
+            options = {**MODES[mode], "assistant_model": heads.with_tree(**fields)}
+            runs = generate_all(target, options, prompts, args)
             same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
-            found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs), groups)}
+            found = {**acceptance([run for _, run in runs]), **numbers_of(counts_of(runs), groups)}
             # Sampled rows of a batch share the random numbers, so their texts say nothing.
             measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
             print(f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}", file=sys.stderr)
@@ -114,7 +114,7 @@ def measure_head(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = {mode: generate_all(target, Side(PLAIN, MODES[mode]), prompts, args) for mode in args.modes}
+    plain = {mode: generate_all(target, MODES[mode], prompts, args) for mode in args.modes}
     heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
         heads[name] = {**describe(one, folder), "measured": {

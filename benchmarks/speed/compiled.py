@@ -30,7 +30,7 @@ from hf_specheads.tuning.turns import take_turns
 from .. import setup
 from ..results import Result, column_table, footnote, identical, number, same_texts
 from ..setup import SHAPES, Inputs
-from ..sides import TO_THE_END, Run, Side, generate_once, summarise, timed_in_turns
+from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in_turns
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 
@@ -51,7 +51,7 @@ def variant(args: argparse.Namespace) -> str:
 
 
 # ---------------------------------------------------------------------- sides
-def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> dict[str, Side]:
+def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> dict[str, Options]:
     """Plain and heads, eager and compiled.
 
     Plain compiled decoding is transformers' own, which it reserves for accelerators by default. One cache of the
@@ -65,7 +65,7 @@ def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_token
         compiled = one.with_tree()
         compiled.compiled = True
         options |= {name: {"assistant_model": one}, f"{name}, compiled": {"assistant_model": compiled}}
-    return {name: Side(name, TO_THE_END | own) for name, own in options.items()}
+    return {name: TO_THE_END | own for name, own in options.items()}
 
 
 # ---------------------------------------------------------------------- acceptance by a stub
@@ -98,8 +98,9 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
 # ---------------------------------------------------------------------- measuring
 def measure_sides(
-    target: PreTrainedModel, sides: dict[str, Side], prompts: list[Inputs], args: argparse.Namespace, tau: float | None
-) -> tuple[dict[str, Any], dict[str, float]]:
+    target: PreTrainedModel, sides: dict[str, Options], prompts: list[Inputs], tau: float | None,
+    args: argparse.Namespace,
+) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
     """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
     `tau`, heads accept as much of the plain texts."""
     texts = []
@@ -109,15 +110,15 @@ def measure_sides(
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
-        side, (inputs, text) = sides[name], prompt
+        inputs, text = prompt
         if name == PLAIN_COMPILED:
-            side.options["past_key_values"].reset()
+            sides[name]["past_key_values"].reset()
         with nullcontext() if tau is None else acceptance_of(tau, text):  # of plain sides it changes nothing
-            return generate_once(target, side, inputs, args.max_new_tokens)
+            return generate_once(target, sides[name], inputs, args.max_new_tokens)
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
         first_call[name] = run(name, prompt).seconds
-        if (heads := sides[name].heads) is not None and heads.compiled:
+        if (heads := sides[name].get("assistant_model")) is not None and heads.compiled:
             heads.warmup(target, batch_sizes=(1,), max_length=max(text.shape[1] for text in texts))
         run(name, prompt)
 
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides, measured = build_sides(target, heads, most_tokens), {}
     for tau in taus:
         name = result["target"] if tau is None else f"{args.shape}, acceptance length set to {tau:g}"
-        measured[name] = measure_sides(target, sides, prompts, args, tau)
+        measured[name] = measure_sides(target, sides, prompts, tau, args)
     return {
         **result,
         "num_prompts": len(prompts),

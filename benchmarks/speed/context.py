@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specheads import AutoDraftHead
+from hf_specheads import AutoDraftHead, DraftHead
 
 from .. import setup
 from ..results import Result, footnote, identical, markdown_table, number, percent
 from ..setup import cut
-from ..sides import Side, compare, plain_and
+from ..sides import compare, plain_and
 
 TEMPERATURE = 1.0  # of a sampled run at the shortest length
 SAMPLING = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
 
 
-def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
-    """Plain, heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
+def load_heads(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, DraftHead]:
+    """Heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
     heads = {}
     for folder in args.heads:
         name = setup.display_name(folder)
@@ -44,18 +44,18 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
     useless.adaptive = True
-    return plain_and({**heads, "untrained, adaptive": useless})
+    return {**heads, "untrained, adaptive": useless}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths, and the shortest one sampled."""
     target, tokenizer = setup.load_target(args)
     prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
-    sides = build_sides(args, target)
+    heads = load_heads(args, target)
 
     def measure_length(length: int, **sampling: Any) -> dict[str, Any]:
-        return compare(target, [Side(side.name, side.options | sampling) for side in sides], cut(prompts, length),
-                       args.max_new_tokens, args.repeats)  # fmt: skip
+        sides = plain_and(heads, **sampling)
+        return compare(target, sides, cut(prompts, length), args.max_new_tokens, args.repeats)
 
     lengths = {str(length): measure_length(length) for length in args.lengths}
     drawn = measure_length(shortest, **SAMPLING)
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **setup.settings(args),
         "num_prompts": len(cut(prompts, max(args.lengths))),
-        "trained_length": statistics.median(side.heads.config.train_max_length or 0 for side in sides[1:-1]),
+        "trained_length": statistics.median([one.config.train_max_length or 0 for one in heads.values()][:-1]),
         "lengths": lengths,
         "sampled": {"temperature": TEMPERATURE, "length": shortest, "sides": drawn},
         "slowest_adaptive": min(

@@ -58,13 +58,12 @@ def measure_format(args: argparse.Namespace, name: str) -> dict[str, Any]:
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     sides = plain_and(load_all_heads(quantise(target, name), args.heads))
     runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
-    found = {side.name: summarise(runs[side.name], runs[PLAIN]) for side in sides}
-    plain = [run.token_ids[0] for run in runs[PLAIN][0]]
-    for side in sides[1:]:
-        mine = [run.token_ids[0] for run in runs[side.name][0]]
-        differing = found[side.name]["differing_prompts"]
-        found[side.name]["gaps"] = [
-            gap_where_texts_part(target, prompts[place], mine[place], plain[place]) for place in differing
+    found = {name: summarise(mine, runs[PLAIN]) for name, mine in runs.items()}
+    texts = {name: [run.token_ids[0] for run in mine[0]] for name, mine in runs.items()}
+    for name, side in found.items():
+        side["gaps"] = [
+            gap_where_texts_part(target, prompts[place], texts[name][place], texts[PLAIN][place])
+            for place in side["differing_prompts"]
         ]
     return found
 

@@ -26,7 +26,7 @@ from hf_specheads.metrics import GenerationStats
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, percent
 from ..setup import SHAPES, Inputs
-from ..sides import Side, generate_once, timed_calls, timed_in_turns
+from ..sides import generate_once, timed_calls, timed_in_turns
 
 STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
@@ -49,7 +49,7 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
     with contextlib.ExitStack() as stack:
         forwards = stack.enter_context(timed_calls(target, "forward"))
         drafts = [stack.enter_context(timed_calls(heads, name)) for name in ("fuse", "forward", "draft_logits")]
-        run = generate_once(target, Side("heads", {"assistant_model": heads}), inputs, new_tokens)
+        run = generate_once(target, {"assistant_model": heads}, inputs, new_tokens)
     stats = run.stats
     assert isinstance(stats, GenerationStats)
     stages = {stage: stats.seconds.get(stage, 0.0) for stage in STAGES}
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Means per round over all prompts; the median over repeats."""
     target, heads, prompts = pair_of(args)
     heads.profile = heads.trace = True
-    generate_once(target, Side("warm-up", {"assistant_model": heads}), prompts[0], args.max_new_tokens)
+    generate_once(target, {"assistant_model": heads}, prompts[0], args.max_new_tokens)
     repeats, replays = [], []
     for _ in range(args.repeats):
         samples = []

@@ -2,8 +2,7 @@
 
     python -m benchmarks speedup --heads model_cards/poss3 model_cards/eagle --baselines
 
-`--baselines` adds transformers' own prompt lookup, `--assistant` a small assistant model. Exits with 1 if a text of
-ours differs from the plain one.
+`--baselines` adds transformers' own prompt lookup. Exits with 1 if a text of ours differs from the plain one.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import argparse
 import itertools
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from .. import results
 from ..results import Result, column_table, draft_tree, footnote, percent, pos_acc, same_text, same_texts, speed_up
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
-from ..sides import Side, compare, plain_and
+from ..sides import compare, plain_and
 
 LOOKED_UP = 5  # tokens that transformers' prompt lookup copies at a time
 SHOWN = ("eagle", "poss3-total-variation")  # heads in the README's table
@@ -30,33 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
     parser.add_argument("--profile", action="store_true", help="also tell what drafting takes in a round")
-    parser.add_argument("--assistant", help="also measure this small assistant model")
 
 
-def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
-    """Plain first, then heads, then what transformers offers."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sides on all prompt sets: plain first, then heads, then what transformers offers."""
+    target, tokenizer = load_target(args)
     heads = load_all_heads(target, args.heads)
     for one in heads.values():
         one.profile = args.profile
     sides = plain_and(heads)
     if args.baselines:
-        sides.append(Side(f"prompt lookup, {LOOKED_UP} tokens", {"prompt_lookup_num_tokens": LOOKED_UP}))
-    if args.assistant:
-        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=getattr(torch, args.dtype)).eval()
-        name = f"assistant model, {count_parameters(assistant) / 1e6:.1f} M"
-        sides.append(Side(name, {"assistant_model": assistant}))
-    return sides
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All sides on all prompt sets."""
-    target, tokenizer = load_target(args)
-    sides = build_sides(args, target)
+        sides[f"prompt lookup, {LOOKED_UP} tokens"] = {"prompt_lookup_num_tokens": LOOKED_UP}
     prompts = {name: load_prompts([name], tokenizer, args.limit) for name in args.prompts}
     return {
         **settings(args),
         "target_parameters": count_parameters(target),
-        "trees": {side.name: side.heads.tree_config.to_dict() for side in sides if side.heads},
+        "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
         "prompt_sets": {
             name: compare(target, sides, one, args.max_new_tokens, args.repeats) for name, one in prompts.items()
         },

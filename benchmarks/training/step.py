@@ -116,21 +116,19 @@ def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
 def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> float:
     """Seconds of the products of a step alone: every layer's forward and both its gradients, `lm_head` likewise (one
     gradient where it is the target's), once per pass, and the target's own logits once."""
-    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
-    layers = [module.weight.detach() for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
-    layers.append(heads.fc.weight.detach())
+    layers = [module.weight for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
     own = getattr(heads, "lm_head", None)
-    output = target.lm_head.weight if own is None else own.weight.detach()
-    rows = {size: torch.randn(cell["rows"], size) for weight in (*layers, output) for size in weight.shape}
+    output = (target.lm_head if own is None else own).weight
+    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
+    products = [(weight, cell["rows"], True) for weight in (*layers, heads.fc.weight)]
+    products += [(output, chunk, own is not None) for chunk in chunks]
+    rows = {size: torch.randn(cell["rows"], size) for weight, *_ in products for size in weight.shape}
 
+    @torch.no_grad()
     def run() -> None:
-        for _ in range(cell["passes"]):
-            for weight in layers:
-                outputs, inputs = (rows[size] for size in weight.shape)
-                _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs
-            for chunk in chunks:
-                outputs, inputs = (rows[size][:chunk] for size in output.shape)
-                _ = inputs @ output.T, outputs @ output, None if own is None else outputs.T @ inputs
+        for weight, count, learns in products * cell["passes"]:
+            outputs, inputs = (rows[size][:count] for size in weight.shape)
+            _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs if learns else None
         for chunk in chunks:
             _ = rows[output.shape[1]][:chunk] @ output.T
 

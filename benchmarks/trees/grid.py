@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig
 from hf_specheads.tree.published import EAGLE_CHOICES
 
-from ..setup import Inputs, load_prompts
+from ..results import Result
+from ..setup import Inputs, load_pair, load_prompts, settings
 from ..sides import compare, plain_and
 
 TOGETHER = 6  # trees measured next to the same plain generations
@@ -40,10 +40,13 @@ def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
     parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
 
 
-def tuning_prompts(args: argparse.Namespace) -> list[torch.Tensor]:
-    """Their token ids, int64 [1, T] each."""
-    prompts = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
-    return [inputs["input_ids"] for inputs in prompts]
+def measure_all_heads(args: argparse.Namespace, measure_heads: Callable[..., Result]) -> Result:
+    """All heads by name, each as `measure_heads(target, heads, prompts, tuning, args)` does; `tuning` are the token
+    ids of prompts to make trees on, int64 [1, T] each."""
+    target, heads, prompts = load_pair(args, every_round=True)
+    others = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
+    common = (prompts, [inputs["input_ids"] for inputs in others], args)
+    return {**settings(args), "heads": {name: measure_heads(target, one, *common) for name, one in heads.items()}}
 
 
 def published_static(deepest: int | None) -> DraftTreeConfig:

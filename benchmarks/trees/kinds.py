@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from hf_specheads import DraftHead, DraftTreeConfig, search_tree
 
 from ..results import Result, column_table, draft_tree, footnote, number, same_text, speed_up
-from ..setup import Inputs, add_generation_arguments, load_pair, settings
-from .grid import add_tuning_arguments, compare_trees, published_static, tuning_prompts
+from ..setup import Inputs, add_generation_arguments
+from .grid import add_tuning_arguments, compare_trees, measure_all_heads, published_static
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +47,7 @@ def measure_heads(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
-    (target, heads, prompts), tuning = load_pair(args, every_round=True), tuning_prompts(args)
-    measured = {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()}
-    return {**settings(args), "heads": measured}
+    return measure_all_heads(args, measure_heads)
 
 
 def table(result: Result) -> str:

@@ -21,9 +21,9 @@ from hf_specheads import DraftHead
 from hf_specheads.tree.default import default_tree
 
 from ..results import Result, column_table, draft_tree, footnote, number, same_text
-from ..setup import Inputs, add_generation_arguments, load_pair, settings
+from ..setup import Inputs, add_generation_arguments
 from . import grid
-from .grid import compare_trees, fastest, published_static, tuning_prompts
+from .grid import compare_trees, fastest, measure_all_heads, published_static
 
 # Trees to keep, prompts and repeats of the grid's stages.
 STAGES = ((12, 1, 1), (4, 4, 1))
@@ -66,9 +66,7 @@ def measure_heads(
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
-    (target, heads, prompts), tuning = load_pair(args, every_round=True), tuning_prompts(args)
-    measured = {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()}
-    return {**settings(args), "heads": measured}
+    return measure_all_heads(args, measure_heads)
 
 
 def table(result: Result) -> str:
