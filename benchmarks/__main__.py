@@ -3,6 +3,8 @@
 python -m benchmarks NAME ...   measures, writes benchmarks/results/NAME.json and its table NAME.md
 python -m benchmarks --render   writes all tables, and the marked parts of README.md and docs/*.md, from the JSON
 python -m benchmarks --check    exits with 1 and names what --render would change
+
+Run in the repository's root. A measurement exits with 1 if a text differs from plain `generate`'s that should not.
 """
 
 from __future__ import annotations

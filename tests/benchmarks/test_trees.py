@@ -73,3 +73,9 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
 def test_no_batch_of_such_prompts(measure_pair):
     with pytest.raises(ValueError, match="no batch of 2 with 100 tokens"):
         measure_pair("default", ["eagle"], "--batch_sizes", "2", "--contexts", "100")
+
+
+def test_a_greedy_text_that_differs_is_noticed():
+    one = {"temperature": 0, "sides": {"default": {"identical": False}, "plain generate": {"identical": True}}}
+    assert not default.texts_agree({"measured": [one]})
+    assert default.texts_agree({"measured": [{**one, "temperature": 0.7}]})
