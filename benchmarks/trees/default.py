@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
     kept = "tokens of the prompts' ends that are kept; default all"
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
-    add_grid_arguments(parser, [1, 2, 3, 4, 6], [2, 3, 6], [6, 12, 24], chains=[1, 2, 3, 4, 6, 8])
+    depths = [1, 2, 3, 4, 6]
+    add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
 
 def measure_setting(

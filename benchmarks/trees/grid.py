@@ -20,18 +20,11 @@ from ..sides import compare, plain_and
 TOGETHER = 6  # trees measured next to the same plain generations
 
 
-def add_grid_arguments(
-    parser: argparse.ArgumentParser,
-    depths: Sequence[int],
-    top_k: Sequence[int],
-    total_tokens: Sequence[int],
-    chains: Sequence[int],
-) -> None:
-    """Of which trees the grid is made."""
-    parser.add_argument("--depths", type=int, nargs="+", default=depths)
-    parser.add_argument("--top_k", type=int, nargs="+", default=top_k)
-    parser.add_argument("--total_tokens", type=int, nargs="+", default=total_tokens)
-    parser.add_argument("--chains", type=int, nargs="*", default=chains, help="depths of chains to try")
+def add_grid_arguments(parser: argparse.ArgumentParser, **sizes: Sequence[int]) -> None:
+    """Of which trees the grid is made, with defaults: `depths`, `top_k` and `total_tokens` of dynamic ones, and depths
+    of `chains`."""
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=default, help="of trees of the grid")
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=10, max_new_tokens=64)
     grid.add_tuning_arguments(parser, limit=12)
-    grid.add_grid_arguments(parser, [1, 2, 3, 4, 6, 8], [2, 3, 6], [6, 10, 16, 32], chains=[1, 2, 3, 4, 6, 8])
+    depths = [1, 2, 3, 4, 6, 8]
+    grid.add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 10, 16, 32], chains=depths)
 
 
 def measure_heads(
