@@ -3,6 +3,8 @@
 python -m benchmarks NAME ...   measures, writes benchmarks/results/NAME.json and its table NAME.md
 python -m benchmarks --render   writes all tables, and the marked parts of README.md and docs/*.md, from the JSON
 python -m benchmarks --check    exits with 1 and names what --render would change
+
+Run in the repository's root. A measurement exits with 1 if a text differs from plain `generate`'s that should not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, 
 from .speed import round as round_
 from .targets import families
 from .training import memory, step, switches
-from .trees import choose, default, kinds, tune
+from .trees import default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
 # folders it measures (default: the package), `variant(args)`, a suffix to its results' name, `short_table(result)`,
@@ -32,7 +34,7 @@ from .trees import choose, default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    choose, acceptance, step, memory, switches, families, doctor, diff, commands, answers,
+    acceptance, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -17,7 +17,7 @@ import torch
 from hf_specheads import provenance
 
 Result = dict[str, Any]
-Column = Callable[[Result], str] | tuple[Any, ...]
+Column = Callable[[Result], str] | str | tuple[Any, ...]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -110,19 +110,15 @@ def read(folder: Path) -> dict[str, Result]:
     return {name: result for name, result in found.items() if "provenance" in result}
 
 
-def rounded(value: Any) -> Any:
-    """Floats to five significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value
+def rounded(result: Result) -> Result:
+    """A result as its file will hold it, floats to five significant digits."""
+    return json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
 def identical(value: Any) -> bool:
     """Whether all texts in a result were those of plain generation: every `identical` in it, however deep."""
+    if isinstance(value, list):
+        return all(map(identical, value))
     if not isinstance(value, dict):
         return True
     return all(bool(item) if key == "identical" else identical(item) for key, item in value.items())
@@ -140,7 +136,8 @@ def column_table(columns: Mapping[str, Column], found: Any, *keys: str) -> str:
     """A row per item of a list or, with `keys`, per entry of mappings in each other.
 
     Args:
-        columns: By header, what is shown of an item: a function, or the key of a number and how [`number`] shows it.
+        columns: By header, what is shown of an item: a function, words with fields of it as `str.format` fills them
+            in, or the key of a number and how [`number`] shows it.
         found: The items.
         *keys: Headers of the keys that lead to an item, which come first.
     """
@@ -152,6 +149,8 @@ def column_table(columns: Mapping[str, Column], found: Any, *keys: str) -> str:
 
 
 def _cell(item: Result, column: Column) -> str:
+    if isinstance(column, str):
+        return column.format_map(item)
     return column(item) if callable(column) else number(item.get(column[0]), *column[1:])
 
 
@@ -181,9 +180,9 @@ def speed_up(side: Result) -> str:
     return f"{number(side['speed_up'])}x ({'-'.join(number(ratio) for ratio in side['speed_up_range'])})"
 
 
-def same_text(side: Result) -> str:
-    """Whether a side's texts were the plain ones."""
-    return "yes" if side["identical"] else "no"
+def same_text(*sides: Result) -> str:
+    """Whether the texts of a side, or of several, were the plain ones."""
+    return "yes" if all(side["identical"] for side in sides) else "no"
 
 
 def same_texts(side: Result, of: str = "") -> str:
@@ -256,7 +255,7 @@ def render(text: str, results: Mapping[str, Result], tables: Mapping[str, str]) 
 def _value(found: re.Match[str], results: Mapping[str, Result]) -> str:
     try:
         return format(value_at(results, found["path"]), found["format"] or "")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{found[1]} names nothing that can be shown: {error}") from error
 
 
@@ -264,17 +263,17 @@ def value_at(values: Any, path: str) -> str | float | bool:
     """What lies at keys joined by dots, of which each may hold dots itself; list items by their number.
 
     Raises:
-        KeyError, IndexError, ValueError: if nothing lies there.
+        KeyError: if nothing lies there.
     """
-    if not path:
-        if isinstance(values, dict | list):
-            raise KeyError(f"a number or a text, but the path ends at {type(values).__name__} of {len(values)}")
-        return values
-    if isinstance(values, list):
-        key, _, rest = path.partition(".")
-        return value_at(values[int(key)], rest)
-    fitting = [key for key in values if f"{path}.".startswith(f"{key}.")] if isinstance(values, Mapping) else []
-    if not fitting:
-        raise KeyError(f"{path!r}, expected one of {list(values)}" if isinstance(values, Mapping) else path)
-    key = max(fitting, key=len)
-    return value_at(values[key], path[len(key) + 1 :])
+    while path:
+        if isinstance(values, list):
+            values = {str(place): value for place, value in enumerate(values)}
+        known = list(values) if isinstance(values, Mapping) else []
+        fitting = [key for key in known if f"{path}.".startswith(f"{key}.")]
+        if not fitting:
+            raise KeyError(f"{path!r}, expected one of {known}")
+        key = max(fitting, key=len)
+        values, path = values[key], path[len(key) + 1 :]
+    if isinstance(values, dict | list):
+        raise KeyError(f"a number or a text, but the path ends at {type(values).__name__} of {len(values)}")
+    return values

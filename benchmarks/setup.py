@@ -2,18 +2,15 @@
 
     python -m benchmarks.setup --tokenizer model_cards/target
 
-cuts the prompts from held-out files of the shipped pair's corpus (never from files it was trained on). A prompt is the
-beginning of a top-level function or class, cut at the end of a line. Files, definitions and lengths are drawn by
-hashes, so the same Python version gives the same prompts. `held_out.jsonl` is for reporting; `tuning.jsonl`, cut from
-other files, is for choosing options such as the default draft tree. `long.jsonl` holds whole beginnings of held-out
-files, longer than what heads were trained on. `chats.jsonl` and `chats_tuning.jsonl` are held-out chats of all
-families of the shipped pair's tasks, of seeds that nothing else uses.
+writes the prompts. `chats.jsonl` and `chats_tuning.jsonl` are held-out chats of all families of the shipped pair's
+tasks, of seeds that nothing else uses; the latter are for choosing options such as a draft tree. `long.jsonl` holds
+beginnings of files that the pair was never trained on, longer than what heads were trained on; files are drawn by
+hashes, so the same Python version gives the same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import sysconfig
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,18 +30,15 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hf_specheads import AutoDraftHead, DraftHead, DraftTreeConfig, load_heads
+from hf_specheads import DraftHead, DraftTreeConfig, load_heads
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, example_at
 
 PROMPTS = Path(__file__).parent / "prompts"
-MIN_TOKENS, MAX_TOKENS = 40, 200
-SIZES = {"held_out": 24, "tuning": 12}
 LONG_TOKENS, LONG_FILES = 1536, 12
-PER_FILE = 2
+LINES = 8  # a long prompt is cut after a multiple of them, and four times as many must be left to continue
 CHATS = {"chats": (16, 100), "chats_tuning": (3, 101)}  # of every family, and their seed
-LINES_AFTER = 8  # of the definition must remain, so that there is something to continue
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -89,9 +84,10 @@ def add_generation_arguments(
         parser.add_argument("--repeats", type=int, default=repeats, help="times that everything is timed")
 
 
-def settings(args: argparse.Namespace, prompts: Sequence[Inputs]) -> dict[str, Any]:
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What a result says of the arguments it was measured with."""
-    found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": len(prompts)}
+    count = sum(len(prompt_entries(name)[: args.limit]) for name in args.prompts)
+    found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": count}
     names = ("max_new_tokens", "dtype", "repeats")
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
 
@@ -103,26 +99,22 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
-def load_bound_heads(
-    target: PreTrainedModel, folder: str, *, every_round: bool = False, **tree_overrides: Any
-) -> DraftHead:
+def load_bound_heads(target: PreTrainedModel, folder: str, *, every_round: bool = False) -> DraftHead:
     """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
 
     They are as their user has them, who gets plain steps where drafting does not pay; to look at drafts rather than at
     time, they draft `every_round`.
     """
-    heads = load_heads(folder, dtype=target.dtype, **tree_overrides)
+    heads = load_heads(folder, dtype=target.dtype)
     heads.adaptive = not every_round
     if heads.config.target_adapter is not None:
         heads.load_target_adapter(target)
     return heads.bind(target)
 
 
-def load_all_heads(
-    target: PreTrainedModel, folders: Iterable[str], *, every_round: bool = False
-) -> dict[str, DraftHead]:
-    """Heads by what tables call them."""
-    return {display_name(folder): load_bound_heads(target, folder, every_round=every_round) for folder in folders}
+def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) -> dict[str, DraftHead]:
+    """Heads by what tables call them, each from [`load_bound_heads`]."""
+    return {display_name(folder): load_bound_heads(target, folder, **how) for folder in folders}
 
 
 def load_pair(
@@ -153,12 +145,24 @@ def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inp
 
 def padded(prompts: Sequence[Inputs]) -> Inputs:
     """Prompts as one batch, padded on the left."""
-    longest = max(one["input_ids"].shape[1] for one in prompts)
-    rows = [
-        {name: torch.nn.functional.pad(value, (longest - value.shape[1], 0)) for name, value in one.items()}
-        for one in prompts
+    return {
+        name: pad_sequence([one[name][0] for one in prompts], batch_first=True, padding_side="left")
+        for name in prompts[0]
+    }
+
+
+def full_batches(prompts: Sequence[Inputs], size: int) -> list[Inputs]:
+    """Prompts in batches of so many; those that fill none are left out."""
+    return [padded(prompts[start : start + size]) for start in range(0, len(prompts) - size + 1, size)]
+
+
+def cut(prompts: Iterable[Inputs], length: int) -> list[Inputs]:
+    """The last `length` tokens of every prompt that is as long."""
+    return [
+        {name: tensor[:, -length:] for name, tensor in inputs.items()}
+        for inputs in prompts
+        if inputs["input_ids"].shape[1] >= length
     ]
-    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def prompt_entries(name: str) -> list[dict[str, Any]]:
@@ -196,33 +200,20 @@ def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **size
 
 
 def random_pair(
-    shape: str, tree: DraftTreeConfig, dtype: torch.dtype, device: str, methods: tuple[str, ...] = tuple(SHAPED_HEADS)
+    shape: str, depth: int, dtype: torch.dtype, device: str, methods: Iterable[str] = tuple(SHAPED_HEADS)
 ) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
-    """A target of a shape and heads for it, of random weights; the heads draft every round."""
+    """A target of a shape and heads for it, of random weights; the heads draft chains, every round. On the device
+    `meta` they take no memory, and have sizes alone."""
     target, heads = random_llama(dtype, device, **SHAPES[shape], eos_token_id=None, pad_token_id=0), {}
+    tree = DraftTreeConfig(kind="chain", depth=depth).to_dict()
     for method in methods:
-        options = SHAPED_HEADS[method]
+        config_class = METHODS[method].config_class
+        fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
         if method == "eagle3":
-            tokens = min(SHAPES[shape]["vocab_size"], 32000)
-            options = {"draft_token_ids": torch.arange(tokens), "draft_vocab_size": tokens}
-        made = AutoDraftHead.from_target(target, method, tree_config=tree, **options)
-        made = made.to(device=device, dtype=target.dtype).eval()
-        made.adaptive = False
-        heads[method] = made.bind(target)
-    return target, heads
-
-
-def pair_on_paper(shape: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
-    """The same without memory."""
-    with torch.device("meta"):
-        target = LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(dtype)
-        heads = {}
-        for method, options in SHAPED_HEADS.items():
-            head_class = METHODS[method]
-            fields = head_class.config_class.fields_for_target(target, method) | options
-            if method == "eagle3":
-                fields["draft_vocab_size"] = min(SHAPES[shape]["vocab_size"], 32000)
-            heads[method] = head_class(head_class.config_class(**fields)).to(target.dtype)
+            fields["draft_vocab_size"] = min(SHAPES[shape]["vocab_size"], 32000)
+        with torch.device(device):
+            heads[method] = METHODS[method](config_class(**fields, tree_config=tree)).to(dtype).eval()
+        heads[method].adaptive = False
     return target, heads
 
 
@@ -233,66 +224,17 @@ def random_prompts(count: int, device: str) -> list[Inputs]:
 
 
 # ---------------------------------------------------------------------- making prompts
-def draw(*key: str) -> int:
-    """A number decided by a key alone."""
-    return int.from_bytes(hashlib.sha256("/".join(key).encode()).digest()[:8], "big")
-
-
-def cut(lines: list[str], tokenizer: PreTrainedTokenizerBase, wanted: int) -> str | None:
-    """The first lines of a definition with about `wanted` tokens, at least MIN_TOKENS; `None` if it is too short."""
-    for end in range(1, len(lines) - LINES_AFTER + 1):
-        text = "\n".join(lines[:end]).rstrip()
-        length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if length > MAX_TOKENS:
-            return None
-        if length >= wanted:
-            return text
-    return None
-
-
-def prompts_of(path: Path, root: Path, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Up to PER_FILE prompts of one file."""
-    name = path.relative_to(root).as_posix()
-    source = path.read_text(encoding="utf-8")
-    lines = source.splitlines()
-    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    nodes.sort(key=lambda node: draw(name, node.name))
-    prompts: list[dict[str, str]] = []
-    for node in nodes:
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-        wanted = MIN_TOKENS + draw(name, node.name, "length") % 100
-        text = cut(lines[first : node.end_lineno], tokenizer, wanted)
-        if text is not None and len(prompts) < PER_FILE:
-            prompts.append({"name": f"{name}:{node.name}", "prompt": text})
-    return prompts
-
-
-def make(tokenizer: PreTrainedTokenizerBase, root: Path) -> dict[str, list[dict[str, str]]]:
-    """Prompts of both sets, from disjoint files; every file gives one before any gives a second."""
-    ranked: dict[str, list[tuple[int, int, dict[str, str]]]] = {name: [] for name in SIZES}
-    for path in corpus_files(root):
-        if is_held_out(path, root):
-            chosen = "tuning" if draw(path.relative_to(root).as_posix(), "set") % 3 == 0 else "held_out"
-            for rank, prompt in enumerate(prompts_of(path, root, tokenizer)):
-                ranked[chosen].append((rank, draw(prompt["name"]), prompt))
-    sets = {}
-    for name, size in SIZES.items():
-        best = [prompt for *_, prompt in sorted(ranked[name], key=lambda entry: entry[:2])[:size]]
-        sets[name] = sorted(best, key=lambda prompt: prompt["name"])
-    return sets
-
-
 def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, str]]:
-    """The first LONG_TOKENS tokens, at least, of held-out files that go on after them."""
-    prompts = []
+    """The first LONG_TOKENS tokens, at least, of held-out files that go on after them; files are drawn by a hash."""
+    prompts: list[dict[str, str]] = []
     for path in corpus_files(root):
         lines = path.read_text(encoding="utf-8").splitlines() if is_held_out(path, root) else []
-        for end in range(LINES_AFTER, len(lines) - 4 * LINES_AFTER, LINES_AFTER):
+        for end in range(LINES, len(lines) - 4 * LINES, LINES):
             text = "\n".join(lines[:end]).rstrip()
             if len(tokenizer(text, add_special_tokens=False)["input_ids"]) >= LONG_TOKENS:
                 prompts.append({"name": path.relative_to(root).as_posix(), "prompt": text})
                 break
-    prompts.sort(key=lambda prompt: draw(prompt["name"], "long"))
+    prompts.sort(key=lambda prompt: hashlib.sha256(f"{prompt['name']}/long".encode()).digest())
     return sorted(prompts[:LONG_FILES], key=lambda prompt: prompt["name"])
 
 
@@ -307,13 +249,13 @@ def make_chats(per_family: int, seed: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.setup", description="Cuts the prompts.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.setup", description="Writes the prompts.")
     parser.add_argument("--tokenizer", type=Path, default=Path("model_cards/target"))
     args = parser.parse_args()
     root = Path(sysconfig.get_paths()["stdlib"])
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     chats = {name: make_chats(*how) for name, how in CHATS.items()}
-    for name, prompts in {**make(tokenizer, root), "long": make_long(tokenizer, root), **chats}.items():
+    for name, prompts in {"long": make_long(tokenizer, root), **chats}.items():
         text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
         (PROMPTS / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{name}: {len(prompts)} prompts")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -22,21 +22,8 @@ from .setup import Inputs
 
 PLAIN = "plain generate"
 Outcome = TypeVar("Outcome")
-TO_THE_END = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
-
-
-@dataclass
-class Side:
-    """One way to generate the same text: `options` are what `generate` gets on top of the common ones."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def heads(self) -> DraftHead | None:
-        """Its draft heads, if it has any."""
-        assistant = self.options.get("assistant_model")
-        return assistant if isinstance(assistant, DraftHead) else None
+Options = dict[str, Any]  # what `generate` gets of one side, on top of the common ones
+TO_THE_END: Options = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
 
 
 @dataclass
@@ -49,14 +36,15 @@ class Run:
     stats: GenerationStats | None = None
 
 
-def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> list[Side]:
+def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> dict[str, Options]:
     """Plain generation, and heads by name; `options` are for all of them."""
-    sides = [Side(name, {**options, "assistant_model": one}) for name, one in heads.items()]
-    return [Side(PLAIN, options), *sides]
+    return {PLAIN: options, **{name: {**options, "assistant_model": one} for name, one in heads.items()}}
 
 
-def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_tokens: int, seed: int = 0) -> Run:
-    """One timed generation, counting the target's forwards; greedy unless the side's options say otherwise."""
+def generate_once(
+    target: PreTrainedModel, options: Options, inputs: Inputs, max_new_tokens: int, seed: int = 0
+) -> Run:
+    """One timed generation, counting the target's forwards; greedy unless the options say otherwise."""
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -66,38 +54,42 @@ def generate_once(target: PreTrainedModel, side: Side, inputs: Inputs, max_new_t
     hook = target.register_forward_pre_hook(count)
     try:
         torch.manual_seed(seed)
-        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **side.options)
+        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **options)
     finally:
         hook.remove()
-    return Run(ids, seconds, forwards, side.heads.last_stats if side.heads else None)
+    return Run(ids, seconds, forwards, options["assistant_model"].last_stats if "assistant_model" in options else None)
 
 
 def run_interleaved(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
+    target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, list[list[Run]]]:
     """Every side on every prompt, `repeats` times, in turns; those that sample get a seed per prompt and repeat.
 
     Returns:
         Runs by name of the side, `[repeat][prompt]`.
     """
-    named = {side.name: side for side in sides}
 
     def run(name: str, inputs: Inputs, turn: int) -> Run:
-        return generate_once(target, named[name], inputs, max_new_tokens, turn)
+        return generate_once(target, sides[name], inputs, max_new_tokens, turn)
 
     def warm_up(name: str, inputs: Inputs) -> None:
-        generate_once(target, named[name], inputs, min(max_new_tokens, 16))
+        generate_once(target, sides[name], inputs, min(max_new_tokens, 16))
 
-    return take_turns(named, prompts, run, repeats, warm_up)
+    return take_turns(sides, prompts, run, repeats, warm_up)
 
 
 def timed_in_turns(
-    calls: Mapping[str, Callable[[], Outcome]], repeats: int, warm_ups: int = 0
+    calls: Mapping[str, Callable[[], Outcome]],
+    repeats: int,
+    warm_ups: int = 0,
+    before: Callable[[], Any] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
-    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all."""
+    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all, and
+    `before` each, untimed."""
     outcomes: dict[str, Outcome] = {}
 
     def run(name: str, _item: None, _turn: int) -> float:
+        before()
         started = time.perf_counter()
         outcomes[name] = calls[name]()
         return time.perf_counter() - started
@@ -129,11 +121,11 @@ def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def compare(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], max_new_tokens: int, repeats: int
+    target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with."""
     runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
-    return {side.name: summarise(runs[side.name], runs[sides[0].name]) for side in sides}
+    return {name: summarise(mine, runs[next(iter(sides))]) for name, mine in runs.items()}
 
 
 def num_tokens(runs: list[Run]) -> int:
@@ -168,7 +160,7 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
         "forwards_saved": 1 - forwards / sum(max(map(len, run.token_ids)) for run in first),
         "identical": all(same),
         "differing_prompts": [index for index, equal in enumerate(same) if not equal],
-        **acceptance([first]),
+        **acceptance(first),
     }
 
 
@@ -177,13 +169,13 @@ def speed_up_of(ratios: list[float]) -> dict[str, Any]:
     return {"speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)]}
 
 
-def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
-    """What drafts brought, pooled over all runs `[repeat][prompt]`; empty without heads.
+def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
+    """What drafts brought, pooled over runs; empty without heads.
 
     Acceptance length and pos-acc are of rounds, tokens per forward of all forwards: plain steps and prefills too. Of
     heads that profile, the time of drafting in a round as well.
     """
-    stats = [run.stats for repeat in runs for run in repeat if run.stats is not None]
+    stats = [run.stats for run in runs if run.stats is not None]
     if not stats:
         return {}
     accepted = [row for one in stats for row in one.num_accepted]
@@ -192,6 +184,7 @@ def acceptance(runs: list[list[Run]]) -> dict[str, Any]:
     drafting = sum(one.seconds["draft"] for one in timed) / max(sum(one.rounds for one in timed), 1)
     return {
         "plain_steps": sum(one.plain_steps for one in stats),
+        "plain_share": sum(one.plain_steps for one in stats) / sum(one.target_forwards for one in stats),
         "tokens_per_forward": sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats),
         "acceptance_length": acceptance_length(accepted),
         "pos_acc": position_acceptance(accepted, offered),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from hf_specheads.bootstrap import ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
 from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
-from ..sides import PLAIN, Run, Side, acceptance, generate_once
+from ..sides import Options, Run, acceptance, generate_once
 from .questions import answers_table, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
@@ -48,31 +48,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # ---------------------------------------------------------------------- generating
-def in_batches(prompts: Sequence[Inputs], size: int) -> Iterator[tuple[list[int], Inputs]]:
-    """Prompts of about the same length together, padded on the left, and their places."""
-    order = sorted(range(len(prompts)), key=lambda place: prompts[place]["input_ids"].shape[1])
-    for start in range(0, len(order), size):
-        places = order[start : start + size]
-        yield places, padded([prompts[place] for place in places])
-
-
 def generate_all(
-    target: PreTrainedModel, side: Side, prompts: Sequence[Inputs], args: argparse.Namespace
+    target: PreTrainedModel, options: Options, prompts: Sequence[Inputs], args: argparse.Namespace
 ) -> list[tuple[list[int], Run]]:
-    """One side on all prompts: places, and the run, of every batch."""
+    """One side on all prompts, those of about the same length together: places, and the run, of every batch."""
+    order = sorted(range(len(prompts)), key=lambda place: prompts[place]["input_ids"].shape[1])
+    batches = [order[start : start + args.batch_size] for start in range(0, len(order), args.batch_size)]
     return [
-        (places, generate_once(target, side, inputs, args.max_new_tokens))
-        for places, inputs in in_batches(prompts, args.batch_size)
+        (places, generate_once(target, options, padded([prompts[place] for place in places]), args.max_new_tokens))
+        for places in batches
     ]
 
 
-def counts_of(runs: Sequence[tuple[list[int], Run]], num_prompts: int) -> Counts:
+def counts_of(runs: Sequence[tuple[list[int], Run]]) -> Counts:
     """Tokens and rounds of every prompt, in the order of the prompts."""
-    tokens, rounds = [0.0] * num_prompts, [0.0] * num_prompts
-    for places, run in runs:
-        for place, accepted in zip(places, run.stats.num_accepted if run.stats else (), strict=True):
-            tokens[place], rounds[place] = float(sum(accepted) + len(accepted)), float(len(accepted))
-    return tokens, rounds
+    accepted = {place: row for places, run in runs for place, row in zip(places, run.stats.num_accepted, strict=True)}
+    rows = [accepted[place] for place in sorted(accepted)]
+    return [float(sum(row) + len(row)) for row in rows], [float(len(row)) for row in rows]
 
 
 # ---------------------------------------------------------------------- measuring
@@ -91,13 +83,11 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
 
 def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
     """Places of the prompts of each group, and of those with and without a think block, where a set has such."""
-    entries: list[dict[str, Any]] = [entry for name in args.prompts for entry in prompt_entries(name)[: args.limit]]
     groups: dict[str, list[int]] = {}
-    for place, entry in enumerate(entries):
-        if "group" in entry:
-            groups.setdefault(entry["group"], []).append(place)
-        if "thinking" in entry:
-            groups.setdefault("thinking" if entry["thinking"] else "not thinking", []).append(place)
+    for place, entry in enumerate(entry for name in args.prompts for entry in prompt_entries(name)[: args.limit]):
+        thinking = {True: "thinking", False: "not thinking"}.get(entry.get("thinking"))
+        for name in filter(None, (entry.get("group"), thinking)):
+            groups.setdefault(name, []).append(place)
     return groups
 
 
@@ -111,10 +101,10 @@ def measure_head(
         for depth in args.depths:
             fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
             fields.setdefault("total_tokens", fields["depth"] + 1)
-            side = Side(name, {**MODES[mode], "assistant_model": heads.with_tree(**fields)})
-            runs = generate_all(target, side, prompts, args)
+            options = {**MODES[mode], "assistant_model": heads.with_tree(**fields)}
+            runs = generate_all(target, options, prompts, args)
             same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
-            found = {**acceptance([[run for _, run in runs]]), **numbers_of(counts_of(runs, len(prompts)), groups)}
+            found = {**acceptance([run for _, run in runs]), **numbers_of(counts_of(runs), groups)}
             # Sampled rows of a batch share the random numbers, so their texts say nothing.
             measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
             print(f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}", file=sys.stderr)
@@ -124,14 +114,14 @@ def measure_head(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = {mode: generate_all(target, Side(PLAIN, MODES[mode]), prompts, args) for mode in args.modes}
+    plain = {mode: generate_all(target, MODES[mode], prompts, args) for mode in args.modes}
     heads, groups = {}, groups_of(args)
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
         heads[name] = {**describe(one, folder), "measured": {
             mode: measure_head(target, name, one, prompts, plain[mode], args, mode, groups) for mode in args.modes
         }}  # fmt: skip
     trees = {tree: TREES[tree] for tree in args.trees}
-    return {**settings(args, prompts), "modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
+    return {**settings(args), "modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
 
 
 # ---------------------------------------------------------------------- the table
@@ -155,11 +145,12 @@ def _of_tree(result: Result, mode: str, tree: str) -> str:
     rows = []
     for name in sorted(found, key=lambda name: -found[name][deepest]["acceptance_length"]):
         facts = result["heads"][name]
-        row = [name, millions(facts["parameters"])]
-        row.append(teraflop(facts.get("training_flops"), facts.get("starts_from")))
-        row += [_with_interval(cell) for cell in found[name].values()]
         same = [other for other in found if other != name and not told_apart(found[name], found[other], deepest)]
-        rows.append([*row, pos_acc(found[name][deepest]["pos_acc"]), ", ".join(same) or "all told apart"])
+        rows.append([
+            name, millions(facts["parameters"]), teraflop(facts.get("training_flops"), facts.get("starts_from")),
+            *map(_with_interval, found[name].values()), pos_acc(found[name][deepest]["pos_acc"]),
+            ", ".join(same) or "all told apart",
+        ])  # fmt: skip
     header = [f"{mode}, {tree}", "parameters", "training TFLOP", *(f"tau, depth {d}" for d in result["depths"])]
     return markdown_table([*header, f"pos-acc, depth {deepest}", "not told apart from"], rows)
 
@@ -169,9 +160,7 @@ def _with_interval(cell: Result) -> str:
     return f"{number(cell['acceptance_length'])} ({number(low)}-{number(high)})"
 
 
-def short_table(result: Result) -> str:
-    """What the measurement answers."""
-    return answers_table(result)
+short_table = answers_table  # what the measurement answers
 
 
 def told_apart(ours: Result, theirs: Result, depth: str) -> bool:

@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> Result:
             with plant():
                 said = [explain_difference(target, each, tree, max_new_tokens=args.max_new_tokens) for each in prompts]
             found[f"{name}: {planted}"] = {"planted": planted, **_summary(said)}
-    return {**settings(args, prompts), "cases": found}
+    return {**settings(args), "cases": found}
 
 
 def _summary(said: list[Difference]) -> Result:

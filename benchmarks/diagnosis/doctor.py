@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
         planted.append(_row(planting, examined(planting.make(where))))
         tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
-        "of": args.of, **settings(args, prompts), "planted": planted, "sound": sound,
+        "of": args.of, **settings(args), "num_prompts": len(prompts), "planted": planted, "sound": sound,
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
         "false_alarms": sum(bool(one["causes"]) for one in sound.values()),
         "seconds": time.perf_counter() - started,

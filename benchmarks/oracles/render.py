@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..results import RESULTS, markdown_table
+from ..results import RESULTS, column_table
 
 FOLDER = RESULTS / "oracles"
 
@@ -28,10 +28,6 @@ def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Ite
     path.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
 
-def _table(head: list[str], rows: list[list[Any]]) -> str:
-    return markdown_table(head, [[str(cell) for cell in row] for row in rows])
-
-
 def _versions(result: dict[str, Any]) -> str:
     found = result.get("versions") or result["entries"][0]["versions"]
     return ", ".join(f"{name} {version}" for name, version in found.items()) + ".\n"
@@ -42,80 +38,75 @@ def _export(entry: dict[str, Any]) -> str:
     return f"{entry['heads']} {place}"
 
 
-CLOSE = ["greatest difference", "largest logit", "same favourite token"]
-
-
-def _close(entry: dict[str, Any]) -> list[str]:
-    """How close the draft logits of both sides are: cells under `CLOSE`."""
-    return [f"{entry['max_error']:.1e}", f"{entry['largest_logit']:.1f}", f"{entry['same_favourite']:.1%}"]
-
-
-def _equal(entry: dict[str, Any]) -> str:
-    return f"{entry['equal_tensors']} of {entry['tensors']}"
+CLOSE = {
+    "greatest difference": "{max_error:.1e}", "largest logit": ("largest_logit", 1),
+    "same favourite token": "{same_favourite:.1%}",
+}  # fmt: skip
+EQUAL = "{equal_tensors} of {tensors}"
 
 
 def vllm_table(result: dict[str, Any]) -> str:
     """Texts, rounds and acceptance lengths of vLLM and of ours."""
+    columns = {
+        "export": _export, "draft positions": ("draft_positions", 0),
+        "texts as plain vLLM's": "{same_as_plain_vllm} of {texts}",
+        "texts as transformers'": "{same_as_transformers} of {texts}",
+        "rounds, vLLM / ours": "{vllm[rounds]} / {ours[rounds]}",
+        "accepted, vLLM / ours": "{vllm[accepted]} / {ours[accepted]}",
+        "acceptance length, vLLM / ours": "{vllm[acceptance_length]:.2f} / {ours[acceptance_length]:.2f}",
+    }  # fmt: skip
     served = [entry for entry in result["entries"] if "error" not in entry]
-    rows = [
-        [_export(entry), entry["draft_positions"],
-         *(f"{entry[name]} of {entry['texts']}" for name in ("same_as_plain_vllm", "same_as_transformers")),
-         *(f"{entry['vllm'][name]} / {entry['ours'][name]}" for name in ("rounds", "accepted")),
-         f"{entry['vllm']['acceptance_length']:.2f} / {entry['ours']['acceptance_length']:.2f}"]
-        for entry in served
-    ]  # fmt: skip
-    head = ["export", "draft positions", "texts as plain vLLM's", "texts as transformers'", "rounds, vLLM / ours",
-            "accepted, vLLM / ours", "acceptance length, vLLM / ours"]  # fmt: skip
-    note = f"{result['prompts']} prompts, {result['max_new_tokens']} new tokens each, greedy, {result['dtype']}; "
+    note = "{prompts} prompts, {max_new_tokens} new tokens each, greedy, {dtype}; ".format_map(result)
     refused = [entry for entry in result["entries"] if "error" in entry]
     failed = "".join(f"\n{_export(entry)} is not served: `{entry['error']}`.\n" for entry in refused)
-    return f"{_table(head, rows)}\n{note}{_versions(result)}{failed}"
+    return f"{column_table(columns, served)}\n{note}{_versions(result)}{failed}"
 
 
 def poss_table(result: dict[str, Any]) -> str:
     """What leaving out the later specialists costs at the heads' own depth, in our loop."""
-    rows = []
-    for entry in result["entries"]:
-        if (full := entry.get("full_depth")) and entry["to"] == "vllm":
-            whole, alone = full["all_specialists"], full["specialist_0"]
-            accepted = [" ".join(str(count) for count in side["accepted_by_position"]) for side in (whole, alone)]
-            rows.append([entry["heads"], full["draft_positions"], f"{whole['acceptance_length']:.2f}",
-                         f"{alone['acceptance_length']:.2f}", *accepted])  # fmt: skip
-    head = ["heads", "draft positions", "all specialists", "specialist 0 alone", "accepted by position, all",
-            "accepted by position, specialist 0"]  # fmt: skip
-    return _table(head, rows)
+    sides = {"all specialists": "all_specialists", "specialist 0 alone": "specialist_0"}
+    columns = {
+        "heads": "{heads}", "draft positions": "{full_depth[draft_positions]}",
+        **{title: f"{{full_depth[{side}][acceptance_length]:.2f}}" for title, side in sides.items()},
+        **{f"accepted by position, {title.removesuffix(' specialists').removesuffix(' alone')}":
+           lambda entry, side=side: " ".join(map(str, entry["full_depth"][side]["accepted_by_position"]))
+           for title, side in sides.items()},
+    }  # fmt: skip
+    return column_table(columns, [one for one in result["entries"] if "full_depth" in one and one["to"] == "vllm"])
+
+
+def _converted(entry: dict[str, Any]) -> str:
+    return EQUAL.format(**entry["converter"]) if "converter" in entry else ""
 
 
 def speculators_table(result: dict[str, Any]) -> str:
     """Greatest difference of a draft logit, and what the converter makes of our EAGLE-3 exports."""
-    rows = [
-        [entry["heads"], entry["dtype"], entry["passes"] * entry["rows"], *_close(entry),
-         _equal(entry["converter"]) if "converter" in entry else ""]
-        for entry in result["entries"]
-    ]  # fmt: skip
-    head = ["heads", "type", "rows", *CLOSE, "tensors equal after its converter"]
-    return f"{_table(head, rows)}\n{_versions(result)}"
+    columns = {
+        "heads": "{heads}", "type": "{dtype}",
+        "rows": lambda entry: str(entry["passes"] * entry["rows"]), **CLOSE,
+        "tensors equal after its converter": _converted,
+    }  # fmt: skip
+    return f"{column_table(columns, result['entries'])}\n{_versions(result)}"
 
 
 def speculators_blocks_table(result: dict[str, Any]) -> str:
     """Which class of the library loads an export, with how many of its tensors as they are, and its draft logits."""
-    rows = [
-        [entry["heads"], f"`{entry['class']}`", _equal(entry), ", ".join(entry["missing"]) or "none", entry["slots"],
-         *_close(entry)]
-        for entry in result["entries"]
-    ]  # fmt: skip
+    columns = {
+        "heads": "{heads}", "loaded as": "`{class}`", "tensors equal": EQUAL,
+        "missing": lambda entry: ", ".join(entry["missing"]) or "none", "slots": ("slots", 0), **CLOSE,
+    }  # fmt: skip
     trained = ["; ".join(f"{error:.1e}" for error in entry["training_forward"]) for entry in result["entries"]
                if "training_forward" in entry]  # fmt: skip
-    head = ["heads", "loaded as", "tensors equal", "missing", "slots", *CLOSE]
     note = f"Its training forward of MTP against drafting, by draft position: {', '.join(trained)}. "
-    return f"{_table(head, rows)}\n{note}{_versions(result)}"
+    return f"{column_table(columns, result['entries'])}\n{note}{_versions(result)}"
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
     """The same for EAGLE-1, with the last version that knew it."""
-    rows = [[entry["heads"], _equal(entry), entry["rows"], *_close(entry)] for entry in result["entries"]]
-    head = ["heads", "tensors equal after its converter", "rows", *CLOSE]
-    return f"{_table(head, rows)}\n{_versions(result)}"
+    columns = {
+        "heads": "{heads}", "tensors equal after its converter": EQUAL, "rows": ("rows", 0), **CLOSE,
+    }  # fmt: skip
+    return f"{column_table(columns, result['entries'])}\n{_versions(result)}"
 
 
 TABLES = {

@@ -14,7 +14,7 @@ from typing import Any
 from hf_specheads import DraftHead
 
 from ..results import Result, footnote, markdown_table, number, same_text, speed_up
-from ..setup import add_generation_arguments, load_pair, padded, settings
+from ..setup import add_generation_arguments, full_batches, load_pair, settings
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
@@ -25,41 +25,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also chains of these depths")
 
 
-def with_chains(heads: dict[str, DraftHead], depths: list[int]) -> dict[str, DraftHead]:
-    """Of all heads the saved tree and shorter chains."""
-    found = {}
-    for name, one in heads.items():
-        found[name] = one
-        found |= {f"{name}, chain of {depth}": one.with_tree(kind="chain", depth=depth) for depth in depths}
-    return found
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All sides at all batch sizes."""
     target, loaded, prompts = load_pair(args)
-    heads, sizes = with_chains(loaded, args.chains), {}
-    for size in args.batch_sizes:  # every batch is full
-        batches = [padded(prompts[start : start + size]) for start in range(0, len(prompts) - size + 1, size)]
-        sides = plain_and(heads, **TO_THE_END)
-        sizes[str(size)] = compare(target, sides, batches, args.max_new_tokens, args.repeats)
+    heads: dict[str, DraftHead] = {}
+    for name, one in loaded.items():
+        heads[name] = one
+        heads |= {f"{name}, chain of {depth}": one.with_tree(kind="chain", depth=depth) for depth in args.chains}
+    sides = plain_and(heads, **TO_THE_END)
     return {
-        **settings(args, prompts),
+        **settings(args),
         "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
-        "batch_sizes": sizes,
+        "batch_sizes": {
+            str(size): compare(target, sides, full_batches(prompts, size), args.max_new_tokens, args.repeats)
+            for size in args.batch_sizes
+        },
     }
 
 
 def table(result: Result) -> str:
     """Rows are sides, columns batch sizes."""
     sizes = result["batch_sizes"]
-    names = list(next(iter(sizes.values())))
     header = ["speed-up over plain at the same batch", *(f"batch {size}" for size in sizes), "tau", "same text"]
     plain = [number(one[PLAIN]["tokens_per_second"], 0) for one in sizes.values()]
     rows = [[f"{PLAIN}, tokens/s", *plain, "", ""]]
-    for name in names[1:]:
+    for name in result["trees"]:
         cells = [one[name] for one in sizes.values()]
-        agreed = same_text({"identical": all(cell["identical"] for cell in cells)})
-        rows.append([name, *map(speed_up, cells), number(cells[0]["acceptance_length"]), agreed])
+        rows.append([name, *map(speed_up, cells), number(cells[0]["acceptance_length"]), same_text(*cells)])
     return markdown_table(header, rows) + footnote(
         result, "Greedy, {dtype}, {max_new_tokens} new tokens per row, {num_prompts} prompts, median of {repeats} "
         "repeats in turns; tau at the first batch size",

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from hf_specheads.cache.masks import additive_mask, slot_mask
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
-from ..results import Result, footnote, markdown_table, number
+from ..results import Result, footnote, markdown_table
 from ..setup import count_parameters, random_llama
 from ..sides import timed_in_turns
 
@@ -34,25 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden_size", type=int, default=512)
-    parser.add_argument("--dtype", default="float32")
-
-
-def random_target(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama of random weights, grouped keys."""
-    return random_llama(
-        getattr(torch, args.dtype), hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size,
-        num_hidden_layers=args.layers, num_attention_heads=args.hidden_size // 64, vocab_size=4096,
-        num_key_value_heads=max(args.hidden_size // 256, 1), max_position_embeddings=2 * max(args.lengths),
-    )  # fmt: skip
 
 
 def comb(nodes: int) -> tuple[DraftTree, list[int]]:
     """A tree whose accepted path is every other node, at most eight of them: rows have to move."""
     path = list(range(0, nodes, 2))[:8]
-    parents = [-1] + [max((p for p in path if p < node), default=0) for node in range(1, nodes)]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
+    parents = [max((p for p in path if p < node), default=-1) for node in range(nodes)]
+    depths = [sum(p < node for p in path) for node in range(nodes)]
     tokens = torch.arange(nodes)[None] + 5
     tree = DraftTree(tokens, torch.tensor([parents]), torch.tensor([depths]), tokens.float(), max(depths))
     return tree, path
@@ -79,8 +67,7 @@ class Dynamic:
 
     def round(self, tree: DraftTree, path: list[int]) -> None:
         nodes, length = tree.num_nodes, self.length
-        allowed = torch.cat([torch.ones(1, nodes, length, dtype=torch.bool), tree.ancestor_mask], dim=-1)
-        mask = torch.where(allowed, 0.0, torch.finfo(self.target.dtype).min).to(self.target.dtype)[:, None]
+        mask = additive_mask(slot_mask(tree.ancestor_mask, length, 0, length + nodes), self.target.dtype)[:, None]
         self.target(
             tree.token_ids, use_cache=True, past_key_values=self.cache, attention_mask=mask,
             position_ids=length + tree.depths,
@@ -100,7 +87,7 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
     torch.manual_seed(0)
     prompt = torch.randint(5, 4000, (1, length))
     tree, path = comb(nodes)
-    rounds: dict[str, Callable[[], None]] = {}
+    rounds = {}
     for name, side in (("slots", Slots), ("dynamic", Dynamic)):
         stock = DynamicCache(config=target.config)
         for start in range(0, length, 2048):
@@ -118,12 +105,16 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths and numbers of nodes."""
-    target = random_target(args)
+    target = random_llama(
+        hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size, num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64, num_key_value_heads=max(args.hidden_size // 256, 1),
+        vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
+    )  # fmt: skip
     return {
         "parameters": count_parameters(target),
         "layers": args.layers,
         "key_value_width": target.config.num_key_value_heads * 64,
-        "dtype": args.dtype,
+        "dtype": "float32",
         "rounds": ROUNDS,
         "lengths": {
             str(length): {str(nodes): measure_rounds(target, length, nodes) for nodes in args.nodes}
@@ -137,12 +128,8 @@ def table(result: Result) -> str:
     lengths = result["lengths"]
     nodes = list(next(iter(lengths.values())))
     header = ["context", *(f"{n} node{'s' * (n != '1')}: ms on slots, on DynamicCache, ratio" for n in nodes)]
-    rows = [
-        [f"{length} tokens",
-         *(f"{number(c['slots_milliseconds'], 1)}, {number(c['dynamic_milliseconds'], 1)}, {number(c['ratio'])}x"
-           for c in cells.values())]
-        for length, cells in lengths.items()
-    ]  # fmt: skip
+    cell = "{slots_milliseconds:.1f}, {dynamic_milliseconds:.1f}, {ratio:.2f}x"
+    rows = [[f"{length} tokens", *(cell.format(**one) for one in of.values())] for length, of in lengths.items()]
     size = f"{result['parameters'] / 1e6:.0f} M parameters"
     return markdown_table(header, rows) + footnote(
         result, f"Random Llama of {size} and {{layers}} layers, keys {{key_value_width}} wide; {{dtype}}; whole "

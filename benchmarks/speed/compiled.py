@@ -14,8 +14,6 @@ in bytes per second, without making or running anything.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +22,7 @@ from unittest import mock
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from hf_specheads import DraftHead, DraftHeadCandidateGenerator, DraftTreeConfig
+from hf_specheads import DraftHead, DraftHeadCandidateGenerator
 from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tuning.turns import take_turns
@@ -32,7 +30,7 @@ from hf_specheads.tuning.turns import take_turns
 from .. import setup
 from ..results import Result, column_table, footnote, identical, number, same_texts
 from ..setup import SHAPES, Inputs
-from ..sides import TO_THE_END, Run, Side, generate_once, summarise
+from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in_turns
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 
@@ -53,25 +51,21 @@ def variant(args: argparse.Namespace) -> str:
 
 
 # ---------------------------------------------------------------------- sides
-def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> list[Side]:
-    """Plain and heads, eager and compiled."""
-    sides = [Side(PLAIN, TO_THE_END), Side(PLAIN_COMPILED, TO_THE_END | compiled_plain(target, most_tokens))]
-    for name, one in heads.items():
-        compiled = one.with_tree()
-        compiled.compiled = True
-        sides.append(Side(name, {**TO_THE_END, "assistant_model": one}))
-        sides.append(Side(f"{name}, compiled", {**TO_THE_END, "assistant_model": compiled}))
-    return sides
+def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> dict[str, Options]:
+    """Plain and heads, eager and compiled.
 
-
-def compiled_plain(target: PreTrainedModel, most_tokens: int) -> dict[str, Any]:
-    """Options of `generate` for transformers' own compiled decoding, which it reserves for accelerators by default.
-
-    One cache of the capacity our own rounds get serves all calls: a new one of another size would be compiled anew.
+    Plain compiled decoding is transformers' own, which it reserves for accelerators by default. One cache of the
+    capacity our own rounds get serves all its calls: a new one of another size would be compiled anew.
     """
     config = CompileConfig(mode="reduce-overhead" if target.device.type == "cuda" else None, fullgraph=False)
     config._compile_all_devices = True
-    return {"past_key_values": StaticCache(target.config, max_cache_len=bucket(most_tokens)), "compile_config": config}
+    cache = StaticCache(target.config, max_cache_len=bucket(most_tokens))
+    options = {PLAIN: {}, PLAIN_COMPILED: {"past_key_values": cache, "compile_config": config}}
+    for name, one in heads.items():
+        compiled = one.with_tree()
+        compiled.compiled = True
+        options |= {name: {"assistant_model": one}, f"{name}, compiled": {"assistant_model": compiled}}
+    return {name: TO_THE_END | own for name, own in options.items()}
 
 
 # ---------------------------------------------------------------------- acceptance by a stub
@@ -104,59 +98,55 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
 # ---------------------------------------------------------------------- measuring
 def measure_sides(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, tau: float | None
-) -> tuple[dict[str, Any], dict[str, float]]:
+    target: PreTrainedModel, sides: dict[str, Options], prompts: list[Inputs], tau: float | None,
+    args: argparse.Namespace,
+) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
     """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
     `tau`, heads accept as much of the plain texts."""
-    named, texts = {side.name: side for side in sides}, []
+    texts = []
     for inputs in prompts:
-        new_ids = torch.tensor(generate_once(target, sides[0], inputs, args.max_new_tokens).token_ids)
+        new_ids = torch.tensor(generate_once(target, sides[PLAIN], inputs, args.max_new_tokens).token_ids)
         texts.append(torch.cat([inputs["input_ids"].cpu(), new_ids], dim=1))
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
         inputs, text = prompt
-        if (cache := named[name].options.get("past_key_values")) is not None:
-            cache.reset()
-        stub = nullcontext() if tau is None or named[name].heads is None else acceptance_of(tau, text)
-        with stub:
-            return generate_once(target, named[name], inputs, args.max_new_tokens)
+        if name == PLAIN_COMPILED:
+            sides[name]["past_key_values"].reset()
+        with nullcontext() if tau is None else acceptance_of(tau, text):  # of plain sides it changes nothing
+            return generate_once(target, sides[name], inputs, args.max_new_tokens)
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
         first_call[name] = run(name, prompt).seconds
-        if (heads := named[name].heads) is not None and heads.compiled:
+        if (heads := sides[name].get("assistant_model")) is not None and heads.compiled:
             heads.warmup(target, batch_sizes=(1,), max_length=max(text.shape[1] for text in texts))
         run(name, prompt)
 
-    runs = take_turns(named, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
-    result = {name: over_plain(runs[name], runs) for name in named}
-    return result, {name: spent for name, spent in first_call.items() if "compiled" in name}
+    runs = take_turns(sides, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
+    compiled = {name: spent for name, spent in first_call.items() if "compiled" in name}
+    return {name: over_plain(runs[name], runs) for name in sides}, compiled
 
 
 def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
     """Numbers about one side next to both plain ones."""
-    found = summarise(runs, all_runs[PLAIN])
+    found, compiled = (summarise(runs, all_runs[plain]) for plain in (PLAIN, PLAIN_COMPILED))
     rounds = sum(run.stats.rounds for run in runs[0] if run.stats is not None)
-    seconds = statistics.median(sum(run.seconds for run in repeat) for repeat in runs)
-    return {
-        **found,
-        "over_plain_eager": found["speed_up"],
-        "over_plain_compiled": summarise(runs, all_runs[PLAIN_COMPILED])["speed_up"],
-        "round_milliseconds": 1000 * seconds / rounds if rounds else None,
-    }
+    milliseconds = 1000 * found["new_tokens"] / found["tokens_per_second"]
+    over = {"over_plain_eager": found["speed_up"], "over_plain_compiled": compiled["speed_up"]}
+    return {**found, **over, "round_milliseconds": milliseconds / rounds if rounds else None}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The pair, or heads of a shape at every acceptance length, or only the floor."""
     dtype = getattr(torch, args.dtype)
     result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-    if args.on_paper:
-        return {**result, "target": args.shape, "floor": floor(*setup.pair_on_paper(args.shape, dtype), args)}
     taus: list[float | None] = [None]
-    if args.shape:
-        tree = DraftTreeConfig(kind="chain", depth=args.depth)
-        target, heads = setup.random_pair(args.shape, tree, dtype, args.device)
-        result |= {"target": args.shape, "parameters": target.num_parameters(), "floor": floor(target, heads, args)}
+    if args.shape or args.on_paper:
+        target, heads = setup.random_pair(args.shape, args.depth, dtype, "meta" if args.on_paper else args.device)
+        result |= {"target": args.shape, "floor": floor(target, heads, args)}
+        if args.on_paper:
+            return result
+        result["parameters"] = target.num_parameters()
         prompts, taus = setup.random_prompts(args.limit or 2, args.device), [*args.tau]
     else:
         target, heads, prompts = setup.load_pair(args)
@@ -165,7 +155,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides, measured = build_sides(target, heads, most_tokens), {}
     for tau in taus:
         name = result["target"] if tau is None else f"{args.shape}, acceptance length set to {tau:g}"
-        measured[name] = measure_sides(target, sides, prompts, args, tau)
+        measured[name] = measure_sides(target, sides, prompts, tau, args)
     return {
         **result,
         "num_prompts": len(prompts),
@@ -184,14 +174,13 @@ def bandwidth(device: str) -> float:
     """Bytes per second of a large copy, reads and writes counted."""
     source = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     sink, wait = torch.empty_like(source), getattr(torch, torch.device(device).type).synchronize
-    best = 0.0
-    for _ in range(5):
-        wait()
-        started = time.perf_counter()
+
+    def copy() -> None:
         sink.copy_(source)
         wait()
-        best = max(best, 2 * source.numel() / (time.perf_counter() - started))
-    return best
+
+    seconds, _ = timed_in_turns({"copy": copy}, repeats=5, warm_ups=1)
+    return 2 * source.numel() / min(seconds["copy"])
 
 
 def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:
@@ -201,23 +190,20 @@ def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.N
     """
     per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
-    embedding = target.get_input_embeddings().weight
-    looked_up = 0 if target.config.tie_word_embeddings else _bytes(embedding)
-    body = sum(_bytes(p) for p in target.parameters()) - looked_up
+    embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    body = _bytes(target) - (0 if target.config.tie_word_embeddings else _bytes(embedding))
     for name, made in heads.items():
-        own = sum(_bytes(p) for key, p in made.named_parameters() if ".1." not in key and ".2." not in key)
-        own -= _bytes(made.embed_tokens.weight) if getattr(made, "embed_tokens", None) is not None else 0
-        shared = 0 if made.own_projections() else _bytes(target.get_output_embeddings().weight)
-        target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * (own + shared) / per_second
-        round_ms = target_ms + draft_ms
-        rates = {f"{tau:g}": 1000 * tau / round_ms for tau in args.tau}
-        result["heads"][name] = {"target_ms": target_ms, "draft_ms": draft_ms, "round_ms": round_ms,
+        own = _bytes(made) - sum(map(_bytes, made.layers[1:])) - _bytes(getattr(made, "embed_tokens", None))
+        step = own + (0 if made.own_projections() else _bytes(lm_head))
+        target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * step / per_second
+        rates = {f"{tau:g}": 1000 * tau / (target_ms + draft_ms) for tau in args.tau}
+        result["heads"][name] = {"target_ms": target_ms, "draft_ms": draft_ms, "round_ms": target_ms + draft_ms,
                                  "tokens_per_second": rates}  # fmt: skip
     return result
 
 
-def _bytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.element_size()
+def _bytes(module: torch.nn.Module | None) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters()) if module else 0
 
 
 # ---------------------------------------------------------------------- tables

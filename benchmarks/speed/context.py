@@ -16,23 +16,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specheads import AutoDraftHead
+from hf_specheads import AutoDraftHead, DraftHead
 
 from .. import setup
 from ..results import Result, footnote, identical, markdown_table, number, percent
-from ..setup import Inputs
-from ..sides import PLAIN, Side, plain_and, run_interleaved, summarise
+from ..setup import cut
+from ..sides import compare, plain_and
+
+TEMPERATURE = 1.0  # of a sampled run at the shortest length
+SAMPLING = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, lengths, and a temperature."""
+    """The pair, prompts and lengths."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
-    parser.add_argument("--temperature", type=float, default=1.0, help="of a sampled run at the shortest length")
 
 
-def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
-    """Plain, heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
+def load_heads(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, DraftHead]:
+    """Heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
     heads = {}
     for folder in args.heads:
         name = setup.display_name(folder)
@@ -42,54 +44,31 @@ def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]
     tree = next(iter(heads.values())).tree_config
     useless = AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval().bind(target)
     useless.adaptive = True
-    return plain_and({**heads, "untrained, adaptive": useless})
-
-
-def cut(prompts: list[Inputs], length: int) -> list[Inputs]:
-    """The last `length` tokens of every prompt that is as long."""
-    return [
-        {name: tensor[:, -length:] for name, tensor in inputs.items()}
-        for inputs in prompts
-        if inputs["input_ids"].shape[1] >= length
-    ]
-
-
-def measure_length(
-    target: PreTrainedModel, sides: list[Side], prompts: list[Inputs], args: argparse.Namespace, **sampling: Any
-) -> dict[str, Any]:
-    """All sides on prompts of one length."""
-    sides = [Side(side.name, side.options | sampling) for side in sides]
-    runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
-    result = {}
-    for side in sides:
-        result[side.name] = summarise(runs[side.name], runs[PLAIN])
-        stats = [run.stats for repeat in runs[side.name] for run in repeat if run.stats is not None]
-        if stats:
-            steps = sum(one.plain_steps for one in stats) / sum(one.target_forwards for one in stats)
-            result[side.name]["plain_share"] = steps
-    return result
+    return {**heads, "untrained, adaptive": useless}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths, and the shortest one sampled."""
     target, tokenizer = setup.load_target(args)
-    sides = build_sides(args, target)
     prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
-    lengths = {str(length): measure_length(target, sides, cut(prompts, length), args) for length in args.lengths}
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
-    drawn = measure_length(target, sides, cut(prompts, shortest), args, **sampling)
-    adaptive = [
-        side["speed_up"]
-        for one in (*lengths.values(), drawn)
-        for name, side in one.items()
-        if name.endswith("adaptive")
-    ]
+    heads = load_heads(args, target)
+
+    def measure_length(length: int, **sampling: Any) -> dict[str, Any]:
+        sides = plain_and(heads, **sampling)
+        return compare(target, sides, cut(prompts, length), args.max_new_tokens, args.repeats)
+
+    lengths = {str(length): measure_length(length) for length in args.lengths}
+    drawn = measure_length(shortest, **SAMPLING)
+    measured = [found.items() for found in (*lengths.values(), drawn)]
     return {
-        **setup.settings(args, cut(prompts, max(args.lengths))),
-        "trained_length": statistics.median(side.heads.config.train_max_length or 0 for side in sides[1:-1]),
+        **setup.settings(args),
+        "num_prompts": len(cut(prompts, max(args.lengths))),
+        "trained_length": statistics.median([one.config.train_max_length or 0 for one in heads.values()][:-1]),
         "lengths": lengths,
-        "sampled": {"temperature": args.temperature, "length": shortest, "sides": drawn},
-        "slowest_adaptive": min(adaptive),
+        "sampled": {"temperature": TEMPERATURE, "length": shortest, "sides": drawn},
+        "slowest_adaptive": min(
+            side["speed_up"] for found in measured for name, side in found if name.endswith("adaptive")
+        ),
     }
 
 

@@ -52,27 +52,25 @@ def gap_where_texts_part(target: PreTrainedModel, inputs: Inputs, mine: list[int
     return float(logits[theirs[place]] - logits[mine[place]])
 
 
-def measure_format(args: argparse.Namespace, name: str) -> tuple[dict[str, Any], list[Inputs]]:
-    """All heads on a target of one format, and the prompts."""
+def measure_format(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """All heads on a target of one format."""
     target, tokenizer = load_target(args)
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     sides = plain_and(load_all_heads(quantise(target, name), args.heads))
     runs = run_interleaved(target, sides, prompts, args.max_new_tokens, args.repeats)
-    found = {side.name: summarise(runs[side.name], runs[PLAIN]) for side in sides}
-    for side in sides[1:]:
-        row = found[side.name]
-        texts = [(mine.token_ids[0], theirs.token_ids[0])
-                 for mine, theirs in zip(runs[side.name][0], runs[PLAIN][0], strict=True)]  # fmt: skip
-        differing = row["differing_prompts"]
-        row["gaps"] = [gap_where_texts_part(target, prompts[index], *texts[index]) for index in differing]
-    return found, prompts
+    found = {name: summarise(mine, runs[PLAIN]) for name, mine in runs.items()}
+    texts = {name: [run.token_ids[0] for run in mine[0]] for name, mine in runs.items()}
+    for name, side in found.items():
+        side["gaps"] = [
+            gap_where_texts_part(target, prompts[place], texts[name][place], texts[PLAIN][place])
+            for place in side["differing_prompts"]
+        ]
+    return found
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every format with every head."""
-    found = {name: measure_format(args, name) for name in args.formats}
-    _, prompts = next(iter(found.values()))
-    return {**settings(args, prompts), "formats": {name: sides for name, (sides, _) in found.items()}}
+    return {**settings(args), "formats": {name: measure_format(args, name) for name in args.formats}}
 
 
 def texts_agree(result: Result) -> bool:

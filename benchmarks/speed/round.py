@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import time
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specheads import DraftTreeConfig
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.metrics import GenerationStats
@@ -28,7 +26,7 @@ from hf_specheads.metrics import GenerationStats
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, percent
 from ..setup import SHAPES, Inputs
-from ..sides import Side, generate_once, timed_calls
+from ..sides import generate_once, timed_calls, timed_in_turns
 
 STAGES = ("draft", "target", "accept", "commit")
 REPLAYS = 30
@@ -51,7 +49,7 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
     with contextlib.ExitStack() as stack:
         forwards = stack.enter_context(timed_calls(target, "forward"))
         drafts = [stack.enter_context(timed_calls(heads, name)) for name in ("fuse", "forward", "draft_logits")]
-        run = generate_once(target, Side("heads", {"assistant_model": heads}), inputs, new_tokens)
+        run = generate_once(target, {"assistant_model": heads}, inputs, new_tokens)
     stats = run.stats
     assert isinstance(stats, GenerationStats)
     stages = {stage: stats.seconds.get(stage, 0.0) for stage in STAGES}
@@ -59,7 +57,7 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
     return {
         **stages,
         "loop": whole - sum(stages.values()),
-        "round": whole,
+        "whole round": whole,
         "bare_target": sum(forwards[1:]),  # the first is the prefill
         "bare_draft": sum(sum(calls) for calls in drafts),
         "rounds": stats.rounds,
@@ -75,12 +73,7 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
     target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
     slots = TreeCache(cache, target, 1, None, torch.tensor([[length]]), target.dtype)
     inputs = {"input_ids": tree.token_ids, **slots.forward_inputs(tree), "use_cache": True}
-    seconds = []
-    for _ in range(REPLAYS):
-        started = time.perf_counter()
-        target(**inputs)
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    return timed_in_turns({"replay": lambda: target(**inputs)}, REPLAYS)[0]["replay"]
 
 
 def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
@@ -88,8 +81,7 @@ def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[
     if not args.shape:
         target, loaded, prompts = setup.load_pair(args, every_round=True)
         return target, next(iter(loaded.values())), prompts
-    tree = DraftTreeConfig(kind="chain", depth=args.depth)
-    target, heads = setup.random_pair(args.shape, tree, getattr(torch, args.dtype), "cpu", ("eagle",))
+    target, heads = setup.random_pair(args.shape, args.depth, getattr(torch, args.dtype), "cpu", ("eagle",))
     return target, heads["eagle"], setup.random_prompts(args.limit or 2, "cpu")
 
 
@@ -97,7 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Means per round over all prompts; the median over repeats."""
     target, heads, prompts = pair_of(args)
     heads.profile = heads.trace = True
-    generate_once(target, Side("warm-up", {"assistant_model": heads}), prompts[0], args.max_new_tokens)
+    generate_once(target, {"assistant_model": heads}, prompts[0], args.max_new_tokens)
     repeats, replays = [], []
     for _ in range(args.repeats):
         samples = []
@@ -106,28 +98,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if samples[-1]["rounds"]:
                 replays += replay_target(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens // 2)
         repeats.append({name: sum(sample[name] for sample in samples) for name in samples[0]})
-    rounds = repeats[0]["rounds"]
     ms = {name: statistics.median(1000 * r[name] / r["rounds"] for r in repeats) for name in repeats[0]}
-    bare = dict.fromkeys((*STAGES, "loop"), 0.0) | {"draft": ms["bare_draft"], "target": ms["bare_target"]}
-    inside = sum(bare.values())
-    stages = {stage: _split(ms[stage], spent) for stage, spent in bare.items()}
-    stages["whole round"] = _split(ms["round"], inside)
+    inside = ms["bare_draft"] + ms["bare_target"]
+    bare = {"draft": ms["bare_draft"], "target": ms["bare_target"], "whole round": inside}
+    stages = {
+        stage: {"milliseconds": ms[stage], "bare_forwards": spent, "outside": ms[stage] - spent}
+        for stage, spent in {**dict.fromkeys((*STAGES, "loop"), 0.0), **bare}.items()
+    }
     return {
         "heads": "random EAGLE heads" if args.shape else setup.display_name(args.heads[0]),
         "target": args.shape or setup.display_name(args.target),
         "target_parameters": setup.count_parameters(target),
         "tree": heads.tree_config.to_dict(),
         "nodes": heads.tree_config.num_nodes,
-        "rounds": int(rounds),
-        "round_milliseconds": ms["round"],
-        "outside_share": 1 - inside / ms["round"],
+        "rounds": int(repeats[0]["rounds"]),
+        "round_milliseconds": ms["whole round"],
+        "outside_share": 1 - inside / ms["whole round"],
         "replayed_target_milliseconds": 1000 * statistics.median(replays),
         "stages": stages,
     }
-
-
-def _split(milliseconds: float, bare: float) -> dict[str, float]:
-    return {"milliseconds": milliseconds, "bare_forwards": bare, "outside": milliseconds - bare}
 
 
 def table(result: Result) -> str:

@@ -2,22 +2,21 @@
 
     python -m benchmarks speedup --heads model_cards/poss3 model_cards/eagle --baselines
 
-`--baselines` adds transformers' own prompt lookup, `--assistant` a small assistant model. Exits with 1 if a text of
-ours differs from the plain one.
+`--baselines` adds transformers' own prompt lookup. Exits with 1 if a text of ours differs from the plain one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
+from .. import results
 from ..results import Result, column_table, draft_tree, footnote, percent, pos_acc, same_text, same_texts, speed_up
 from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
-from ..sides import Side, compare, plain_and
+from ..sides import compare, plain_and
 
+LOOKED_UP = 5  # tokens that transformers' prompt lookup copies at a time
 SHOWN = ("eagle", "poss3-longer")  # heads in the README's table
 HOW = "{dtype}, batch 1, at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats"
 
@@ -26,36 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, and what else is compared."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
-    parser.add_argument("--prompt_lookup_num_tokens", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="also tell what drafting takes in a round")
-    parser.add_argument("--assistant", help="also measure this small assistant model")
 
 
-def build_sides(args: argparse.Namespace, target: PreTrainedModel) -> list[Side]:
-    """Plain first, then heads, then what transformers offers."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sides on all prompt sets: plain first, then heads, then what transformers offers."""
+    target, tokenizer = load_target(args)
     heads = load_all_heads(target, args.heads)
     for one in heads.values():
         one.profile = args.profile
     sides = plain_and(heads)
     if args.baselines:
-        tokens = args.prompt_lookup_num_tokens
-        sides.append(Side(f"prompt lookup, {tokens} tokens", {"prompt_lookup_num_tokens": tokens}))
-    if args.assistant:
-        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=getattr(torch, args.dtype)).eval()
-        name = f"assistant model, {count_parameters(assistant) / 1e6:.1f} M"
-        sides.append(Side(name, {"assistant_model": assistant}))
-    return sides
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All sides on all prompt sets."""
-    target, tokenizer = load_target(args)
-    sides = build_sides(args, target)
+        sides[f"prompt lookup, {LOOKED_UP} tokens"] = {"prompt_lookup_num_tokens": LOOKED_UP}
     prompts = {name: load_prompts([name], tokenizer, args.limit) for name in args.prompts}
     return {
-        **settings(args, [inputs for one in prompts.values() for inputs in one]),
+        **settings(args),
         "target_parameters": count_parameters(target),
-        "trees": {side.name: side.heads.tree_config.to_dict() for side in sides if side.heads},
+        "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
         "prompt_sets": {
             name: compare(target, sides, one, args.max_new_tokens, args.repeats) for name, one in prompts.items()
         },
@@ -87,14 +73,12 @@ def short_table(result: Result) -> str:
     sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
     plain, *others = next(iter(sets.values()))
     names = [plain, *shown, *(name for name in others if name.startswith("prompt lookup"))]
-    found: Result = {name: {"identical": all(sides[name]["identical"] for sides in sets.values())} for name in names}
-    columns: dict[str, Any] = {}
-    for one, sides in sets.items():
-        for name in names:
-            found[name] |= {f"{one}: {key}": value for key, value in sides[name].items()}
-        columns[f"{one}: tokens/s"] = (f"{one}: tokens_per_second", 0)
-        columns[f"{one}: speed-up"] = (f"{one}: speed_up", 2, "x")
-        columns[f"{one}: tau"] = (f"{one}: acceptance_length", 2)
-    columns["same text"] = same_text
+    header = ["greedy", *(f"{one}: {what}" for one in sets for what in ("tokens/s", "speed-up", "tau")), "same text"]
+    rows = []
+    for name in names:
+        found = [sides[name] for sides in sets.values()]
+        cells = [(f"{one['tokens_per_second']:.0f}", f"{one['speed_up']:.2f}x",
+                  results.number(one.get("acceptance_length"))) for one in found]  # fmt: skip
+        rows.append([name, *itertools.chain(*cells), same_text(*found)])
     trees = sorted({draft_tree(result["trees"][name]) for name in shown})
-    return column_table(columns, found, "greedy") + footnote(result, HOW, f"draft trees: {', '.join(trees)}")
+    return results.markdown_table(header, rows) + footnote(result, HOW, f"draft trees: {', '.join(trees)}")

@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     seconds, texts = timed_in_turns(serve, args.repeats, warm_ups=1)
     return {
-        **settings(args, prompts),
+        **settings(args),
         "max_batch": args.max_batch,
         "limits": [min(limits), max(limits)],
         "sides": {name: summarise(name, seconds, texts) for name in serve},

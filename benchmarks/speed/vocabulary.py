@@ -2,16 +2,17 @@
 
     python -m benchmarks vocabulary --heads model_cards/poss3 model_cards/eagle
 
-Tokens are counted in Python's standard library, which the shipped target was trained on, without the files that
-prompts were taken from (`--corpus`: in other texts). With `--random_vocabulary V`, a random target of about 100M
-parameters with V tokens is timed as well, where the projection to V logits is most of drafting: what it accepts means
-nothing, only the milliseconds of a round do.
+Tokens are counted in Python's standard library, which the shipped target was trained on, without its held-out files
+(`--corpus`: in other texts). With `--random_vocabulary V`, a random target of about 100M parameters with V tokens is
+timed as well, where the projection to V logits is most of drafting: what it accepts means nothing, only the
+milliseconds of a round do.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.draft_vocabulary import count_tokens, most_frequent
-from hf_specheads.tuning.turns import take_turns
+from hf_specheads.trainer.shipped_pair.corpus import is_held_out
 
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, markdown_table, millions, number, percent, same_text
 from ..setup import Inputs
-from ..sides import compare, plain_and, timed_in_turns
+from ..sides import TO_THE_END, compare, plain_and, timed_in_turns
 
-DRAFTS = 7
+RANDOM_SIZES, CHAIN = (8192, 16384, 32768), {"kind": "chain", "depth": 4}
+PROFILED_TOKENS, FORWARDS = 32, 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,79 +39,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--corpus", type=Path, nargs="+", help="text files to count tokens in")
     parser.add_argument("--random_vocabulary", type=int, default=128000, help="V of the random target, 0 for none")
-    parser.add_argument("--random_sizes", type=int, nargs="+", default=[8192, 16384, 32768])
 
 
 def library_files() -> list[Path]:
-    """Modules of the standard library but those that prompts come from."""
-    used = {entry["name"].split(":")[0] for name in ("held_out", "tuning") for entry in setup.prompt_entries(name)}
-    return sorted(file for file in Path(statistics.__file__).parent.glob("*.py") if file.name not in used)
+    """Modules of the standard library that the shipped target was trained on."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(path for path in root.glob("*.py") if not is_held_out(path, root))
 
 
-@torch.no_grad()
-def draft_milliseconds(target: PreTrainedModel, heads: list[DraftHead], rows: int = 32) -> list[float]:
-    """Median milliseconds of drafting one round's tree after a random context, all heads taking turns."""
-    torch.manual_seed(0)
-    vocab = target.config.vocab_size
-    ids = torch.randint(vocab, (1, rows + 1))
-
-    def run(index: int, ids: torch.Tensor, turn: int = 0) -> float:
-        timed = heads[index].with_tree(stop_below=0.0)
-        timed.adaptive, timed.profile = False, True
-        options = {"max_new_tokens": 2 + timed.tree_config.depth, "do_sample": False, "eos_token_id": None}
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=timed, **options)
-        return timed.last_stats.seconds["draft"] / timed.last_stats.rounds
-
-    def warm_up(index: int, ids: torch.Tensor) -> None:
-        run(index, ids)
-        run(index, ids)
-
-    seconds = take_turns(range(len(heads)), [ids], run, DRAFTS, warm_up)
-    return [1000 * statistics.median(spent for (spent,) in repeats) for repeats in seconds.values()]
+def draft_milliseconds(target: PreTrainedModel, heads: dict[str, DraftHead], prompts: list[Inputs]) -> dict[str, Any]:
+    """Mean milliseconds of drafting in a round, by heads, which take turns and draft every round."""
+    timed = {name: one.with_tree(stop_below=0.0) for name, one in heads.items()}
+    for one in timed.values():
+        one.adaptive, one.profile = False, True
+    found = compare(target, plain_and(timed, **TO_THE_END), prompts, PROFILED_TOKENS, repeats=1)
+    return {name: found[name]["draft_milliseconds"] for name in heads}
 
 
 def measure_heads(
     target: PreTrainedModel, folder: str, counts: torch.Tensor, prompts: list[Inputs], args: argparse.Namespace
 ) -> dict[str, Any]:
     """One head in every size, and whole."""
-    sizes = [*args.sizes, len(counts)]
-    heads = {str(size): setup.load_bound_heads(target, folder) for size in sizes}
+    heads, coverage = {str(len(counts)): setup.load_bound_heads(target, folder)}, {str(len(counts)): 1.0}
     for size in args.sizes:
-        heads[str(size)].prune_draft_vocabulary(most_frequent(counts, size))
+        kept = most_frequent(counts, size)
+        coverage[str(size)] = float(counts[kept].sum() / counts.sum())
+        heads[str(size)] = setup.load_bound_heads(target, folder).prune_draft_vocabulary(kept)
     found = compare(target, plain_and(heads), prompts, args.max_new_tokens, args.repeats)
-    drafted = draft_milliseconds(target, list(heads.values()))
+    drafted = draft_milliseconds(target, heads, prompts[:1])
     return {
-        str(size): {
-            "coverage": float(counts[most_frequent(counts, size)].sum() / counts.sum()),
-            "draft_milliseconds": milliseconds,
-            **found[str(size)],
-        }
-        for size, milliseconds in zip(sizes, drafted, strict=True)
+        size: {"coverage": coverage[size], "draft_milliseconds": drafted[size], **found[size]}
+        for size in sorted(heads, key=int)
     }
 
 
-def measure_random(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+def measure_random(vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
     """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
     target = setup.random_llama(
-        dtype, vocab_size=args.random_vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
+        dtype, vocab_size=vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
-    tree = {"kind": "chain", "depth": 4}
-    sizes = [size for size in args.random_sizes if size < args.random_vocabulary]
-    heads = [AutoDraftHead.from_target(target, "eagle", tree_config=tree).eval() for _ in (*sizes, None)]
-    generator = torch.Generator().manual_seed(1)
-    for size, one in zip(sizes, heads, strict=False):
-        one.prune_draft_vocabulary(torch.randperm(args.random_vocabulary, generator=generator)[:size])
-    drafted = draft_milliseconds(target, heads)
-    ids = torch.zeros(1, 5, dtype=torch.long)
+    generator, heads = torch.Generator().manual_seed(1), {}
+    for size in (*(size for size in RANDOM_SIZES if size < vocabulary), vocabulary):
+        heads[str(size)] = one = AutoDraftHead.from_target(target, "eagle", tree_config=CHAIN).eval()
+        if size < vocabulary:
+            one.prune_draft_vocabulary(torch.randperm(vocabulary, generator=generator)[:size])
     with torch.no_grad():
-        seconds, _ = timed_in_turns({"target": lambda: target(ids)}, DRAFTS)
+        seconds, _ = timed_in_turns({"target": lambda: target(torch.zeros(1, 5, dtype=torch.long))}, FORWARDS)
     return {
         "parameters": setup.count_parameters(target),
-        "vocabulary": args.random_vocabulary,
-        "tree": heads[0].tree_config.to_dict(),
+        "vocabulary": vocabulary,
+        "tree": one.tree_config.to_dict(),
         "target_milliseconds": 1000 * statistics.median(seconds["target"]),
-        "draft_milliseconds": dict(zip(map(str, (*sizes, args.random_vocabulary)), drafted, strict=True)),
+        "draft_milliseconds": draft_milliseconds(target, heads, setup.random_prompts(1, "cpu")),
     }
 
 
@@ -121,10 +103,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     texts = (tokenizer(file.read_text(encoding="utf-8", errors="replace"))["input_ids"] for file in files)
     counts = count_tokens(texts, target.config.vocab_size)
     return {
-        **setup.settings(args, prompts),
+        **setup.settings(args),
         "counted_tokens": int(counts.sum()),
         "heads": {setup.display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
-        "random": measure_random(args, target.dtype) if args.random_vocabulary else None,
+        "random": measure_random(args.random_vocabulary, target.dtype) if args.random_vocabulary else None,
     }
 
 

@@ -39,6 +39,7 @@ from tests.support.stubs import StubHead
 from tests.support.targets import prompt
 
 from ..results import Result, footnote, hash_of, markdown_table
+from ..setup import padded
 
 NEW = 30
 LENGTHS = (19, 7, 13)
@@ -72,10 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Prompts, padded on the left."""
-    longest = max(lengths)
-    rows = [torch.nn.functional.pad(prompt(n, seed=seed), (longest - n, 0)) for seed, n in enumerate(lengths)]
-    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    return {"input_ids": torch.cat(rows), "attention_mask": mask}
+    rows = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
+    return padded([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows])
 
 
 def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:

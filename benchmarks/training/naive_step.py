@@ -43,13 +43,13 @@ def dense_step(
         The weighted loss.
     """
     with torch.no_grad():
-        target, weight = _target(lm_head(target_features).float(), heads.draft_vocabulary)
+        target = _target(lm_head(target_features).float(), heads.draft_vocabulary)
         embeddings = embed_tokens(next_token_ids)
     detached = heads.passes_are_detached
     passes = (_detached_passes if detached else _test_time_passes)(heads, features, embeddings, lm_head, num_passes)
     total, gathered = 0.0, []
     for drafted in passes:
-        loss = _loss(drafted, target, weight, target_features, weights)
+        loss = _loss(drafted, target, target_features, weights)
         total += float(loss.detach())
         if detached:
             loss.backward()
@@ -107,32 +107,28 @@ def _dense_forward(
     )  # fmt: skip
 
 
-def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The target's distribution [B, T, V] or over the draft vocabulary, and 0 where its favourite is outside."""
+def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    """The target's distribution [B, T, V], or over the draft vocabulary, 0 where its favourite is not in that."""
     if vocabulary is None:
-        return F.softmax(logits, dim=-1), 1.0
-    return F.softmax(logits[..., vocabulary], dim=-1), torch.isin(logits.argmax(dim=-1), vocabulary).float()[..., None]
+        return F.softmax(logits, dim=-1)
+    known = torch.isin(logits.argmax(dim=-1), vocabulary)[..., None]
+    return F.softmax(logits[..., vocabulary], dim=-1) * known
 
 
 def _loss(
-    drafted: Drafted,
-    target: torch.Tensor,
-    weight: torch.Tensor | float,
-    target_features: torch.Tensor,
-    weights: dict[str, float],
+    drafted: Drafted, target: torch.Tensor, target_features: torch.Tensor, weights: dict[str, float]
 ) -> torch.Tensor:
     """Weighted losses of one pass, over the rows whose target is in the batch; divided by all rows."""
     logits, features, offset = drafted
-    rows = target.shape[0] * target.shape[1]
-    target = (target * weight if isinstance(weight, torch.Tensor) else target)[:, offset:]
+    rows, target = target.shape[0] * target.shape[1], target[:, offset:]
     log_draft = F.log_softmax(logits[:, : target.shape[1]].float(), dim=-1)
     total = logits.new_zeros(())
     if token := weights.get("token"):
-        total = total - token * (target * log_draft).sum() / rows
+        total = total - token * (target * log_draft).sum()
     if top_k := weights.get("top_k"):
         largest, ids = target.topk(min(10, target.shape[-1]), dim=-1)
-        total = total - top_k * (largest * log_draft.gather(-1, ids)).sum() / rows
+        total = total - top_k * (largest * log_draft.gather(-1, ids)).sum()
     if features is not None and (feature := weights.get("feature")):
         losses = F.smooth_l1_loss(features.float(), target_features.float(), reduction="none").mean(dim=-1)
-        total = total + feature * losses.sum() / rows
-    return total
+        total = total + feature * losses.sum()
+    return total / rows

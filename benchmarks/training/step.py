@@ -1,7 +1,7 @@
 """Step time and peak memory of training against a step written with dense masks and whole logits.
 
-    python -m benchmarks step            # POSS at four lengths and three depths, EAGLE-3 at two lengths
-    python -m benchmarks step --full     # both at four lengths and all depths from 1 to 8
+    python -m benchmarks step               # POSS at four lengths and three depths, EAGLE-3 at two lengths
+    python -m benchmarks step --passes 1 8  # both at four lengths and these depths
 
 Both sides compute the same gradients of the same heads (`naive_step.py` is the other side), forward and backward of
 one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own grows during
@@ -20,7 +20,6 @@ import os
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -32,10 +31,10 @@ from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import Unroll
-from hf_specheads.tuning.turns import take_turns
 
 from ..results import Result, column_table, footnote, number, percent
 from ..setup import count_parameters, random_llama
+from ..sides import timed_in_turns
 from .naive_step import dense_step
 
 SOURCES = ("hf_specheads", "trainer")
@@ -55,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="instead of the default grid")
     parser.add_argument("--lengths", nargs="+", type=int, help="rows T of a batch, instead of the default grid")
     parser.add_argument("--passes", nargs="+", type=int, help="draft positions D, instead of the default grid")
-    parser.add_argument("--full", action="store_true", help="all lengths and all draft positions from 1 to 8")
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
@@ -64,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     """The default grid, or the product of what the arguments say, the rest of it as in the default grid."""
     grid = GRID
-    if args.full or args.families or args.lengths or args.passes:
-        depths = args.passes or (range(1, 9) if args.full else [DEPTH])
-        grid = list(itertools.product(args.families or ["poss", "eagle3"], args.lengths or LENGTHS, depths))
+    if args.families or args.lengths or args.passes:
+        axes = (args.families or ["poss", "eagle3"], args.lengths or LENGTHS, args.passes or [DEPTH])
+        grid = list(itertools.product(*axes))
     sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
     return [{"family": family, "rows": rows, "passes": passes, **sizes} for family, rows, passes in grid]
 
@@ -118,35 +116,26 @@ def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
 def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> float:
     """Seconds of the products of a step alone: every layer's forward and both its gradients, `lm_head` likewise (one
     gradient where it is the target's), once per pass, and the target's own logits once."""
-    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
-    layers = [module.weight.detach() for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
-    layers.append(heads.fc.weight.detach())
+    layers = [module.weight for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
     own = getattr(heads, "lm_head", None)
-    output = target.lm_head.weight if own is None else own.weight.detach()
-    rows = {size: torch.randn(cell["rows"], size) for weight in (*layers, output) for size in weight.shape}
+    output = (target.lm_head if own is None else own).weight
+    chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
+    products = [(weight, cell["rows"], True) for weight in (*layers, heads.fc.weight)]
+    products += [(output, chunk, own is not None) for chunk in chunks]
+    rows = {size: torch.randn(cell["rows"], size) for weight, *_ in products for size in weight.shape}
 
+    @torch.no_grad()
     def run() -> None:
-        for _ in range(cell["passes"]):
-            for weight in layers:
-                outputs, inputs = (rows[size] for size in weight.shape)
-                _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs
-            for chunk in chunks:
-                outputs, inputs = (rows[size][:chunk] for size in output.shape)
-                _ = inputs @ output.T, outputs @ output, None if own is None else outputs.T @ inputs
+        for weight, count, learns in products * cell["passes"]:
+            outputs, inputs = (rows[size][:count] for size in weight.shape)
+            _ = inputs @ weight.T, outputs @ weight, outputs.T @ inputs if learns else None
         for chunk in chunks:
             _ = rows[output.shape[1]][:chunk] @ output.T
 
-    run()
-    return statistics.median(timed(run) for _ in range(3))
+    return statistics.median(timed_in_turns({"products": run}, 3, warm_ups=1)[0]["products"])
 
 
 # ---------------------------------------------------------------------- measurement
-def timed(step: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    step()
-    return time.perf_counter() - started
-
-
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -174,46 +163,36 @@ def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     return max(grown, resource.getpagesize())  # the kernel counts a little late
 
 
-def gradients(heads: DraftHead) -> list[torch.Tensor]:
-    """Of the last step, taken away."""
-    found = [parameter.grad for parameter in heads.parameters() if parameter.grad is not None]
-    heads.zero_grad()
-    return found
-
-
 def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None]) -> dict[str, Any]:
     """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
     target, heads = make_pair(cell)
     for warm_up in make_steps({**cell, "rows": 16, "passes": 1}, target, heads).values():
         warm_up()
     heads.zero_grad()
+
+    def gradients(step: Callable[[], Any]) -> list[torch.Tensor]:
+        step()
+        found = [parameter.grad for parameter in heads.parameters() if parameter.grad is not None]
+        heads.zero_grad()
+        return found
+
     steps = make_steps(cell, target, heads)
     peaks = {side: run_apart(cell, side) for side in steps}
-    fitting = {side: step for side, step in steps.items() if peaks[side] is not None}
-    found: dict[str, list[torch.Tensor]] = {}
-
-    def run(side: str, step: None, turn: int) -> float:
-        gc.collect()
-        spent = timed(fitting[side])
-        found[side] = gradients(heads)
-        return spent
-
-    turns = take_turns(fitting, [None], run, repeats, warm_up=lambda side, step: None)
-    seconds = {side: [spent for (spent,) in each] for side, each in turns.items()}
-    sides = {
-        side: {"seconds": _median_and_range(seconds[side]) if side in fitting else None, "peak_bytes": peaks[side]}
-        for side in steps
-    }
-    result: dict[str, Any] = {"products_seconds": products_seconds(cell, target, heads)}
+    fitting = {side: partial(gradients, step) for side, step in steps.items() if peaks[side] is not None}
+    seconds, found = timed_in_turns(fitting, repeats, before=gc.collect)
+    sides = {side: {"seconds": None, "peak_bytes": peaks[side]} for side in steps}
+    for side, spent in seconds.items():
+        sides[side]["seconds"] = _median_and_range(spent)
+    result = {**cell, "head_parameters": count_parameters(heads), "sides": sides}
     if "dense" in fitting:
         # Of a parameter's gradients, over the largest element: the worst parameter.
         pairs = zip(found["dense"], found["ours"], strict=True)
         result["gradient_difference"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-        for side in [side for side in fitting if side != "dense"]:
+        for side in fitting.keys() - {"dense"}:
             ratios = [dense / ours for dense, ours in zip(seconds["dense"], seconds[side], strict=True)]
             sides[side]["speed_up"] = _median_and_range(ratios)
             sides[side]["memory_share"] = peaks[side] / peaks["dense"]
-    return {**cell, "head_parameters": count_parameters(heads), **result, "sides": sides}
+    return {**result, "products_seconds": products_seconds(cell, target, heads)}
 
 
 def _median_and_range(values: list[float]) -> dict[str, float]:

@@ -28,7 +28,6 @@ from ..acceptance.acceptance import TREES, counts_of, generate_all, numbers_of
 from ..acceptance.questions import counts_from, verdict
 from ..results import Result, footnote, markdown_table, number
 from ..setup import Inputs, add_generation_arguments, display_name, load_prompts, load_target, settings
-from ..sides import Side
 
 SOURCES = ("hf_specheads", "trainer")
 RECIPE = {"max_grad_norm": 0.5, "warmup_steps": 0.01}
@@ -113,9 +112,8 @@ def measure_one(
     heads.adaptive = False
     depth = args.specialists[0] * args.specialists[1]
     fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
-    side = Side(name, {"assistant_model": heads.bind(target).with_tree(**fields)})
-    runs = generate_all(target, side, prompts, args)
-    found = numbers_of(counts_of(runs, len(prompts)), {})
+    runs = generate_all(target, {"assistant_model": heads.bind(target).with_tree(**fields)}, prompts, args)
+    found = numbers_of(counts_of(runs), {})
     tokens, rounds = counts_from(found["counts"])
     tau = sum(tokens) / max(sum(rounds), 1)
     print(f"{name}, seed {seed}: loss {loss:.4f}, tau {tau:.3f}", file=sys.stderr, flush=True)
@@ -133,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     named = ("steps", "examples", "max_length", "learning_rate", "specialists", "tree")
     facts = {name: getattr(args, name) for name in named}
     places = {"data": display_name(args.data), "warm_start": display_name(args.warm_start)}
-    return {**settings(args, prompts), **facts, **places, "switches": measured}
+    return {**settings(args), **facts, **places, "switches": measured}
 
 
 # ---------------------------------------------------------------------- the table

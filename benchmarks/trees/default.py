@@ -18,13 +18,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specheads import DraftTreeConfig
-
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
 from ..setup import Inputs
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
-from ..speed.context import cut
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
@@ -32,20 +29,15 @@ STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, setup.settings, and trees of the grid."""
+    """The pair, prompts, settings, and trees of the grid."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
     kept = "tokens of the prompts' ends that are kept; default all"
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
-    add_grid_arguments(parser, [1, 2, 3, 4, 6], [2, 3, 6], [6, 12, 24], chains=[1, 2, 3, 4, 6, 8])
-
-
-def batches_of(prompts: list[Inputs], size: int, context: int | None) -> list[Inputs]:
-    """Full batches of prompts, cut to the last tokens of their own."""
-    ends = prompts if context is None else cut(prompts, context)
-    return [setup.padded(ends[first : first + size]) for first in range(0, len(ends) - size + 1, size)]
+    depths = [1, 2, 3, 4, 6]
+    add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
 
 def measure_setting(
@@ -55,16 +47,16 @@ def measure_setting(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafting = setup.load_bound_heads(target, folder, every_round=True)
     trees = grid(args, drafting.max_draft_positions)
-    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)[0]["tree"]
+    best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)
     left_alone = setup.load_bound_heads(target, folder)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
-    heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**DraftTreeConfig(**best).to_dict())}
+    heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**best.to_dict())}
     sides = plain_and(heads, **TO_THE_END, **sampling)
     found = compare(target, sides, batches, args.max_new_tokens, args.repeats)
     return {
         "sides": found,
-        "tree": best,
+        "tree": best.to_dict(),
         "grid_size": len(trees),
         "learnt": None if (learnt := left_alone.learnt_tree) is None else learnt.to_dict(),
         "default_over_grid": found[DEFAULT]["tokens_per_second"]
@@ -74,19 +66,20 @@ def measure_setting(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All setup.settings."""
+    """All settings."""
     target, tokenizer = setup.load_target(args)
     prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     measured = []
     for folder, size, temperature, context in itertools.product(
         args.heads, args.batch_sizes, args.temperatures, args.contexts or [None]
     ):
-        if not (batches := batches_of(prompts, size, context)):
+        ends = prompts if context is None else setup.cut(prompts, context)
+        if not (batches := setup.full_batches(ends, size)):
             raise ValueError(f"the prompts make no batch of {size} with {context} tokens each; take others or fewer.")
         setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
         measured.append({**setting, **measure_setting(target, folder, batches, temperature, args)})
     return {
-        **setup.settings(args, prompts),
+        **setup.settings(args),
         "measured": measured,
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
@@ -106,7 +99,7 @@ def setting_of(one: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Rows are setup.settings."""
+    """Rows are settings."""
     columns = {
         "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),

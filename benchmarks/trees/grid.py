@@ -1,47 +1,63 @@
-"""Many trees against each other: a grid of them, and stages that keep the fastest."""
+"""Many trees against each other: a grid of them, stages that keep the fastest, and prompts to tune on."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig
+from hf_specheads.tree.published import EAGLE_CHOICES
 
-from ..setup import Inputs
+from ..results import Result
+from ..setup import Inputs, load_pair, load_prompts, settings
 from ..sides import compare, plain_and
 
 TOGETHER = 6  # trees measured next to the same plain generations
 
 
-def add_grid_arguments(
-    parser: argparse.ArgumentParser,
-    depths: Sequence[int],
-    top_k: Sequence[int],
-    total_tokens: Sequence[int],
-    chains: Sequence[int],
-) -> None:
-    """Of which trees the grid is made."""
-    parser.add_argument("--depths", type=int, nargs="+", default=depths)
-    parser.add_argument("--top_k", type=int, nargs="+", default=top_k)
-    parser.add_argument("--total_tokens", type=int, nargs="+", default=total_tokens)
-    parser.add_argument("--chains", type=int, nargs="*", default=chains, help="depths of chains to try")
+def add_grid_arguments(parser: argparse.ArgumentParser, **sizes: Sequence[int]) -> None:
+    """Of which trees the grid is made, with defaults: `depths`, `top_k` and `total_tokens` of dynamic ones, and depths
+    of `chains`."""
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=default, help="of trees of the grid")
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
+    """On which prompts trees are made: others than those they are compared on."""
+    parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to make trees on")
+    parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
+
+
+def measure_all_heads(args: argparse.Namespace, measure_heads: Callable[..., Result]) -> Result:
+    """All heads by name, each as `measure_heads(target, heads, prompts, tuning, args)` does; `tuning` are the token
+    ids of prompts to make trees on, int64 [1, T] each."""
+    target, heads, prompts = load_pair(args, every_round=True)
+    others = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
+    common = (prompts, [inputs["input_ids"] for inputs in others], args)
+    return {**settings(args), "heads": {name: measure_heads(target, one, *common) for name, one in heads.items()}}
+
+
+def published_static(deepest: int | None) -> DraftTreeConfig:
+    """EAGLE-1's static tree, no deeper than the heads draft."""
+    choices = tuple(path for path in EAGLE_CHOICES if deepest is None or len(path) <= deepest)
+    return DraftTreeConfig(kind="static", choices=choices)
 
 
 def grid(args: argparse.Namespace, deepest: int | None) -> list[DraftTreeConfig]:
     """Chains and dynamic trees, none deeper than the heads draft, none with more nodes than its levels hold or fewer
     than a path needs."""
-    chains = [depth for depth in args.chains if deepest is None or depth <= deepest]
-    trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in chains]
-    for depth in args.depths if deepest is None else (depth for depth in args.depths if depth <= deepest):
-        for top_k in args.top_k:
-            for total in args.total_tokens:
-                if depth < total <= 1 + top_k + (depth - 1) * top_k * top_k:
-                    trees.append(DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total))
-    return trees
+    trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in args.chains]
+    trees += [
+        DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total)
+        for depth, top_k, total in itertools.product(args.depths, args.top_k, args.total_tokens)
+        if depth < total <= 1 + top_k + (depth - 1) * top_k * top_k
+    ]
+    return [tree for tree in trees if deepest is None or tree.depth <= deepest]
 
 
 def compare_trees(
@@ -56,9 +72,9 @@ def compare_trees(
 
 def fastest(
     target: PreTrainedModel, heads: DraftHead, trees: list[DraftTreeConfig], prompts: list[Inputs],
-    max_new_tokens: int, stages: Sequence[tuple[int, int | None, int]], **sampling: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The ranking of the last stage.
+    max_new_tokens: int, stages: Sequence[tuple[int, int, int]], **sampling: Any,
+) -> DraftTreeConfig:  # fmt: skip
+    """The tree that is left after all stages.
 
     Args:
         target: The target.
@@ -69,14 +85,13 @@ def fastest(
         stages: Trees to keep, prompts, and repeats of every stage.
         **sampling: Options of a sampled run; greedy without.
     """
-    ranking: list[dict[str, Any]] = []
     for keep, num_prompts, repeats in stages:
-        ranking = []
+        rows: list[dict[str, Any]] = []
         for start in range(0, len(trees), TOGETHER):
             group = {str(place): tree for place, tree in enumerate(trees[start : start + TOGETHER])}
             found = compare_trees(target, heads, group, prompts[:num_prompts], max_new_tokens, repeats, **sampling)
-            ranking += found.values()
-        ranking = sorted(ranking, key=lambda row: -row["speed_up"])[:keep]
-        trees = [DraftTreeConfig(**row["tree"]) for row in ranking]
+            rows += found.values()
+        rows.sort(key=lambda row: -row["speed_up"])
+        trees = [DraftTreeConfig(**row["tree"]) for row in rows[:keep]]
         print(f"{len(trees)} trees left, the best so far: {trees[0]}", file=sys.stderr, flush=True)
-    return ranking
+    return trees[0]

@@ -2,10 +2,10 @@
 
     python -m benchmarks tune --heads model_cards/poss3 model_cards/eagle model_cards/eagle3 model_cards/medusa
 
-`heads.tune` sees every other prompt only, or other sets (`--tuning`): a tree suits the texts it was tuned on. The grid
-runs on the prompts that are left, in stages: every stage measures the trees still there on more prompts and keeps the
-fastest. In the end its best, the tuned tree, the tree saved with the heads, the default of the device and the method's
-published tree run against each other in alternation.
+`heads.tune` sees prompts of the same kind, and none of those that trees are compared on (`--tuning`). The grid runs on
+the latter, in stages: every stage measures the trees still there on more prompts and keeps the fastest. In the end its
+best, the tuned tree, the tree saved with the heads, the default of the device and the method's published tree run
+against each other in alternation.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import argparse
 import sys
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from hf_specheads import DraftHead, DraftTreeConfig
+from hf_specheads import DraftHead
 from hf_specheads.tree.default import default_tree
-from hf_specheads.tree.published import EAGLE_CHOICES
 
 from ..results import Result, column_table, draft_tree, footnote, number, same_text
-from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
-from .grid import add_grid_arguments, compare_trees, fastest, grid
+from ..setup import Inputs, add_generation_arguments
+from . import grid
+from .grid import compare_trees, fastest, measure_all_heads, published_static
 
 # Trees to keep, prompts and repeats of the grid's stages.
 STAGES = ((12, 1, 1), (4, 4, 1))
@@ -32,30 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts to compare and to tune on, and trees."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=10, max_new_tokens=64)
-    parser.add_argument("--tuning", nargs="+", help="prompt sets to tune on; default every other one of --prompts")
-    parser.add_argument("--tuning_limit", type=int, default=12)
-    add_grid_arguments(parser, [1, 2, 3, 4, 6, 8], [2, 3, 6], [6, 10, 16, 32], chains=[1, 2, 3, 4, 6, 8])
-
-
-def published_static(deepest: int | None) -> DraftTreeConfig:
-    """EAGLE-1's static tree, no deeper than the heads draft."""
-    choices = tuple(path for path in EAGLE_CHOICES if deepest is None or len(path) <= deepest)
-    return DraftTreeConfig(kind="static", choices=choices)
+    grid.add_tuning_arguments(parser, limit=12)
+    depths = [1, 2, 3, 4, 6, 8]
+    grid.add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 10, 16, 32], chains=depths)
 
 
 def measure_heads(
-    target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[Inputs], args: argparse.Namespace
-) -> dict[str, Any]:
+    target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[torch.Tensor],
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
     """One head: what tuning promised and took, and the final comparison."""
     saved, deepest = heads.tree_config, heads.max_draft_positions
-    ids = [inputs["input_ids"] for inputs in tuning]
-    tuned = heads.tune(target, ids, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
+    tuned = heads.tune(target, tuning, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
     print(tuned, file=sys.stderr, flush=True)
-    candidates = [*grid(args, deepest), published_static(deepest)]
-    best = fastest(target, heads, candidates, prompts, args.max_new_tokens, STAGES)[0]
+    candidates = [*grid.grid(args, deepest), published_static(deepest)]
     trees = {
         "tuned": tuned.tree,
-        "best of the grid": DraftTreeConfig(**best["tree"]),
+        "best of the grid": fastest(target, heads, candidates, prompts, args.max_new_tokens, STAGES),
         "saved": saved,
         "default of the device": default_tree(heads.device, heads.published_tree, deepest),
         "published": heads.published_tree,
@@ -71,25 +65,9 @@ def measure_heads(
     }
 
 
-def spread(prompts: list[Inputs], most: int | None) -> list[Inputs]:
-    """At most so many prompts, from all parts of the list."""
-    count = min(most or len(prompts), len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All heads."""
-    target, tokenizer = load_target(args)
-    prompts = load_prompts(args.prompts, tokenizer)
-    tuning = load_prompts(args.tuning or (), tokenizer)
-    if not tuning:
-        tuning, prompts = prompts[::2], prompts[1::2] or prompts
-    tuning, prompts = spread(tuning, args.tuning_limit), spread(prompts, args.limit)
-    heads = load_all_heads(target, args.heads, every_round=True)
-    return {
-        **settings(args, prompts),
-        "heads": {name: measure_heads(target, one, prompts, tuning, args) for name, one in heads.items()},
-    }
+    return measure_all_heads(args, measure_heads)
 
 
 def table(result: Result) -> str:

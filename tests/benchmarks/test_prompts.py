@@ -7,28 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.setup import CHATS, SIZES, cut, load_prompts, make, make_chats, prompt_entries
+from benchmarks import setup
+from benchmarks.setup import CHATS, LONG_FILES, load_prompts, make_chats, make_long, padded, prompt_entries
 from hf_specheads.trainer.shipped_pair.corpus import is_held_out
-
-
-@pytest.mark.parametrize(("name", "size"), [*SIZES.items(), ("functions", 16)])
-def test_prompt_sets_are_complete_and_distinct(name, size):
-    prompts = prompt_entries(name)
-    assert len(prompts) == size
-    assert len({entry["prompt"] for entry in prompts}) == size
-    assert all(entry["prompt"] == entry["prompt"].rstrip() for entry in prompts)
-
-
-@pytest.mark.parametrize("name", list(SIZES))
-def test_prompts_come_from_held_out_files_only(name):
-    root = Path("stdlib")
-    assert all(is_held_out(root / entry["name"].split(":")[0], root) for entry in prompt_entries(name))
-
-
-def test_reported_and_tuning_prompts_share_no_file():
-    files = [{entry["name"].split(":")[0] for entry in prompt_entries(name)} for name in SIZES]
-    assert not files[0] & files[1]
 
 
 @pytest.mark.parametrize("name", list(CHATS))
@@ -62,6 +45,13 @@ def test_chats_are_put_in_the_words_of_the_targets_template(tokenizer):
         assert inputs["input_ids"][0, :1].tolist() == first and inputs["input_ids"][0, -1:].tolist() == last
 
 
+def test_long_prompts_come_from_held_out_files_only():
+    prompts, root = prompt_entries("long"), Path("stdlib")
+    assert len({entry["name"] for entry in prompts}) == len(prompts) == LONG_FILES
+    assert all(is_held_out(root / entry["name"], root) for entry in prompts)
+    assert all(entry["prompt"] == entry["prompt"].rstrip() for entry in prompts)
+
+
 class Words:
     """Counts words instead of tokens."""
 
@@ -69,21 +59,22 @@ class Words:
         return {"input_ids": text.split()}
 
 
-def test_a_prompt_ends_at_a_line_and_leaves_something_to_continue():
-    lines = ["def f(x):", *(f"    x = x + {i}" for i in range(40))]
-    text = cut(lines, Words(), wanted=50)
-    assert text is not None
-    assert text.splitlines() == lines[: len(text.splitlines())]
-    assert len(text.split()) >= 50
-    assert cut(lines[:12], Words(), wanted=50) is None
-
-
-def test_prompts_are_made_from_held_out_files_and_reproducibly(tmp_path):
-    body = "".join(f"    value = value * {i} + offset\n" for i in range(40))
+def test_a_long_prompt_ends_at_a_line_and_leaves_something_to_continue(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "LONG_TOKENS", 50)
+    lines = [f"value_{i} = {i}" for i in range(80)]
     for index in range(120):
-        (tmp_path / f"module_{index}.py").write_text(f"def function_{index}(value, offset):\n{body}    return value\n")
-    first, second = make(Words(), tmp_path), make(Words(), tmp_path)
-    assert first == second
-    made = [prompt["name"].split(":")[0] for prompts in first.values() for prompt in prompts]
-    assert made
-    assert all(is_held_out(tmp_path / name, tmp_path) for name in made)
+        (tmp_path / f"module_{index}.py").write_text("\n".join(lines[: 40 + index % 2 * 40]) + f"\nlast = {index}\n")
+    first, second = make_long(Words(), tmp_path), make_long(Words(), tmp_path)
+    assert first and first == second
+    for entry in first:
+        text = entry["prompt"]
+        assert is_held_out(tmp_path / entry["name"], tmp_path)
+        assert text.splitlines() == lines[: len(text.splitlines())] and 50 <= len(text.split()) < 80
+
+
+def test_prompts_of_a_batch_end_together():
+    rows = [{"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)},
+            {"input_ids": torch.tensor([[8]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}]  # fmt: skip
+    batch = padded(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]

@@ -26,17 +26,18 @@ from benchmarks.results import (
 )
 
 PROVENANCE = {
-    "command": "python -m benchmarks choose", "commit": "0123456789abcdef", "uncommitted_changes": True,
+    "command": "python -m benchmarks stream", "commit": "0123456789abcdef", "uncommitted_changes": True,
     "date": "2026-01-02", "processor": "a processor", "threads": 2,
     "versions": {"torch": "2", "transformers": "5", "python": "3", "hf-specheads": "0"},
 }  # fmt: skip
 CHAIN = {"kind": "chain", "depth": 3, "top_k": 1, "total_tokens": 4}
 RESULT = {
-    "provenance": PROVENANCE, "heads": "poss3", "candidates": 9, "prompts": ["tuning"],
-    "ranking": [{"tree": CHAIN, "tokens_per_second": 123.4, "speed_up": 1.55, "acceptance_length": 2.34}],
+    "provenance": PROVENANCE, "dtype": "float32", "num_prompts": 9, "repeats": 3, "max_batch": 2, "limits": [16, 96],
+    "sides": {"poss3": {"tokens_per_second": 123.4, "speed_up": 1.55, "speed_up_range": [1.5, 1.7],
+                        "identical": True}},
 }  # fmt: skip
-BLOCK = "<!-- results:choose -->\n{}<!-- /results:choose -->\n"
-NUMBER = "<!-- value:choose.ranking.0.speed_up:.1f -->{}<!-- /value -->"
+BLOCK = "<!-- results:stream -->\n{}<!-- /results:stream -->\n"
+NUMBER = "<!-- value:stream.sides.poss3.speed_up:.1f -->{}<!-- /value -->"
 
 
 # ---------------------------------------------------------------------- pieces
@@ -58,14 +59,20 @@ def test_one_text_that_differs_is_found_however_deep():
     sides = {"plain": {"identical": True}, "eagle": {"identical": True, "rows": {"x": {"identical": False}}}}
     assert not identical({"sides": sides})
     assert identical({"sides": {"plain": sides["plain"]}, "texts": ["identical"]})
+    assert not identical({"measured": [{"sides": sides}]}) and not identical([sides["eagle"]])
+
+
+def test_a_result_is_rounded_as_its_file_holds_it():
+    found = results.rounded({"a": [1.23456789, 7, True, None], "b": {3: (2.0, "1.23456789")}})
+    assert found == {"a": [1.2346, 7, True, None], "b": {"3": [2.0, "1.23456789"]}}
 
 
 # ---------------------------------------------------------------------- provenance
 def test_a_table_says_where_it_comes_from():
-    text = runner.table_of("choose", RESULT)
-    assert "| chain of 3 | 123 | 1.55x | 2.34 |" in text
+    text = runner.table_of("stream", RESULT)
+    assert "| poss3 | 123 | 1.55x (1.50-1.70) | yes |" in text
     assert "commit 0123456789+, 2026-01-02" in text
-    assert "`python -m benchmarks choose`" in text
+    assert "`python -m benchmarks stream`" in text
 
 
 def test_results_name_no_folder_outside_the_repository():
@@ -78,11 +85,11 @@ def test_results_name_no_folder_outside_the_repository():
 
 def test_a_table_of_changed_code_is_marked():
     """A result without a hash was measured before there were any."""
-    assert runner.table_of("choose", RESULT).endswith("earlier engine: `hf_specheads` has changed since.\n")
+    assert runner.table_of("stream", RESULT).endswith("earlier engine: `hf_specheads` has changed since.\n")
     present = {**RESULT, "provenance": {**PROVENANCE, "sources": hash_of(["hf_specheads"])}}
-    assert runner.table_of("choose", present).endswith("`python -m benchmarks choose`\n")
+    assert runner.table_of("stream", present).endswith("`python -m benchmarks stream`\n")
     before = {**RESULT, "provenance": {**PROVENANCE, "sources": "0" * 16}}
-    assert runner.table_of("choose", before) == runner.table_of("choose", RESULT)
+    assert runner.table_of("stream", before) == runner.table_of("stream", RESULT)
 
 
 def test_the_hash_is_of_what_numbers_depend_on(tmp_path, monkeypatch):
@@ -115,9 +122,9 @@ def test_a_result_belongs_to_the_measurement_it_is_named_after():
 def test_render_replaces_marked_parts_only():
     old, table = "old\n", "| table |\n"
     text = f"before\n{BLOCK.format(old)}{NUMBER.format('9.9')} times, <!-- a comment --> after\n"
-    rendered = render(text, {"choose": RESULT}, {"choose": table})
+    rendered = render(text, {"stream": RESULT}, {"stream": table})
     assert rendered == f"before\n{BLOCK.format(table)}{NUMBER.format('1.6')} times, <!-- a comment --> after\n"
-    assert render(rendered, {"choose": RESULT}, {"choose": table}) == rendered
+    assert render(rendered, {"stream": RESULT}, {"stream": table}) == rendered
 
 
 def test_keys_of_values_may_hold_spaces_and_dots():
@@ -133,21 +140,21 @@ def test_keys_of_values_may_hold_spaces_and_dots():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<!-- results:choose -->\n", "needs a following"),
+        ("<!-- results:stream -->\n", "needs a following"),
         ("<!-- results:nonsense -->\n<!-- /results:nonsense -->\n", r"unknown results \['nonsense'\], expected some"),
-        ("<!-- value:choose.candidates -->9\n", "needs a following <!-- /value -->"),
+        ("<!-- value:stream.max_batch -->9\n", "needs a following <!-- /value -->"),
         (
-            "<!-- value:choose.nothing -->9<!-- /value -->",
+            "<!-- value:stream.nothing -->9<!-- /value -->",
             "nothing that can be shown: .*'nothing', expected one",
         ),
-        ("<!-- value:choose.ranking -->9<!-- /value -->", "the path ends at list of 1"),
-        ("<!-- value:choose.ranking.7.speed_up -->9<!-- /value -->", "list index out of range"),
-        ("<!-- value:choose.heads:.2f -->9<!-- /value -->", "Unknown format code 'f'"),
+        ("<!-- value:stream.limits -->9<!-- /value -->", "the path ends at list of 2"),
+        ("<!-- value:stream.limits.7 -->9<!-- /value -->", "'7', expected one of \\['0', '1'\\]"),
+        ("<!-- value:stream.dtype:.2f -->9<!-- /value -->", "Unknown format code 'f'"),
     ],
 )
 def test_render_refuses_broken_marks(text, message):
     with pytest.raises(ValueError, match=message):
-        render(text, {"choose": RESULT}, {"choose": "| table |\n"})
+        render(text, {"stream": RESULT}, {"stream": "| table |\n"})
 
 
 @pytest.fixture
@@ -155,7 +162,7 @@ def repository(tmp_path: Path) -> list[str]:
     """Arguments of the runner for a folder of one result and a document that shows it, both rendered."""
     folder = tmp_path / "results"
     folder.mkdir()
-    (folder / "choose.json").write_text(json.dumps(RESULT))
+    (folder / "stream.json").write_text(json.dumps(RESULT))
     (folder / "notes.json").write_text("{}")  # no result: it has no provenance
     (tmp_path / "README.md").write_text(f"{BLOCK.format('')}It is {NUMBER.format('')} times as fast.\n")
     words = ["--results", str(folder), "--documents", str(tmp_path / "README.md")]
@@ -166,7 +173,7 @@ def repository(tmp_path: Path) -> list[str]:
 
 def test_what_was_rendered_passes_the_check(repository, tmp_path, capsys):
     assert runner.main([*repository, "--check"]) == 0
-    assert "| chain of 3 | 123 | 1.55x | 2.34 |" in (tmp_path / "README.md").read_text()
+    assert "| poss3 | 123 | 1.55x (1.50-1.70) | yes |" in (tmp_path / "README.md").read_text()
     assert "-->1.6<!-- /value --> times as fast" in (tmp_path / "README.md").read_text()
 
 
@@ -175,8 +182,8 @@ def test_what_was_rendered_passes_the_check(repository, tmp_path, capsys):
     [
         ("README.md", "1.55x", "1.75x", {"README.md"}),
         ("README.md", "-->1.6<", "-->1.8<", {"README.md"}),
-        ("results/choose.md", "1.55x", "1.75x", {"choose.md"}),
-        ("results/choose.json", "1.55", "1.75", {"README.md", "choose.md"}),
+        ("results/stream.md", "1.55x", "1.75x", {"stream.md"}),
+        ("results/stream.json", "1.55", "1.75", {"README.md", "stream.md"}),
     ],
 )
 def test_the_check_fails_on_a_changed_number(repository, tmp_path, capsys, file, old, new, stale):

@@ -18,11 +18,9 @@ from hf_specheads import load_heads
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
 
 
-def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair, pair):
-    more = ("--repeats", "2", "--baselines", "--assistant", str(pair / "target"))
-    (found,) = measure_pair("speedup", ["eagle", "poss"], *more)["prompt_sets"].values()
-    assert list(found)[:3] == ["plain generate", "eagle", "poss"]
-    assert len(found) == 5
+def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair):
+    (found,) = measure_pair("speedup", ["eagle", "poss"], "--repeats", "2", "--baselines")["prompt_sets"].values()
+    assert list(found) == ["plain generate", "eagle", "poss", "prompt lookup, 5 tokens"]
     for name in ("eagle", "poss"):
         assert found[name]["identical"]
         # Random heads do not pay, so there may be plain steps alone: then there is no acceptance length.
@@ -72,10 +70,11 @@ def test_streams(measure_pair):
 def test_contexts(measure_pair):
     result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
     assert list(result["lengths"]) == ["2", "3"] and result["num_prompts"] == 2
-    for found in (*result["lengths"].values(), result["sampled"]["sides"]):
+    measured = [*result["lengths"].values(), result["sampled"]["sides"]]
+    for found in measured:
         assert list(found) == ["plain generate", "poss", "poss, adaptive", "untrained, adaptive"]
         assert found["poss"]["plain_share"] == 0.0
-        assert found["untrained, adaptive"]["plain_share"] > 0.0
+    assert any(found["untrained, adaptive"]["plain_share"] > 0.0 for found in measured)
 
 
 @pytest.fixture

@@ -108,14 +108,14 @@ def test_a_step_that_does_not_fit():
     assert "gradient_difference" not in measured
 
 
-def test_default_and_full_grid():
+def test_the_default_grid_and_others():
     cells = step.chosen_cells(make_parser().parse_args(["step"]))
     assert {(cell["family"], cell["rows"], cell["passes"]) for cell in cells} >= {
         ("poss", 4096, 1),
         ("eagle3", 2048, 6),
     }
-    cells = step.chosen_cells(make_parser().parse_args(["step", "--full", "--families", "poss"]))
-    assert [cell["passes"] for cell in cells] == list(range(1, 9)) * 4
+    cells = step.chosen_cells(make_parser().parse_args(["step", "--passes", "1", "2", "--families", "poss"]))
+    assert [(cell["rows"], cell["passes"]) for cell in cells] == [(T, D) for T in step.LENGTHS for D in (1, 2)]
 
 
 def test_switches_of_a_training(pair, measure, monkeypatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from benchmarks import figure
-from benchmarks.trees import choose, default
+from benchmarks.trees import default, grid
+from hf_specheads import DraftTreeConfig
 
 
 @pytest.mark.slow
@@ -29,14 +32,24 @@ def test_kinds_of_trees_give_the_same_text(measure_pair, pair):
     assert all(kind["identical"] for kind in kinds.values())
 
 
-def test_choose_ranks_the_last_stage(measure_pair, monkeypatch):
-    monkeypatch.setattr(choose, "STAGES", ((3, 1, 1), (2, None, 1)))
-    grid = ("--depths", "2", "--top_k", "2", "--total_tokens", "4", "6", "9", "--chains", "1", "2")
-    result = measure_pair("choose", ["eagle"], *grid)
-    assert result["candidates"] == 4  # 9 nodes do not fit into two levels of two children
-    speed_ups = [row["speed_up"] for row in result["ranking"]]
-    assert speed_ups == sorted(speed_ups, reverse=True)
-    assert len(speed_ups) == 2
+def test_the_grid_holds_trees_that_can_be_drafted():
+    args = argparse.Namespace(depths=[2, 5], top_k=[2], total_tokens=[4, 6, 9], chains=[1, 2, 5])
+    trees = grid.grid(args, deepest=2)
+    assert [tree.kind for tree in trees] == ["chain", "chain", "dynamic", "dynamic"]  # 9 nodes do not fit
+    assert max(tree.depth for tree in trees) == 2 and len(grid.grid(args, deepest=None)) == 7
+
+
+def test_every_stage_keeps_the_fastest_trees(monkeypatch):
+    trees, stages = [DraftTreeConfig(kind="chain", depth=depth) for depth in range(1, 9)], []
+
+    def compare_trees(target, heads, group, prompts, max_new_tokens, repeats):
+        """Chains of 3 are the fastest, the others the slower the further they are from it."""
+        stages.append((len(group), len(prompts), repeats))
+        return {name: {"tree": tree.to_dict(), "speed_up": -abs(tree.depth - 3)} for name, tree in group.items()}
+
+    monkeypatch.setattr(grid, "compare_trees", compare_trees)
+    assert grid.fastest(None, None, trees, [1, 2, 3], 8, ((4, 1, 1), (2, 3, 2))) == trees[2]
+    assert stages == [(6, 1, 1), (2, 1, 1), (4, 3, 2)]
 
 
 def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
@@ -60,3 +73,9 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
 def test_no_batch_of_such_prompts(measure_pair):
     with pytest.raises(ValueError, match="no batch of 2 with 100 tokens"):
         measure_pair("default", ["eagle"], "--batch_sizes", "2", "--contexts", "100")
+
+
+def test_a_greedy_text_that_differs_is_noticed():
+    one = {"temperature": 0, "sides": {"default": {"identical": False}, "plain generate": {"identical": True}}}
+    assert not default.texts_agree({"measured": [one]})
+    assert default.texts_agree({"measured": [{**one, "temperature": 0.7}]})
