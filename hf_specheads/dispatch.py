@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,11 @@ def _validate_generation_mode(
     original: Callable, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict
 ) -> None:
     head = generation_mode_kwargs.get("assistant_model")
+    if isinstance(head, str | os.PathLike):  # transformers would ask it for its `config`
+        raise TypeError(
+            f"assistant_model={str(head)!r} is a name, and `generate` takes models that are loaded; of draft heads "
+            f"pass `assistant_model=load_heads({str(head)!r})`."
+        )
     if isinstance(head, DraftingContract):
         # generate() hands this dict on to the decoding method.
         generation_mode_kwargs[OPTIONS] = begin_call(target, head, generation_mode, generation_config)

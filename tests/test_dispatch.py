@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def test_uninstalling_restores_the_originals_and_can_be_repeated():
         assert methods() == originals
     finally:
         dispatch.install()
+
+
+@pytest.mark.parametrize("name", ["org/heads", Path("my heads")])
+def test_a_name_instead_of_heads_is_refused_with_the_call_that_loads_them(name):
+    target = shared_target("llama")
+    with pytest.raises(TypeError, match=rf"is a name, .* `assistant_model=load_heads\('{name}'\)`"):
+        plain(target, prompt(), 4, assistant_model=name)
 
 
 def test_signatures_stay_visible():

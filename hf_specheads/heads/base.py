@@ -148,14 +148,15 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             ours = getattr(self.config, field)
             if ours != theirs:
                 name = target.config.name_or_path or type(target).__name__
+                undo = f", or undo `resize_token_embeddings` with {ours}" if field == "vocab_size" else ""
                 raise WrongTargetError(
                     f"these {self.config.method} heads were made for a target with {field}={ours}, but {name!r} has "
-                    f"{field}={theirs}; load heads trained for this target."
+                    f"{field}={theirs}; load heads trained for this target{undo}."
                 )
 
     def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
-        """Borrows the target's embedding and `lm_head`; checks the target first unless it is bound already. The target
-        is not kept alive.
+        """Borrows the target's embedding and `lm_head`; checks the target first, of one that is bound already only the
+        sizes. The target is not kept alive.
 
         Args:
             target: The target.
@@ -164,11 +165,12 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
         Raises:
             WrongTargetError: see [`check_target`].
-            UnsupportedGenerationError: if the heads are where they cannot call what they borrow.
+            UnsupportedGenerationError: if the heads are where they cannot call what they borrow, or have no weights.
         """
         if self._binding.target is not target:
             self.check_target(target)
             self._binding = Binding(target)
+        self.check_sizes(target)  # which may have been resized since it was bound
         self._binding.look_again()
         if not follow:
             self.placement = Placement(device=False, dtype=False)
@@ -234,16 +236,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             raise WarmStartError(
                 f"`from_heads` must be loaded {cls.__name__} heads, got {type(source).__name__}; pass load_heads(...)."
             )
-        kept = (
-            "tree_config",
-            "tuned",
-            "target",
-            "method",
-            "train_max_length",
-            "architectures",
-            "dtype",
-            "pruned_vocab_size",
-        )
+        kept = ("tree_config", "tuned", "target", "method", "train_max_length", "architectures", "dtype",
+                "pruned_vocab_size")  # fmt: skip
         return {name: value for name, value in source.config.to_diff_dict().items() if name not in kept
                 and hasattr(cls.config_class, name) and name != "model_type"}  # fmt: skip
 

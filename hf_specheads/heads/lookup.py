@@ -156,6 +156,10 @@ class LookupHead(DraftHead):
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuses a target of another vocabulary; nothing else of it matters."""
+        self.check_sizes(target)
+
+    def check_sizes(self, target: PreTrainedModel) -> None:
+        """The same: a vocabulary is a size."""
         theirs = target_sizes(target)["vocab_size"]
         if self.config.vocab_size != theirs:
             name = target.config.name_or_path or type(target).__name__

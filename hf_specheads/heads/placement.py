@@ -52,9 +52,15 @@ class Placement:
         """Moves heads to what they borrow; weights are shared with copies of the heads, which move along.
 
         Raises:
-            UnsupportedGenerationError: if heads that call modules of the target are to stay on another device.
+            UnsupportedGenerationError: if heads that call modules of the target are to stay on another device, or if
+                heads are on the `meta` device, where there are no weights to move.
         """
         module = cast(PreTrainedModel, heads)
+        if heads.device.type == "meta":
+            raise UnsupportedGenerationError(
+                f"these {heads.config.method} heads are on the meta device, where tensors hold no numbers; load them "
+                "with `load_heads` and no `device_map` of 'meta', and do not move them there."
+            )
         device = borrowed.device if self.device else heads.device
         dtype = target.dtype if self.dtype and not getattr(heads, "is_quantized", False) else heads.dtype
         if problem := device_problem(heads, device, borrowed):

@@ -49,11 +49,21 @@ def target_fingerprint(target: PreTrainedModel) -> list[float]:
     Read through the module, so it is the same for offloaded targets; compared with a tolerance, so it is the same for
     fp32, bf16 and fp16 copies of one model.
 
+    A LoRA adapter on the embedding is left out, as those on all other modules are: it changes how much is accepted.
+
     Returns:
         FINGERPRINT_ROWS * FINGERPRINT_COLUMNS floats.
+
+    Raises:
+        ValueError: for a target without weights, on the `meta` device.
     """
     embedding = target.get_input_embeddings()
+    if callable(base := getattr(embedding, "get_base_layer", None)):  # of peft
+        embedding = base()
     weight = getattr(embedding, "weight", None)
+    if weight is not None and weight.device.type == "meta" and not hasattr(embedding, "_hf_hook"):
+        name = target.config.name_or_path or type(target).__name__
+        raise ValueError(f"{name!r} is on the meta device, where tensors hold no numbers; load it with its weights.")
     device = weight.device if weight is not None and weight.device.type != "meta" else torch.device("cpu")
     return _fingerprint(embedding, target.config.get_text_config(decoder=True).vocab_size, device)
 

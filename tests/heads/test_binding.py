@@ -15,6 +15,7 @@ from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 from transformers import CompileConfig
 
+from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
 from hf_specheads.generation.pace import Pace
 
 KEPT = torch.arange(3, 99, 3)
@@ -136,3 +137,50 @@ def test_a_target_loaded_under_inference_mode():
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
     with torch.inference_mode():
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+
+
+# ---------------------------------------------------------------------- targets that are not what they were
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("size", [96, 128])
+@pytest.mark.parametrize("method", METHODS_BY_KIND)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_resized_vocabulary_is_refused_whenever_it_was_resized(when, method, size):
+    """Heads have weights of their own vocabulary, and rows that were added have no draft."""
+    target = own_target()
+    vocabulary, heads = target.config.vocab_size, random_heads(own_target(), method)
+    if when == "after":
+        plain(target, prompt(), 4, assistant_model=heads)
+    target.resize_token_embeddings(size, mean_resizing=False)
+    with pytest.raises(WrongTargetError, match=rf"{vocabulary}\D.*{size}"):
+        plain(target, prompt(vocab=size), 4, assistant_model=heads)
+    assert heads.last_stats is None or when == "after"
+
+
+def test_a_vocabulary_that_was_resized_back_is_served():
+    target = own_target()
+    heads = random_heads(target)
+    expected = plain(target, prompt(), NEW, assistant_model=heads)
+    vocabulary = target.config.vocab_size
+    target.resize_token_embeddings(vocabulary + 29, mean_resizing=False)
+    with pytest.raises(WrongTargetError, match=rf"undo `resize_token_embeddings` with {vocabulary}"):
+        plain(target, prompt(), NEW, assistant_model=heads)
+    target.resize_token_embeddings(vocabulary)
+    assert torch.equal(plain(target, prompt(), NEW, assistant_model=heads), expected)
+
+
+# ---------------------------------------------------------------------- the meta device
+@pytest.mark.parametrize("follow", [True, False])
+def test_heads_without_weights_are_refused(follow):
+    target = own_target()
+    heads = random_heads(target).to("meta")
+    with pytest.raises(UnsupportedGenerationError, match=r"on the meta device.*`load_heads`"):
+        heads.bind(target, follow=follow)
+    with pytest.raises(UnsupportedGenerationError, match=r"on the meta device.*`load_heads`"):
+        plain(target, prompt(), 4, assistant_model=heads)
+
+
+def test_a_target_without_weights_is_refused():
+    heads = random_heads(own_target())
+    heads.remember_target(own_target())
+    with pytest.raises(ValueError, match=r"on the meta device.*load it with its weights"):
+        heads.bind(own_target().to("meta"))

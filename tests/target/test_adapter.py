@@ -81,6 +81,24 @@ def test_a_target_without_the_adapter_is_refused(saved: Path, state: str) -> Non
     heads.check_target(target)
 
 
+def test_an_adapter_of_the_embedding_is_no_other_target_as_those_elsewhere() -> None:
+    target = own_target("llama")
+    heads = AutoDraftHead.from_target(target, "eagle").eval()
+    assert heads.config.target["fingerprint"]
+    for modules in (["q_proj"], ["embed_tokens"], ["lm_head", "embed_tokens"]):
+        adapted = own_target("llama")
+        config = LoraConfig(r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False)
+        adapted.add_adapter(config)
+        adapted.eval()
+        ids = prompt()
+        text = plain(adapted, ids, 12, assistant_model=heads)
+        assert torch.equal(text, adapted.generate(ids, max_new_tokens=12, do_sample=False))
+    other = own_target("llama", seed=1)
+    other.add_adapter(LoraConfig(target_modules=["embed_tokens"]))
+    with pytest.raises(WrongTargetError, match="fingerprint of the token embedding"):
+        heads.check_target(other)
+
+
 def test_half_precision_is_no_other_adapter(saved: Path) -> None:
     heads, target = load_heads(saved), own_target("llama").to(torch.bfloat16)
     heads.load_target_adapter(target)
