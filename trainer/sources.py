@@ -169,7 +169,15 @@ class DataSource:
                 for number, line in enumerate(lines, start=1):
                     if line.strip() and (problem := json_problem(line)):
                         return f"line {number} is {problem}."
-        return f"{error.__cause__ or error}"
+        cause = error.__cause__ or error
+        place = getattr(cause, "filename", None)
+        if (
+            isinstance(cause, OSError)
+            and place
+            and not Path(place).resolve().is_relative_to(Path(self.path).resolve())
+        ):
+            return f"{cause}. datasets keeps its copies under HF_HOME; set that to a folder that can be written."
+        return f"{cause}"
 
 
 def json_problem(line: str) -> str | None:

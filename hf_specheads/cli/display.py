@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -42,11 +43,14 @@ def print_in_any_encoding() -> None:
 def reader_has_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more (`| head`); if so, later prints are lost in silence."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return True
-    return False
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # tells of errors alone
+    except (AttributeError, io.UnsupportedOperation):  # Windows has no poll, notebooks have no files
+        return False
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+    return True
 
 
 def brackets(stream: TextIO | None = None) -> tuple[str, str]:

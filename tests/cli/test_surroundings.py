@@ -27,9 +27,10 @@ def said(capsys: pytest.CaptureFixture) -> str:
 
 # ---------------------------------------------------------------------- where output goes
 def test_a_reader_that_has_gone_ends_a_command_in_silence(monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    """As in `specheads env | head -1`."""
+    """As in `specheads demo | head -1`: what was printed before has been flushed, and a second flush finds nothing."""
     read, write = os.pipe()
     os.close(read)
+    monkeypatch.setattr(env, "run", lambda args: print("gone", flush=True))  # noqa: T201
     with os.fdopen(write, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(["env"]) == 141

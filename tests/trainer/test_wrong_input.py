@@ -197,3 +197,17 @@ def test_a_wrong_recipe_is_told_without_loading_torch(tmp_path: Path) -> None:
     code += "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]" and "no recipe file 'nowhere.yaml'" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_not_taken_for_the_data(tmp_path: Path, monkeypatch) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+    for place, told in (("/nobody/.cache/huggingface", True), (str(data), False)):
+
+        def fails(self: DataSource, place: str = place) -> None:
+            raise PermissionError(13, "Permission denied", place)
+
+        monkeypatch.setattr(DataSource, "_load", fails)
+        with pytest.raises(RecipeError, match="Permission denied") as refused:
+            DataSource(str(data), None, "train").load_raw()
+        assert ("HF_HOME" in str(refused.value)) is told
