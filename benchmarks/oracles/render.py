@@ -33,7 +33,7 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _versions(result: dict[str, Any]) -> str:
-    found = result.get("versions") or result["entries"][0]["versions"]
+    found = result.get("versions") or next(entry["versions"] for entry in result["entries"] if "versions" in entry)
     return ", ".join(f"{name} {version}" for name, version in found.items()) + ".\n"
 
 
