@@ -297,7 +297,7 @@ PLANTINGS = (
     planted(1, "hidden states in another order", "eagle3", other_order, "taps"),
     planted(1, "hidden states one layer up", "tiny dflash", settings(feature_layers=(3, 5, 7)), "taps"),
     planted(1, "hidden states in another order", "tiny dspark", settings(feature_layers=LEVELS[::-1]), "taps"),
-    planted(1, "two of the hidden states exchanged", "eagle3", settings(feature_layers=(12, 2, 21)), "taps"),
+    planted(1, "two of the hidden states exchanged", "eagle3", settings(feature_layers=(8, 2, 13)), "taps"),
     planted(2, "norm_before_residual", "eagle3", flipped("norm_before_residual"), "norm flags"),
     planted(2, "norm_output", "eagle3", flipped("norm_output"), "norm flags"),
     planted(2, "weights of norms less one", "eagle3", weights(lambda one: one - 1, "norm.weight"), "norm weights"),

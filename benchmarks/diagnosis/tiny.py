@@ -94,11 +94,12 @@ def learn(
         heads.fc.weight.data *= scale
     optimizer = torch.optim.Adam([weight for weight in heads.parameters() if weight.requires_grad], lr=rate)
     features = evidence.features(heads.feature_layers)
-    assert features is not None
+    if features is not None:  # language models read none
+        features = features.roll(shift, dims=1)
     wanted = slots_of_token_ids(heads, evidence.token_ids if labels is None else labels)
     wanted = wanted.masked_fill(~(own_text(evidence, 0) if where is None else where), -1)
     anchors = rounds_in(evidence) if heads.trains_at_anchors else None
-    rows = evidence.rows(features.roll(shift, dims=1), heads.borrowed.embed_tokens, heads.borrowed.lm_head, anchors)
+    rows = evidence.rows(features, heads.borrowed.embed_tokens, heads.borrowed.lm_head, anchors)
     for _ in range(steps):
         optimizer.zero_grad()
         _loss(heads, rows, wanted, passes).backward()

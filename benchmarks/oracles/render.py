@@ -29,7 +29,7 @@ def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Ite
 
 
 def _versions(result: dict[str, Any]) -> str:
-    found = result.get("versions") or result["entries"][0]["versions"]
+    found = result.get("versions") or next(entry["versions"] for entry in result["entries"] if "versions" in entry)
     return ", ".join(f"{name} {version}" for name, version in found.items()) + ".\n"
 
 

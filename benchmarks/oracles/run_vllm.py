@@ -14,6 +14,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one start less, and its errors are this process's own
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # not to the one core where another process may be
 
 
 def main(request_file: str, answer_file: str) -> None:
