@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from . import results
-from .acceptance import acceptance
+from .acceptance import acceptance, curves
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
@@ -34,7 +34,7 @@ from .trees import default, kinds, tune
 # those of plain generation).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    acceptance, step, memory, switches, families, doctor, diff, commands, answers,
+    acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.acceptance import acceptance, questions
+from benchmarks.acceptance import acceptance, curves, questions
 
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 
@@ -80,3 +82,14 @@ def test_groups_of_prompts_have_their_own_acceptance(measure_pair, pair):
     tokens, rounds = questions.counts_from(cell["counts"])
     assert cell["groups"]["a"] == pytest.approx((tokens[0] + tokens[2]) / (rounds[0] + rounds[2]), rel=1e-4)
     assert cell["groups"]["thinking"] == pytest.approx(tokens[1] / rounds[1], rel=1e-4)
+
+
+def test_slopes_are_of_the_last_part_of_a_training(tmp_path: Path) -> None:
+    """Evaluations before the first step, and losses between evaluations, are no points of a curve."""
+    log = [{"step": 0, "eval_expected_acceptance_length": 1.0}, {"step": 5, "loss": 3.0}]
+    log += [{"step": step, "eval_expected_acceptance_length": tau} for step, tau in ((10, 2.0), (20, 2.5), (40, 2.9))]
+    facts = {"log_history": log, "training_flops": 80e12, "steps": 40, "recipe": {"starts_from": "eagle-base"}}
+    (tmp_path / "training_facts.json").write_text(json.dumps(facts))
+    found = curves.measure(argparse.Namespace(heads=[str(tmp_path)]))["heads"][tmp_path.name]
+    assert found["tau"] == [2.0, 2.5, 2.9] and found["compute"] == 80.0
+    assert found["slope"] == pytest.approx(0.4 / 40)
