@@ -2,9 +2,9 @@
 
     python -m benchmarks curves --heads model_cards/eagle model_cards/poss3
 
-From the evaluations that the trainings themselves kept (`training_facts.json`): tau that a chain would reach on held-out
-chats, expected from the losses' own distributions. Compute is of the stage alone, not of what it starts from. Nothing
-is measured anew.
+From the evaluations that the trainings themselves kept (`training_facts.json`): tau that a chain would reach on
+held-out chats, expected from the losses' own distributions. Compute is of the stage alone, not of what it starts from.
+Nothing is measured anew.
 """
 
 from __future__ import annotations
