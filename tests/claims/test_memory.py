@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from support.batches import batch_of, greedy
 from support.faults import At, Fault, forward_fault
 from support.heads import random_heads
 from support.stubs import StubHead, counted
 from support.targets import deep_target, own_target, plain, prompt, shared_target
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_specheads.cache import slots
 from hf_specheads.cache import target as target_cache
