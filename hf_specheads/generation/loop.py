@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,11 +182,9 @@ class RoundLoop:
         self.prefilled = 0  # tokens in the cache after the prefill
         # Typical acceptance depends on which rounds draft, and a trace is of rounds.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
-        self.pace: Pace | None = None
+        self.pace_of = partial(pace_of, head, target, options, config=generation_config)
+        self.pace: Pace | None = self.pace_of(batch) if adaptive else None
         self.choice = PLAIN  # of the pace's menu, for the round
-        if adaptive:
-            self.pace = pace_of(head, target, options, self.batch, generation_config)
-            self.pace.begin_call()
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
@@ -213,6 +212,8 @@ class RoundLoop:
         started, sequences = time.perf_counter(), self.sequences
         with self.stats.stage("prefill"):
             rows = self.prefill()
+        if self.pace is not None:
+            self.pace.begin_call()
         while sequences.active:
             rows = self.round(rows)
         wait_for(self.stats.devices)
@@ -381,7 +382,7 @@ class RoundLoop:
         if not ended or not kept:
             return rows
         if self.pace is not None:
-            self.pace.conditions_changed()
+            self.pace = self.pace_of(self.batch, active=len(kept))
         self.target_cache.select_sequences(kept)
         self.candidates.select_sequences(kept)
         return rows.select_sequences(kept)

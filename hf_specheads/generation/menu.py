@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ..tree.config import CHILDREN, DraftTreeConfig
 
@@ -20,7 +21,8 @@ def trees_to_choose(
     """The menu of a call: the tree in force first, then chains by depth, then trees by size.
 
     Trees besides chains are offered only beside a dynamic tree: where a chain is in force, nothing says that the
-    target can verify more, and fixed trees were chosen with care.
+    target can verify more, and fixed trees were chosen with care. Chains that copy from the text are offered without
+    copies too, which are nodes to verify in every sequence of a batch.
 
     Args:
         tree: The tree in force.
@@ -30,10 +32,13 @@ def trees_to_choose(
             the draft are offered beside those of its favourites. (Of a chain's drafts x ~ q the target accepts
             sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
     """
+    ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
+    ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
+    depths = sorted({*CHAIN_DEPTHS, *([tree.depth] if tree.kind == "chain" else [])})
     chains = [
-        tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, children=children)
-        for children in (CHILDREN if drawn else (tree.children,))
-        for depth in CHAIN_DEPTHS
+        tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, **way)
+        for way in ways
+        for depth in depths
         if depth <= (deepest or depth)
     ]
     wider = [

@@ -14,98 +14,34 @@ others the median: a page fault or a busy scheduler decides nothing.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..contract import DraftingContract, Memory
-from ..tree.config import CHILDREN, DraftTreeConfig
+from ..tree.config import DraftTreeConfig
 from .menu import trees_to_choose
 from .options import DraftingOptions
+from .tallies import ROUNDS_BEFORE_A_VERDICT, Acceptance, Tried, recent
 
 PLAIN = -1  # in the place of a tree of the menu
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.01  # the same of plain steps
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
 PLAIN_STEPS_BEFORE_A_VERDICT = 2
-ROUNDS_BEFORE_A_VERDICT = 3  # of a tree; the first of them may be slow for reasons of its own
 FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # plain steps are timed again, as the machine may have become faster or slower
-REMEMBERED = 9  # rounds of a tree, and plain steps, whose median counts
-TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
-ROUNDS_OF_A_MEAN = 24  # tokens of a tree's rounds are a running mean over about so many
 HOPED_ROUNDS = 2  # as many as that an unknown tree is taken to have done well: its real ones may be bad luck
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
 HOPE = 0.4  # of a chain's rejections that siblings may leave at best
-UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that was never tried
 WORTH_ANOTHER_LOOK = 0.85  # of the best rate, for one that was
 ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
 
-
-def _recent() -> deque[float]:
-    return deque(maxlen=REMEMBERED)
-
-
-@dataclass
-class Acceptance:
-    """How often drafts of a chain are accepted, by position, given that all before were; newer rounds count more."""
-
-    tried: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-
-    def record(self, depth: int, num_accepted: Sequence[int]) -> None:
-        """Adds a round of chains of a depth, one entry per sequence."""
-        for counts in (self.tried, self.accepted):
-            counts[:] = [count * TALLY_KEEPS for count in counts] + [0.0] * (depth - len(counts))
-        for number in num_accepted:
-            for position in range(min(number + 1, depth)):
-                self.tried[position] += 1 / len(num_accepted)
-                self.accepted[position] += (position < number) / len(num_accepted)
-
-    def rates(self, depth: int) -> list[float]:
-        """Per position; of one that was hardly tried, close to that of the position before."""
-        rates, before = [], UNKNOWN
-        for position in range(depth):
-            tried = self.tried[position] if position < len(self.tried) else 0.0
-            accepted = self.accepted[position] if position < len(self.accepted) else 0.0
-            before = (accepted + before) / (tried + 1)
-            rates.append(before)
-        return rates
-
-    def tokens(self, depth: int, hope: float = 1.0) -> float:
-        """Expected tokens of a round over a chain, the bonus token included; `hope` scales the rejections."""
-        tokens = reached = 1.0
-        for rate in self.rates(depth):
-            reached *= 1 - hope * (1 - rate)
-            tokens += reached
-        return tokens
-
-
-@dataclass
-class Tried:
-    """What rounds of one tree have cost and given.
-
-    Attributes:
-        costs: Wall time of the latest rounds, in plain steps.
-        tokens: Tokens per round and sequence, bonus token included, running mean.
-        rounds: How many there were.
-        last: Number of the newest, counted over all rounds.
-    """
-
-    costs: deque[float] = field(default_factory=_recent)
-    tokens: float = 0.0
-    rounds: int = 0
-    last: int = 0
-
-    @property
-    def cost(self) -> float:
-        """Of a round, in plain steps. While there are two at most the faster counts."""
-        costs = list(self.costs)  # another thread may add to it
-        return min(costs) if len(costs) < ROUNDS_BEFORE_A_VERDICT else statistics.median(costs)
+Group = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
 
 
 class Pace:
@@ -113,28 +49,29 @@ class Pace:
 
     Args:
         menu: Trees to choose from, the one in force first.
+        acceptance: Of chains, by [`group_of`], where other batch sizes have told of it.
 
     Attributes:
         plain: Wall seconds of the latest plain steps.
         tried: Per tree of the menu, see [`Tried`].
-        acceptance: Of chains, by how their children are chosen.
+        acceptance: Of chains, by [`group_of`].
         rounds: Rounds that drafted.
         debt: Plain steps' worth of time lost to trials, less what has been earned for further ones.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
     """
 
-    def __init__(self, menu: Sequence[DraftTreeConfig]):
+    def __init__(self, menu: Sequence[DraftTreeConfig], acceptance: defaultdict[Group, Acceptance] | None = None):
         self.menu = tuple(menu)
-        self.plain = _recent()
+        self.plain = recent()
         self.tried = [Tried() for _ in self.menu]
-        self.acceptance = {children: Acceptance() for children in CHILDREN}
+        self.acceptance = defaultdict(Acceptance) if acceptance is None else acceptance
         self.rounds = 0
         self.debt = -FIRST_TRIALS
         self.context = 0
         self._plain_due = 0
         self._rates: dict[int, float] = {}  # what follows from the rounds so far, until the next one
         self._slopes: tuple[float, float] | None = None
-        self._chains_known: set[str] | None = None
+        self._chains_known: set[Group] | None = None
 
     # ------------------------------------------------------------------ what is known
     @property
@@ -158,11 +95,11 @@ class Pace:
             return True
         if self._chains_known is None:
             self._chains_known = self._known_kinds()
-        return self._is_plain_chain(choice) and self.menu[choice].children in self._chains_known
+        return self._is_plain_chain(choice) and group_of(self.menu[choice]) in self._chains_known
 
-    def _known_kinds(self) -> set[str]:
-        """Ways to choose children of which a chain was tried, where two chains of any tell what chains cost."""
-        timed = [self.menu[choice].children for choice, tried in enumerate(self.tried)
+    def _known_kinds(self) -> set[Group]:
+        """Groups of which a chain was tried, where two chains of any tell what chains cost."""
+        timed = [group_of(self.menu[choice]) for choice, tried in enumerate(self.tried)
                  if tried.rounds > 1 and self._is_plain_chain(choice)]  # fmt: skip
         return set(timed) if len(timed) > 1 else set()
 
@@ -182,7 +119,7 @@ class Pace:
     def tokens(self, choice: int) -> float:
         """Tokens of a round over a tree: on average so far, or expected where it was never tried."""
         if self._is_plain_chain(choice):
-            return self._of_chain(choice).tokens(self.menu[choice].depth)
+            return self._of_chain(choice).tokens(self.menu[choice].depth) + self._copied(choice)
         tried = self.tried[choice]
         return tried.tokens if tried.rounds else self._hoped_tokens(choice)
 
@@ -190,9 +127,20 @@ class Pace:
         """As if [`HOPED_ROUNDS`] more had gone as well as they can."""
         tried, depth = self.tried[choice], self.menu[choice].depth
         if self._is_plain_chain(choice):
-            return self._of_chain(choice).tokens(depth)
+            return self._of_chain(choice).tokens(depth) + self._copied(choice)
         hoped = max(self._of_chain(choice).tokens(depth, HOPE), tried.tokens)
         return (tried.rounds * tried.tokens + HOPED_ROUNDS * hoped) / (tried.rounds + HOPED_ROUNDS)
+
+    def _copied(self, choice: int) -> float:
+        """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
+        of the chain with copies that is most like it."""
+        if not self.menu[choice].lookup or self.tried[choice].rounds:
+            return self.tried[choice].copied
+        depth = self.menu[choice].depth
+        alike = [other for other, tried in enumerate(self.tried)
+                 if tried.rounds and self.menu[other].lookup and self._is_plain_chain(other)]  # fmt: skip
+        nearest = min(alike, key=lambda other: abs(self.menu[other].depth - depth), default=choice)
+        return self.tried[nearest].copied
 
     def cost(self, choice: int) -> float:
         """Expected time of a round over a tree, in plain steps: by its own rounds, else by those of others."""
@@ -202,11 +150,11 @@ class Pace:
         if self._slopes is None:
             self._slopes = self._fit_slopes()
         level, node = self._slopes
-        return 1.0 + level * tree.depth + node * (tree.num_nodes - 1)
+        return 1.0 + level * tree.depth + node * (tree.most_nodes - 1)
 
     def _of_chain(self, choice: int) -> Acceptance:
-        """Of chains whose children are chosen like those of a tree."""
-        return self.acceptance[self.menu[choice].children]
+        """Of chains whose nodes are chosen like those of a tree."""
+        return self.acceptance[group_of(self.menu[choice])]
 
     def _is_plain_chain(self, choice: int) -> bool:
         tree = self.menu[choice]
@@ -215,7 +163,7 @@ class Pace:
     def _fit_slopes(self) -> tuple[float, float]:
         """What a draft level and a node add to a plain step, by least squares over what was tried. Chains alone do not
         tell them apart: then a chain has all of it in its levels, and so have trees, which may cost more."""
-        rows = [(tree.depth, tree.num_nodes - 1, tried.cost - 1.0)
+        rows = [(tree.depth, tree.most_nodes - 1, tried.cost - 1.0)
                 for tree, tried in zip(self.menu, self.tried, strict=True) if tried.rounds]  # fmt: skip
         dd = sum(d * d for d, _, _ in rows)
         dn = sum(d * n for d, n, _ in rows)
@@ -270,13 +218,12 @@ class Pace:
 
     def _first_chain(self) -> int | None:
         """What tells most about all others: a chain of some depth and the shortest, of which there may be one; and of
-        chains whose children are chosen in another way, which cost as much, one of some depth."""
+        chains whose nodes are chosen in another way one of some depth."""
         wanted: list[int] = []
-        for children in CHILDREN:
-            chains = sorted(
-                (c for c, tree in enumerate(self.menu) if self._is_plain_chain(c) and tree.children == children),
-                key=lambda choice: self.menu[choice].depth,
-            )
+        chains_of = defaultdict(list)
+        for choice in sorted(filter(self._is_plain_chain, range(len(self.menu))), key=lambda c: self.menu[c].depth):
+            chains_of[group_of(self.menu[choice])].append(choice)
+        for chains in chains_of.values():
             wanted += [*chains[len(chains) // 2 :][:1], *(chains[:1] if not wanted else [])]
         return next((choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS), None)
 
@@ -300,10 +247,9 @@ class Pace:
         best, best_rate = self.best, self.rate(self.best)
         tried, tree = self.tried[choice], self.menu[choice]
         cost, tokens = seconds / self.plain_seconds, 1 + sum(num_accepted) / len(num_accepted)
+        copied = sum(max(number - tree.depth, 0) for number in num_accepted) / len(num_accepted)
         self.rounds += 1
-        tried.rounds, tried.last = tried.rounds + 1, self.rounds
-        tried.costs.append(cost)
-        tried.tokens += (tokens - tried.tokens) * max(1 / ROUNDS_OF_A_MEAN, 1 / tried.rounds)
+        tried.record(self.rounds, cost, tokens, copied)
         if self._is_plain_chain(choice):
             self._of_chain(choice).record(tree.depth, num_accepted)
         self._rates, self._slopes, self._chains_known = {}, None, None
@@ -312,10 +258,6 @@ class Pace:
         self.debt = max(min(self.debt + lost, MOST_DEBT) - TRIAL_SHARE * tried.cost, -FIRST_TRIALS)
         if self.rounds % ROUNDS_BETWEEN_PLAIN_STEPS == 0:
             self._plain_due = 1
-
-    def conditions_changed(self) -> None:
-        """Sequences have left the batch, or the like: plain steps are timed again."""
-        self.context = 0
 
     def why_plain(self) -> str:
         """What plain steps were taken for, in one sentence."""
@@ -327,21 +269,43 @@ class Pace:
         return f"because a drafted round gave {gain:.2f} of the tokens per second of plain steps"
 
 
+def group_of(tree: DraftTreeConfig) -> Group:
+    """How the nodes of a tree are chosen: chains of one group tell of each other how often they are accepted."""
+    return tree.children, tree.lookup > 0
+
+
 def pace_of(
     heads: DraftingContract,
     target: PreTrainedModel,
     options: DraftingOptions,
     batch_size: int,
     config: GenerationConfig,
+    active: int | None = None,
 ) -> Pace:
-    """Costs and gains of a pair under the settings of a call; kept with the heads for the next such call."""
+    """Costs and gains of a pair under the settings of a call; kept with the heads for the next such call.
+
+    Args:
+        heads: The heads.
+        target: Their target.
+        options: Of the call.
+        batch_size: Sequences of the call.
+        config: How tokens are chosen.
+        active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
+    """
     menu: tuple[DraftTreeConfig, ...] = (options.tree,)
     if options.free_tree and not options.compiled:
         seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
         drawn = bool(config.do_sample) and not seeded
         menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn)
-    settings = (Pace, batch_size, repr(menu), options.compiled, config.do_sample, config.temperature)
-    return heads.memory.setdefault(target, {}).setdefault(settings, Pace(menu))
+    # One that is left of a batch pays for the batch's masks, as two do.
+    octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
+    settings = (repr(menu), options.compiled, config.do_sample, config.temperature)
+    known = heads.memory.setdefault(target, {})
+    if (key := (Pace, octave, *settings)) in known:
+        return known[key]
+    alike = (pace for other, pace in list(known.items()) if other[0] is Pace and other[2:] == settings)
+    told = next((pace.acceptance for pace in alike), None)
+    return known.setdefault(key, Pace(menu, told))
 
 
 @dataclass(frozen=True)
@@ -365,7 +329,7 @@ def lesson_of(memory: Memory) -> Lesson | None:
     """What calls of one sequence each have taught, those under the settings of which there were most; `None` where
     there were fewer than [`ROUNDS_OF_A_LESSON`] rounds, nobody left the engine a choice, or drafts did not pay."""
     paces = [pace for known in memory.values() for key, pace in known.items()
-             if isinstance(pace, Pace) and key[1] == 1 and len(pace.menu) > 1]  # fmt: skip
+             if isinstance(pace, Pace) and key[1] == 0 and len(pace.menu) > 1]  # fmt: skip
     pace = max(paces, key=lambda pace: pace.rounds, default=None)
     if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
         return None

@@ -12,6 +12,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -208,6 +209,8 @@ class StreamLoop(RoundLoop):
         self.options, self.batch = options, batch
         self.sampler, self.stop, self.candidates.max_length = self.own_sampler, self.own_stop, self.own_stop.max_length
         self.adaptive = options.adaptive and not (options.trace or self.stats.lossy)
+        self.pace_of = partial(pace_of, head, target, options, config=generation_config)
+        self.paced = 0  # sequences that the pace is for
         self.rows: NewRows | None = None
         self.finished: list[FinishedText] = []
 
@@ -284,9 +287,8 @@ class StreamLoop(RoundLoop):
         self.rows = self.rows.select_sequences(kept)
 
     def begin_round(self) -> bool:
-        if self.adaptive:
-            head, batch = self.candidates.head, len(self.texts.active)
-            self.pace = pace_of(head, self.target, self.options, batch, self.config)
+        if self.adaptive and (active := len(self.texts.active)) != self.paced:
+            self.pace, self.paced = self.pace_of(active), active
         return super().begin_round()
 
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
