@@ -152,7 +152,7 @@ def with_a_tree_for(
     if tree_problem_of(target, cache) is None:
         return options
     depth = options.tree.depth
-    return replace(options, tree=options.tree.replace(kind="chain", top_k=1, total_tokens=depth + 1))
+    return replace(options, tree=options.tree.replace(kind="chain", top_k=1, total_tokens=depth + 1, lookup=0))
 
 
 def refuse_prepared_call(

@@ -195,7 +195,7 @@ def test_rows_are_sampled_from_the_targets_distribution_whatever_is_drafted(monk
             max_new_tokens=length, do_sample=True, top_k=0, temperature=0.8, assistant_model=heads,
         )  # fmt: skip
         counts.update(tuple(row) for row in got[:, PROMPT.shape[1] :].tolist())
-    [pace] = [one for one in heads.memory[target].values() if isinstance(one, Pace)]
+    pace = next(one for one in heads.memory[target].values() if isinstance(one, Pace))  # all have the same menu
     menus = {pace.menu[choice].children for choice in chosen if choice >= 0}
     assert menus == {"top_k", "sampled"} and -1 in chosen
     statistic, freedom = chi_square(counts, target_distribution(target, {"temperature": 0.8}, length), samples)

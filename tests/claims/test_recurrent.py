@@ -149,11 +149,13 @@ def test_trees_and_other_loops_are_refused(tree, words):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
-def test_heads_without_a_chosen_tree_draft_chains(model_type):
-    """What a user gets who calls `generate` with heads as they are."""
+@pytest.mark.parametrize("saved", [{}, {"kind": "chain", "depth": 4, "lookup": 3}], ids=["none", "with copies"])
+def test_heads_without_a_chosen_tree_draft_chains(model_type, saved):
+    """What a user gets who calls `generate` with heads as they are, whatever tree was saved with them."""
     target, ids = target_of(model_type), prompt()
-    heads = random_heads(target, "eagle")
-    heads.forget_tree()
+    heads = random_heads(target, "eagle", **saved)
+    if not saved:
+        heads.forget_tree()
     got = plain(target, ids, 12, assistant_model=heads)
     assert why_texts_differ(target, plain(target, ids, 12), got, ids.shape[1]) in (None, "tie")
     assert heads.last_stats.rounds > 0

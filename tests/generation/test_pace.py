@@ -50,7 +50,7 @@ class World:
         self.random = random.Random(self.seed)
 
     def seconds(self, tree: DraftTreeConfig | None) -> float:
-        added = 0.0 if tree is None else self.level * tree.depth + self.node * (tree.num_nodes - 1)
+        added = 0.0 if tree is None else self.level * tree.depth + self.node * (tree.most_nodes - 1)
         return (1 + added) * (1 + self.noise * self.random.gauss(0, 1))
 
     def num_accepted(self, tree: DraftTreeConfig) -> int:
@@ -223,8 +223,10 @@ def test_a_chain_tells_of_others():
     assert [round(rate, 1) for rate in Acceptance([50.0, 40.0], [40.0, 10.0]).rates(2)] == [0.8, 0.3]
 
 
-@given(st.sampled_from([CPU_TREE, DraftTreeConfig(), CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5)]),
-       st.integers(1, 6) | st.none())  # fmt: skip
+CHAIN = CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5)
+
+
+@given(st.sampled_from([CPU_TREE, DraftTreeConfig(), CHAIN]), st.integers(1, 6) | st.none())
 def test_the_menu(tree, deepest):
     forbidden = {DraftTreeConfig().replace(depth=2, top_k=3, total_tokens=6)}
     menu = trees_to_choose(tree, deepest, lambda tree: "no" if tree in forbidden else None)
@@ -234,11 +236,45 @@ def test_the_menu(tree, deepest):
         assert {one.kind for one in menu} == {"chain"}
 
 
+def test_copies_are_offered_and_left_out_and_never_beside_drawn_children():
+    menu = trees_to_choose(CHAIN.replace(depth=12, lookup=8), None, lambda tree: None)
+    assert {(one.depth, one.lookup) for one in menu if one.depth in (4, 12)} == {(4, 0), (4, 8), (12, 0), (12, 8)}
+    menu = trees_to_choose(CHAIN.replace(lookup=8), None, lambda tree: None, drawn=True)
+    assert {(one.children, one.lookup) for one in menu} == {("top_k", 8), ("top_k", 0), ("sampled", 0)}
+
+
+@pytest.mark.parametrize(("node", "copies"), [(0.001, True), (0.2, False)])
+def test_copies_are_made_where_their_nodes_are_cheap(node, copies):
+    """Whether the text repeats or not, rounds tell what copies cost and give."""
+
+    class Repeats(World):
+        def num_accepted(self, tree: DraftTreeConfig) -> int:
+            accepted = super().num_accepted(tree)
+            return accepted + tree.lookup * (accepted == tree.depth and self.random.random() < 0.3)
+
+    pace = Pace(menu_of(CHAIN.replace(depth=8, lookup=4)))
+    simulate(pace, 300, Repeats(0.8, 0.05, node))
+    assert bool(pace.menu[pace.best].lookup) == copies
+
+
+def test_a_few_sequences_left_of_a_batch_tell_nothing_of_what_all_of_it_costs():
+    """Plain steps over one row took less, and next to them every round of eight rows looked dear."""
+    target, heads = shared_target("llama"), random_heads(shared_target("llama"), "eagle").bind(shared_target("llama"))
+    heads.forget_tree()
+
+    def pace(batch: int, active: int | None = None) -> Pace:
+        return pace_of(heads, target, DraftingOptions.of(heads), batch, GenerationConfig(), active)
+
+    assert pace(8) is pace(8, active=5) and pace(8) is not pace(8, active=4)
+    assert pace(8, active=3) is pace(4) and pace(8, active=1) is pace(2) and pace(1) is not pace(2)
+    simulate(pace(8), 10, World(0.8, *CHEAP))
+    assert pace(8).plain and not pace(2).plain
+    assert pace(2).acceptance is pace(8).acceptance, "what is accepted does not depend on how many there are"
+
+
 @pytest.mark.parametrize(("accepted", "drawn"), [(0.3, 0.8), (0.8, 0.3), (0.55, 0.6)])
 def test_children_are_drawn_where_that_is_accepted_more(accepted, drawn):
-    menu = trees_to_choose(
-        CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5), None, lambda tree: None, drawn=True
-    )
+    menu = trees_to_choose(CHAIN, None, lambda tree: None, drawn=True)
     assert {one.children for one in menu} == {"top_k", "sampled"}
     best = max(World(accepted, *CHEAP, noise=0, drawn=drawn).rate(tree) for tree in menu)
     rates = []
@@ -373,6 +409,23 @@ def test_sampling_with_a_seed(monkeypatch):
     expected = target.generate(ids, **options)
     torch.manual_seed(4)
     assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_batches_with_copies(do_sample, monkeypatch):
+    """Chains with copies, without, and drawn ones in one call: none is refused."""
+    target = shared_target("llama")
+    inputs, alone = batch_of()
+    heads, drafted = random_heads(target, "poss", CHAIN.replace(lookup=3)), set()
+    heads.adaptive = True
+    heads.on_round = lambda step: drafted.add(step.tree and step.tree.num_nodes)
+    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        text = greedy(target, inputs, assistant_model=heads, do_sample=do_sample)
+    assert len(drafted - {None, 1}) > 2
+    if not do_sample:
+        assert_rows(text, 19, alone_texts(target, alone))
 
 
 def test_traced_and_lossy_calls_draft_every_round():
