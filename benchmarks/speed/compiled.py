@@ -71,10 +71,11 @@ def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_token
 # ---------------------------------------------------------------------- acceptance by a stub
 @contextmanager
 def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
-    """While this lasts, drafted chains hold what the target goes on to say for as many positions as give `tau`.
+    """While this lasts, the favourites of drafted trees are what the target goes on to say, for as many positions as
+    give `tau`, and then something else.
 
     Args:
-        tau: Acceptance length wanted, at most the depth + 1.
+        tau: Acceptance length wanted, where trees are deep enough for it.
         truth: int64 [1, T], prompt and plain text.
     """
     draft = DraftHeadCandidateGenerator.draft
@@ -83,13 +84,18 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others).packed()
         state["owed"] += tau - 1
-        right = min(int(state["owed"]), tree.max_depth)
-        state["owed"] -= right
-        known = truth[:, lengths[0] : lengths[0] + right].to(tree.token_ids.device)
-        tree.token_ids[:, 1 : 1 + known.shape[1]] = known
-        if 1 + right < tree.num_nodes and lengths[0] + right < truth.shape[1]:
-            wrong = (truth[:, lengths[0] + right] + 1) % self.head.config.vocab_size
-            tree.token_ids[:, 1 + right] = wrong.to(tree.token_ids.device)
+        said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
+        state["owed"] -= said
+        node, parents = 0, tree.parents[0].tolist()
+        for place, token in enumerate(truth[0, lengths[0] :].tolist()):
+            if node not in parents[1:]:
+                break
+            children = [child for child, parent in enumerate(parents) if child and parent == node]
+            tree.token_ids[:, children] = (token + 1) % self.head.config.vocab_size
+            if place >= said:
+                break
+            tree.token_ids[:, children[0]] = token
+            node = children[0]
         return tree
 
     with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):

@@ -2,6 +2,7 @@
 
     python -m benchmarks default --heads model_cards/poss3 model_cards/eagle model_cards/medusa
     python -m benchmarks default --batch_sizes 1 4 8 --temperatures 0 1 --contexts 128 1024
+    python -m benchmarks default --shape llama-100m --tau 2 3 5  # random weights, acceptance by a stub
     python -m benchmarks.figure  # draws docs/images/default_against_grid.png from default.json
 
 In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
@@ -14,14 +15,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
+
+from hf_specheads import DraftHead
 
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
 from ..setup import Inputs
-from ..sides import PLAIN, TO_THE_END, compare, plain_and
+from ..sides import PLAIN, TO_THE_END, compare, generate_once, plain_and
+from ..speed.compiled import acceptance_of
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
@@ -37,18 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = "tokens of the prompts' ends that are kept; default all"
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     depths = [1, 2, 3, 4, 6]
+    parser.add_argument("--shape", choices=sorted(setup.SHAPES), help="random weights of these sizes besides the pair")
+    parser.add_argument("--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths of --shape")
     add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
 
 def measure_setting(
-    target: PreTrainedModel, folder: str, batches: list[Inputs], temperature: float, args: argparse.Namespace
-) -> dict[str, Any]:
+    target: PreTrainedModel, make_heads: Callable[[], DraftHead], batches: list[Inputs], temperature: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
     """The grid, then its best, the default and plain generation."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
-    drafting = setup.load_bound_heads(target, folder, every_round=True)
+    drafting, left_alone = make_heads(), make_heads()
+    drafting.adaptive, left_alone.adaptive = False, True
     trees = grid(args, drafting.max_draft_positions)
+    trees += [tree.replace(lookup=copied) for tree in trees if tree.kind == "chain"
+              if (copied := drafting.tree_config.lookup)]  # fmt: skip
     best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)
-    left_alone = setup.load_bound_heads(target, folder)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**best.to_dict())}
@@ -77,13 +90,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if not (batches := setup.full_batches(ends, size)):
             raise ValueError(f"the prompts make no batch of {size} with {context} tokens each; take others or fewer.")
         setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
-        measured.append({**setting, **measure_setting(target, folder, batches, temperature, args)})
+        make_heads = partial(setup.load_bound_heads, target, folder)
+        measured.append({**setting, **measure_setting(target, make_heads, batches, temperature, args)})
+        print(measured[-1], file=sys.stderr, flush=True)
+    measured += measure_shape(args) if args.shape else []
     return {
         **setup.settings(args),
         "measured": measured,
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
     }
+
+
+def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """POSS heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
+    shape = (args.shape, max(args.chains), getattr(torch, args.dtype), "cpu")
+    target, _ = setup.random_pair(*shape, methods=[])
+    [prompt] = setup.random_prompts(1, "cpu")
+    plain = generate_once(target, TO_THE_END, prompt, args.max_new_tokens)
+    text = torch.cat([prompt["input_ids"], torch.tensor(plain.token_ids)], dim=1)
+
+    def make_heads() -> DraftHead:
+        return setup.random_pair(*shape, methods=["poss"])[1]["poss"].bind(target)
+
+    measured = []
+    for tau in args.tau:
+        with acceptance_of(tau, text):
+            found = measure_setting(target, make_heads, [prompt], 0.0, args)
+        name = f"{args.shape}, acceptance length set to {tau:g}"
+        measured.append({"heads": name, "batch": 1, "temperature": 0.0, "context": None, **found})
+    return measured
 
 
 def texts_agree(result: Result) -> bool:
