@@ -169,8 +169,7 @@ class RoundLoop:
         if self.stop.in_step:
             self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs)
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-        processors = logits_processor if generation_config.do_sample else None
-        call = (self.stop.max_length, self.padding_mask, processors, options)
+        call = (self.stop.max_length, self.padding_mask, logits_processor if self.config.do_sample else None, options)
         self.candidates = DraftHeadCandidateGenerator(head, target, *call)
         self.stats = self.candidates.stats
         self.rule = RULES[options.verification]
