@@ -49,7 +49,7 @@ class Pace:
 
     Args:
         menu: Trees to choose from, the one in force first.
-        acceptance: Of chains, by [`group_of`], where other batch sizes have told of it.
+        before: Of another number of sequences: drafts are worth as much here, and trials may lose as much.
 
     Attributes:
         plain: Wall seconds of the latest plain steps.
@@ -60,13 +60,15 @@ class Pace:
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
     """
 
-    def __init__(self, menu: Sequence[DraftTreeConfig], acceptance: defaultdict[Group, Acceptance] | None = None):
+    def __init__(self, menu: Sequence[DraftTreeConfig], before: Pace | None = None):
         self.menu = tuple(menu)
         self.plain = recent()
         self.tried = [Tried() for _ in self.menu]
-        self.acceptance = defaultdict(Acceptance) if acceptance is None else acceptance
+        self.acceptance: defaultdict[Group, Acceptance] = (
+            defaultdict(Acceptance) if before is None else before.acceptance
+        )
         self.rounds = 0
-        self.debt = -FIRST_TRIALS
+        self.debt: float = -FIRST_TRIALS if before is None else before.debt
         self.context = 0
         self._plain_due = 0
         self._rates: dict[int, float] = {}  # what follows from the rounds so far, until the next one
@@ -304,8 +306,7 @@ def pace_of(
     if (key := (Pace, octave, *settings)) in known:
         return known[key]
     alike = (pace for other, pace in list(known.items()) if other[0] is Pace and other[2:] == settings)
-    told = next((pace.acceptance for pace in alike), None)
-    return known.setdefault(key, Pace(menu, told))
+    return known.setdefault(key, Pace(menu, next(alike, None)))
 
 
 @dataclass(frozen=True)

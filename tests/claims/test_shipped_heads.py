@@ -1,5 +1,7 @@
-"""Every pair of heads in `model_cards/`, as it lies there and without any setting: one text and batches, with and without
-sampling. Trees that are saved with heads may hold what others never do, and those here are what newcomers meet first."""
+"""All heads of `model_cards/` as they lie there, without any setting: one text and batches, greedy and sampled.
+
+Trees that are saved with heads may hold what others never do, and those here are what newcomers meet first.
+"""
 
 from __future__ import annotations
 

@@ -272,6 +272,17 @@ def test_a_few_sequences_left_of_a_batch_tell_nothing_of_what_all_of_it_costs():
     assert pace(2).acceptance is pace(8).acceptance, "what is accepted does not depend on how many there are"
 
 
+def test_where_drafts_did_not_pay_fewer_sequences_are_no_reason_to_try_all_again():
+    menu = menu_of(CPU_TREE)
+    before = Pace(menu)
+    simulate(before, 100, World(0.0, *VERY_DEAR, noise=0))
+    after = Pace(menu, before)
+    tokens, seconds = simulate(after, 40, World(0.0, *VERY_DEAR, noise=0))
+    assert tokens / seconds > 0.95
+    tokens, seconds = simulate(Pace(menu), 40, World(0.0, *VERY_DEAR, noise=0))
+    assert tokens / seconds < 0.95
+
+
 @pytest.mark.parametrize(("accepted", "drawn"), [(0.3, 0.8), (0.8, 0.3), (0.55, 0.6)])
 def test_children_are_drawn_where_that_is_accepted_more(accepted, drawn):
     menu = trees_to_choose(CHAIN, None, lambda tree: None, drawn=True)
