@@ -22,7 +22,7 @@ from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
 from ..results import Result, footnote, markdown_table
-from ..setup import count_parameters, random_llama
+from ..setup import random_llama
 from ..sides import timed_in_turns
 
 ROUNDS = 12
@@ -99,7 +99,6 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
         "slots_milliseconds": 1000 * statistics.median(seconds["slots"]),
         "dynamic_milliseconds": 1000 * statistics.median(seconds["dynamic"]),
         "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
     }
 
 
@@ -111,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
     )  # fmt: skip
     return {
-        "parameters": count_parameters(target),
+        "parameters": target.num_parameters(),
         "layers": args.layers,
         "key_value_width": target.config.num_key_value_heads * 64,
         "dtype": "float32",

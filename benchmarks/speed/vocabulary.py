@@ -60,17 +60,12 @@ def measure_heads(
     target: PreTrainedModel, folder: str, counts: torch.Tensor, prompts: list[Inputs], args: argparse.Namespace
 ) -> dict[str, Any]:
     """One head in every size, and whole."""
-    heads, coverage = {str(len(counts)): setup.load_bound_heads(target, folder)}, {str(len(counts)): 1.0}
-    for size in args.sizes:
-        kept = most_frequent(counts, size)
-        coverage[str(size)] = float(counts[kept].sum() / counts.sum())
-        heads[str(size)] = setup.load_bound_heads(target, folder).prune_draft_vocabulary(kept)
+    kept = {str(size): most_frequent(counts, size) for size in sorted(args.sizes)} | {str(len(counts)): None}
+    heads = {size: setup.load_bound_heads(target, folder).prune_draft_vocabulary(ids) for size, ids in kept.items()}
+    covered = {size: 1.0 if ids is None else float(counts[ids].sum() / counts.sum()) for size, ids in kept.items()}
     found = compare(target, plain_and(heads), prompts, args.max_new_tokens, args.repeats)
     drafted = draft_milliseconds(target, heads, prompts[:1])
-    return {
-        size: {"coverage": coverage[size], "draft_milliseconds": drafted[size], **found[size]}
-        for size in sorted(heads, key=int)
-    }
+    return {size: {"coverage": covered[size], "draft_milliseconds": drafted[size], **found[size]} for size in kept}
 
 
 def measure_random(vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -87,7 +82,7 @@ def measure_random(vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
     with torch.no_grad():
         seconds, _ = timed_in_turns({"target": lambda: target(torch.zeros(1, 5, dtype=torch.long))}, FORWARDS)
     return {
-        "parameters": setup.count_parameters(target),
+        "parameters": target.num_parameters(),
         "vocabulary": vocabulary,
         "tree": one.tree_config.to_dict(),
         "target_milliseconds": 1000 * statistics.median(seconds["target"]),
@@ -103,7 +98,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     texts = (tokenizer(file.read_text(encoding="utf-8", errors="replace"))["input_ids"] for file in files)
     counts = count_tokens(texts, target.config.vocab_size)
     return {
-        **setup.settings(args),
         "counted_tokens": int(counts.sum()),
         "heads": {setup.display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
         "random": measure_random(args.random_vocabulary, target.dtype) if args.random_vocabulary else None,

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import setup
-from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
+from ..results import Result, column_table, draft_tree, footnote, same_text, speed_up
 from ..setup import Inputs
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 from .grid import add_grid_arguments, fastest, grid
@@ -79,16 +79,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
         measured.append({**setting, **measure_setting(target, folder, batches, temperature, args)})
     return {
-        **setup.settings(args),
         "measured": measured,
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
     }
-
-
-def texts_agree(result: Result) -> bool:
-    """The greedy ones."""
-    return identical([one for one in result["measured"] if one["temperature"] == 0])
 
 
 def setting_of(one: Result) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from pathlib import Path
 
@@ -74,6 +73,8 @@ def test_contexts(measure_pair):
     for found in measured:
         assert list(found) == ["plain generate", "poss", "poss, adaptive", "untrained, adaptive"]
         assert found["poss"]["plain_share"] == 0.0
+    assert all("identical" in side for found in measured[:-1] for side in found.values())
+    assert not any("identical" in side for side in measured[-1].values())  # sampled texts are not compared
     assert any(found["untrained, adaptive"]["plain_share"] > 0.0 for found in measured)
 
 
@@ -116,7 +117,7 @@ TINY = {
 
 def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
     monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
-    monkeypatch.setattr(setup, "random_pair", functools.partial(setup.random_pair, methods=("eagle",)))
+    monkeypatch.setattr(setup, "SHAPED_HEADS", {"eagle": {}})
     monkeypatch.setattr(compiled, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     words = ("--shape", "tiny", "--tau", "2", "3", "--depth", "3", "--limit", "1", "--repeats", "1")
@@ -129,6 +130,7 @@ def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
 
 def test_a_round_of_a_shape(measure, monkeypatch):
     monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(setup, "SHAPED_HEADS", {"eagle": {}})
     words = ("--shape", "tiny", "--limit", "1", "--repeats", "1", "--max_new_tokens", "8")
     result = measure("round", *words, written="round_shape")
     assert result["target"] == "tiny" and result["nodes"] == 5 and set(result["stages"]) == ROUND_STAGES
