@@ -30,7 +30,7 @@ from hf_specheads.evaluation.dialect import PromptRounds, field_metrics
 from hf_specheads.tuning.turns import generate_text
 
 from ..results import ROOT
-from ..setup import load_prompts, load_target
+from ..setup import add_generation_arguments, load_prompts, load_target
 from .render import ask, parser_of
 
 SHIPPED = ["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "dflash", "peagle", "dspark"]
@@ -40,14 +40,11 @@ NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's ch
 def arguments() -> argparse.Namespace:
     """Command line."""
     parser = parser_of(__doc__, "vllm")
+    add_generation_arguments(parser, None, ["chats"], repeats=None)
+    parser.set_defaults(limit=8, max_new_tokens=64)
     parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
-    parser.add_argument("--target", default="model_cards/target")
     parser.add_argument("--heads", nargs="+", default=SHIPPED)
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
-    parser.add_argument("--prompts", nargs="+", default=["chats"])
-    parser.add_argument("--limit", type=int, default=8, help="prompts of every set")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--update", action="store_true", help="keep the entries of other heads in the output file")
     return parser.parse_args()
 
