@@ -38,6 +38,7 @@ from .naive_step import dense_step
 
 SOURCES = ("hf_specheads", "trainer")
 FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_per_specialist": 3}, "eagle3": {}}
+SIZES = {"hidden_size": 256, "vocab_size": 8192}
 WEIGHTS = {"feature": 1.0, "token": 0.1}
 CHUNK = 256
 MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
@@ -51,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which steps."""
     said = "heads, rows T of a batch and draft positions D, instead of the default grid"
     parser.add_argument("--cells", nargs="+", type=cell_of, default=GRID, metavar="FAMILY,T,D", help=said)
-    parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
 
 
@@ -198,10 +197,9 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All cells."""
-    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
     cells = []
     for family, rows, passes in args.cells:
-        cells.append(measure_cell({"family": family, "rows": rows, "passes": passes, **sizes}, args.repeats))
+        cells.append(measure_cell({"family": family, "rows": rows, "passes": passes, **SIZES}, args.repeats))
         print(cells[-1], file=sys.stderr, flush=True)
     return {"batch": 1, "weights": WEIGHTS, "chunk_rows": CHUNK, "cells": cells}
 

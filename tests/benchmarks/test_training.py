@@ -87,9 +87,9 @@ def test_gradients_are_those_of_the_dense_step(wide_target, family):
 
 
 @pytest.mark.slow
-def test_end_to_end(measure):
-    sizes = ("--hidden_size", "32", "--vocab_size", "64", "--repeats", "2")
-    result = measure("step", "--cells", "poss,40,3", "eagle3,40,3", *sizes)
+def test_end_to_end(measure, monkeypatch):
+    monkeypatch.setattr(step, "SIZES", {"hidden_size": 32, "vocab_size": 64})
+    result = measure("step", "--cells", "poss,40,3", "eagle3,40,3", "--repeats", "2")
     assert [(cell["family"], cell["passes"]) for cell in result["cells"]] == [("poss", 3), ("eagle3", 3)]
     for cell in result["cells"]:
         assert set(cell["sides"]) == {"dense", "ours"} | ({"per_pass"} if cell["family"] == "poss" else set())
