@@ -30,9 +30,9 @@ from .training import memory, step, switches
 from .trees import default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
-# folders it measures (default: the package), `variant(args)`, a suffix to its results' name (default: none, `shape` for
-# random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which decides
-# the exit status (default: [`results.texts_agree`]).
+# folders it measures (default: the package), `variant(args)`, a suffix to its results' name (default: none, or `shape`
+# for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
+# decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
     acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,

@@ -23,7 +23,8 @@ STEPS = (
     ("heads",),
     ("checkpoints", "registration", "diagnosis"),
     ("evaluation", "app", "figures"),
-    ("__init__", "cli", "custom_generate", "trainer"),
+    ("__init__", "cli", "custom_generate"),
+    ("trainer",),
     ("__main__",),
 )
 STEP_OF = {room: step for step, rooms in enumerate(STEPS) for room in rooms}
