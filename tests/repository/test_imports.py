@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A room (or a file at the root of the package) imports what stands on a lower step, or in the room itself.
 STEPS = (
-    ("errors", "version", "provenance", "texts", "unroll", "bootstrap", "spelling"),
+    ("errors", "version", "provenance", "texts", "unroll", "bootstrap"),
     ("target", "tree", "draft_vocabulary"),
     ("cache", "configuration", "metrics"),
     ("contract", "publishing"),
