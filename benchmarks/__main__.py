@@ -22,6 +22,7 @@ from .acceptance import acceptance, curves
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
+from .setup import settings
 from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
@@ -29,9 +30,9 @@ from .training import memory, step, switches
 from .trees import default, kinds, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
-# folders it measures (default: the package), `variant(args)`, a suffix to its results' name, `short_table(result)`,
-# shown by documents under NAME-short, and `texts_agree(result)`, which decides the exit status (default: all texts are
-# those of plain generation).
+# folders it measures (default: the package), `variant(args)`, a suffix to its results' name (default: none, or `shape`
+# for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
+# decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
     acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
@@ -65,7 +66,8 @@ def sources_of(module: ModuleType) -> tuple[str, ...]:
 
 def result_name(name: str, args: argparse.Namespace) -> str:
     """What the result of a measurement with these arguments is called."""
-    variant = getattr(MEASUREMENTS[name], "variant", lambda args: "")(args)
+    made_up = "shape" if getattr(args, "shape", None) else ""
+    variant = getattr(MEASUREMENTS[name], "variant", lambda _: made_up)(args)
     return f"{name}_{variant}" if variant else name
 
 
@@ -75,11 +77,11 @@ def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     came_about = results.provenance_of(words, sources_of(module))
-    result = results.rounded({"provenance": came_about, **module.measure(args)})
+    result = results.rounded({"provenance": came_about, **settings(args), **module.measure(args)})
     table = table_of(name, result)
     results.write(args.output, result_name(name, args), result, table)
     print(table)
-    return 0 if getattr(module, "texts_agree", results.identical)(result) else 1
+    return 0 if getattr(module, "texts_agree", results.texts_agree)(result) else 1
 
 
 def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_specheads import provenance
+from hf_specheads.cli.display import number
 
 Result = dict[str, Any]
 Column = Callable[[Result], str] | str | tuple[Any, ...]
@@ -115,6 +116,11 @@ def rounded(result: Result) -> Result:
     return json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
+def texts_agree(result: Result) -> bool:
+    """Whether all are those of plain generation. In fewer bits than float32 logits tie, and need not."""
+    return result.get("dtype", "float32") != "float32" or identical(result)
+
+
 def identical(value: Any) -> bool:
     """Whether all texts in a result were those of plain generation: every `identical` in it, however deep."""
     if isinstance(value, list):
@@ -152,11 +158,6 @@ def _cell(item: Result, column: Column) -> str:
     if isinstance(column, str):
         return column.format_map(item)
     return column(item) if callable(column) else number(item.get(column[0]), *column[1:])
-
-
-def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
-    """A rounded number; a dash for one that was not measured."""
-    return "-" if value is None else f"{value:.{digits}f}{suffix}"
 
 
 def percent(value: float | None) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hf_specheads import DraftHead, DraftTreeConfig, load_heads
 from hf_specheads.heads.auto import METHODS
+from hf_specheads.texts import chat_token_ids, left_padded
 from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, example_at
 
@@ -50,9 +50,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHAPED_HEADS: dict[str, dict[str, Any]] = {
-    "poss": {"num_specialists": 3, "positions_per_specialist": 2},
     "eagle": {},
-    "eagle3": {},
+    "eagle3": {"draft_vocab_size": 32000},
+    "poss": {"num_specialists": 3, "positions_per_specialist": 2},
 }
 
 Inputs = dict[str, torch.Tensor]
@@ -84,12 +84,21 @@ def add_generation_arguments(
         parser.add_argument("--repeats", type=int, default=repeats, help="times that everything is timed")
 
 
+def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
+    """For measurements where only time means something: a pair of random weights."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
+    parser.add_argument("--depth", type=int, default=depth, help="of the chain that heads of --shape draft")
+
+
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a result says of the arguments it was measured with."""
-    count = sum(len(prompt_entries(name)[: args.limit]) for name in args.prompts)
-    found = {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": count}
-    names = ("max_new_tokens", "dtype", "repeats")
-    return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
+    """What every result says of the arguments it was measured with, as far as the measurement has them."""
+    found = {name: getattr(args, name) for name in ("max_new_tokens", "dtype", "repeats") if hasattr(args, name)}
+    if getattr(args, "shape", None):
+        return {"target": args.shape, "num_prompts": args.limit, **found}
+    if hasattr(args, "prompts"):
+        count = sum(len(prompt_entries(name)[: args.limit]) for name in args.prompts)
+        found |= {"target": display_name(args.target), "prompts": args.prompts, "num_prompts": count}
+    return found
 
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -120,7 +129,9 @@ def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) 
 def load_pair(
     args: argparse.Namespace, *, every_round: bool = False
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
-    """Target, heads by what tables call them, and prompts, as the arguments say."""
+    """Target, heads by what tables call them, and prompts, as the arguments say; random ones of a `--shape`."""
+    if getattr(args, "shape", None):
+        return random_pair(args)
     target, tokenizer = load_target(args)
     heads = load_all_heads(target, args.heads, every_round=every_round)
     return target, heads, load_prompts(args.prompts, tokenizer, args.limit)
@@ -134,21 +145,14 @@ def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit
 def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inputs:
     """A text; or a chat, in the words of the tokenizer's own template."""
     if "prompt" in entry:
-        return dict(tokenizer(entry["prompt"], return_tensors="pt", return_token_type_ids=False))
-    if tokenizer.chat_template is None:
-        raise ValueError(f"prompt {entry['name']!r} is a chat, and the target has no chat template; use others.")
-    return dict(tokenizer.apply_chat_template(
-        entry["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt",
-        tools=entry.get("tools"), enable_thinking=entry.get("thinking", False),
-    ))  # fmt: skip
+        return left_padded([tokenizer(entry["prompt"])["input_ids"]], 0)
+    options = {"tools": entry.get("tools"), "enable_thinking": entry.get("thinking", False)}
+    return left_padded([chat_token_ids(entry["messages"], tokenizer, **options)], 0)
 
 
 def padded(prompts: Sequence[Inputs]) -> Inputs:
     """Prompts as one batch, padded on the left."""
-    return {
-        name: pad_sequence([one[name][0] for one in prompts], batch_first=True, padding_side="left")
-        for name in prompts[0]
-    }
+    return left_padded([one["input_ids"][0].tolist() for one in prompts], 0)
 
 
 def full_batches(prompts: Sequence[Inputs], size: int) -> list[Inputs]:
@@ -177,18 +181,13 @@ def display_name(folder: str) -> str:
     return Path(folder).name or folder
 
 
-def count_parameters(model: PreTrainedModel) -> int:
-    """Parameters, shared ones counted once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
     """Method and parameters of heads, and as far as their folder tells it, what training them has cost."""
     path = Path(folder) / "training_facts.json"
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     told = {name: facts[name] for name in ("training_flops", "hours", "steps") if name in facts}
     started = {"starts_from": (facts.get("recipe") or {}).get("starts_from")} if facts else {}
-    return {"method": heads.config.method, "parameters": count_parameters(heads), **started, **told}
+    return {"method": heads.config.method, "parameters": heads.num_parameters(), **started, **told}
 
 
 # ---------------------------------------------------------------------- random pairs of given sizes
@@ -200,21 +199,20 @@ def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **size
 
 
 def random_pair(
-    shape: str, depth: int, dtype: torch.dtype, device: str, methods: Iterable[str] = tuple(SHAPED_HEADS)
-) -> tuple[PreTrainedModel, dict[str, DraftHead]]:
-    """A target of a shape and heads for it, of random weights; the heads draft chains, every round. On the device
-    `meta` they take no memory, and have sizes alone."""
-    target, heads = random_llama(dtype, device, **SHAPES[shape], eos_token_id=None, pad_token_id=0), {}
-    tree = DraftTreeConfig(kind="chain", depth=depth).to_dict()
-    for method in methods:
+    args: argparse.Namespace, device: str = "cpu"
+) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
+    """A target of the shape asked for, heads by their method, of random weights, and prompts; the heads draft chains,
+    every round. On the device `meta` they take no memory, and have sizes alone."""
+    dtype, sizes = getattr(torch, args.dtype), SHAPES[args.shape]
+    target, heads = random_llama(dtype, device, **sizes, eos_token_id=None, pad_token_id=0), {}
+    tree = DraftTreeConfig(kind="chain", depth=args.depth).to_dict()
+    for method, options in SHAPED_HEADS.items():
         config_class = METHODS[method].config_class
-        fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
-        if method == "eagle3":
-            fields["draft_vocab_size"] = min(SHAPES[shape]["vocab_size"], 32000)
+        fields = config_class.fields_for_target(target, method) | options
         with torch.device(device):
             heads[method] = METHODS[method](config_class(**fields, tree_config=tree)).to(dtype).eval()
         heads[method].adaptive = False
-    return target, heads
+    return target, heads, random_prompts(args.limit, device)
 
 
 def random_prompts(count: int, device: str) -> list[Inputs]:

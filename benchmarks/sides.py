@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_specheads import DraftHead
 from hf_specheads.metrics import GenerationStats, acceptance_length, position_acceptance
 from hf_specheads.tuning.turns import take_turns, timed_generation
+from tests.support.stubs import CountForwards
 
 from .setup import Inputs
 
@@ -45,19 +46,11 @@ def generate_once(
     target: PreTrainedModel, options: Options, inputs: Inputs, max_new_tokens: int, seed: int = 0
 ) -> Run:
     """One timed generation, counting the target's forwards; greedy unless the options say otherwise."""
-    forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    hook = target.register_forward_pre_hook(count)
-    try:
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
+    with CountForwards(target) as forwards:
         ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **options)
-    finally:
-        hook.remove()
-    return Run(ids, seconds, forwards, options["assistant_model"].last_stats if "assistant_model" in options else None)
+    stats = options["assistant_model"].last_stats if "assistant_model" in options else None
+    return Run(ids, seconds, forwards.count, stats)
 
 
 def run_interleaved(
@@ -123,9 +116,14 @@ def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
 def compare(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Numbers about every side, by name; the first side is what the others are compared with."""
+    """Numbers about every side, by name; the first side is what the others are compared with. Sampled texts are not:
+    both are drawn."""
     runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
-    return {name: summarise(mine, runs[next(iter(sides))]) for name, mine in runs.items()}
+    found = {name: summarise(mine, runs[next(iter(sides))]) for name, mine in runs.items()}
+    for name, one in found.items():
+        if sides[name].get("do_sample"):
+            del one["identical"], one["differing_prompts"]
+    return found
 
 
 def num_tokens(runs: list[Run]) -> int:

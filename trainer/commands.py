@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 Counts = dict[str, int]
 
@@ -19,6 +20,15 @@ def add_output_options(
     )
     parser.add_argument("--quiet", action="store_true", help=hidden)
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
+
+
+def add_folder_options(parser: argparse.ArgumentParser, data: str) -> None:
+    """The data a command reads, described by `data`, and the folder it writes."""
+    parser.add_argument("--data", required=True, help=data)
+    parser.add_argument("--name", help="configuration of a Hub data set")
+    parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
+    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
 
 
 def one_line(error: Exception) -> str:

@@ -11,16 +11,14 @@ where it stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_specheads.spelling import dashed_options
+from hf_specheads.cli.arguments import Parser, load_tokenizer, torch_dtype
 
-from .commands import add_output_options, write_folder
+from .commands import add_folder_options, add_output_options, write_folder
 from .packing import Examples
 from .sources import DataSource
 
@@ -30,17 +28,11 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "specheads features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("specheads features", description=__doc__)
     parser.add_argument("--target", required=True, help="target model: folder or Hub id")
-    parser.add_argument("--data", required=True, help="as train_data of a recipe")
-    parser.add_argument("--name", help="configuration of a Hub data set")
-    parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
+    add_folder_options(parser, "as train_data of a recipe")
     parser.add_argument("--method", default="eagle", help="heads that will read them: says which hidden states")
     parser.add_argument("--max-length", type=int, default=2048, help="longest example in tokens")
-    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
     parser.add_argument("--batch-size", type=int, default=8, help="examples of a forward")
     parser.add_argument("--rows-per-shard", type=int, default=256)
     parser.add_argument("--dtype", default="auto", help="of the target")
@@ -48,7 +40,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit-gib", type=float, default=50.0, help="above it, --yes is needed")
     parser.add_argument("--yes", action="store_true", help="write, however much it is")
     add_output_options(parser)
-    return parser.parse_args(dashed_options(argv))
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,8 +61,6 @@ def write_features(args: argparse.Namespace) -> dict[str, int]:
     Raises:
         ValueError: for wrong arguments or data, a folder begun with other settings, or more than `--limit-gib`.
     """
-    from transformers import AutoTokenizer
-
     from hf_specheads.target.identity import target_identity, target_sizes
 
     from .preparing import prepare_dataset
@@ -78,7 +68,7 @@ def write_features(args: argparse.Namespace) -> dict[str, int]:
     from .stored_features import BYTES, KIND
     from .target_features import FrozenTarget
 
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = load_tokenizer(args.target)
     rows = DataSource(args.data, args.name, args.split).load()
     data = prepare_dataset(rows, tokenizer, args.max_length, template_kwargs=args.template_kwargs)
     target, layers = load_target(args)
@@ -105,15 +95,14 @@ def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     Raises:
         ValueError: for an unknown method, or one whose heads read none.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     from hf_specheads.heads.auto import METHODS
 
     if args.method not in METHODS:
         raise ValueError(f"--method must be one of {sorted(METHODS)}, got {args.method!r}.")
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=args.device)
+    how = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
+    target = AutoModelForCausalLM.from_pretrained(args.target, **how)
     fields = METHODS[args.method].config_class.fields_for_target(target, args.method)
     layers = tuple(fields.get("feature_layers") or (-1,))
     if args.method == "draft-lm":

@@ -10,16 +10,14 @@ the exact token ids. The command goes on where it stopped; train with train_data
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from hf_specheads.spelling import dashed_options
+from hf_specheads.cli.arguments import Parser, load_tokenizer, torch_dtype
 
-from .commands import add_output_options, write_folder
+from .commands import add_folder_options, add_output_options, write_folder
 from .packing import Examples
 from .sources import DataSource
 
@@ -27,14 +25,9 @@ ROWS_PER_SHARD = 500
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "specheads regenerate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("specheads regenerate", description=__doc__)
     parser.add_argument("--target", required=True, help="target model: folder or Hub id (of a server: its tokenizer)")
-    parser.add_argument("--data", required=True, help="file, folder or Hub id, with messages, conversations or prompt")
-    parser.add_argument("--name", help="configuration of a Hub data set")
-    parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
+    add_folder_options(parser, "file, folder or Hub id, with messages, conversations or prompt")
     parser.add_argument("--limit", type=int, help="rows to read at most")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="one is drawn for each chat")
     parser.add_argument("--top-p", type=float)
@@ -42,7 +35,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=1024)
     parser.add_argument("--max-length", type=int, default=4096, help="of prompt and reply together")
     parser.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template")
-    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows-per-shard", type=int, default=ROWS_PER_SHARD)
     parser.add_argument("--batch-size", type=int, default=16, help="prompts answered together")
@@ -57,7 +49,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     there.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     there.add_argument("--retokenize", action="store_true", help="take texts where the server returns no token ids")
     add_output_options(parser.add_argument_group("output"))
-    return parser.parse_args(dashed_options(argv))
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +84,7 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
         tuple(args.temperature), args.max_new_tokens, args.max_length, args.top_p, args.top_k, kwargs,
         args.batch_size, args.seed,
     )  # fmt: skip
-    rows, tokenizer = load_rows(args), load_tokenizer(args)
+    rows, tokenizer = load_rows(args), load_chat_tokenizer(args)
     folder = ShardFolder(args.out, "regeneration", settings_of(args, kwargs, len(rows)))
     starts = range(0, len(rows), args.rows_per_shard)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -140,15 +132,14 @@ def settings_of(args: argparse.Namespace, template_kwargs: dict[str, Any], rows:
     return {**settings, "template_kwargs": template_kwargs, "rows": rows, "retokenized": args.retokenize}
 
 
-def load_tokenizer(args: argparse.Namespace) -> Any:
+def load_chat_tokenizer(args: argparse.Namespace) -> Any:
     """The target's, before anything is written.
 
     Raises:
-        ValueError: for a target without a chat template.
+        FileNotFoundError: for a folder without one.
+        ValueError: for one without a chat template.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = load_tokenizer(args.target)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {args.target!r} has no chat template, so prompts cannot be put to it; set "
@@ -163,6 +154,7 @@ def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     from hf_specheads import load_heads
+    from hf_specheads.texts import pad_token_id_of
 
     from .answering import Server, TargetInProcess
 
@@ -170,13 +162,10 @@ def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
         known = tokenizer if args.retokenize else None
         name = args.model or args.target
         return Server(args.server, name, args.concurrency, args.api_key, tokenizer=known)
-    import torch
-
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=args.device)
-    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    how = {"dtype": torch_dtype(args.dtype), "device_map": args.device}
+    target = AutoModelForCausalLM.from_pretrained(args.target, **how)
     heads = None if args.heads is None else load_heads(args.heads, dtype=target.dtype).bind(target)
-    return TargetInProcess(target, pad, heads)
+    return TargetInProcess(target, pad_token_id_of(tokenizer), heads)
 
 
 class _progress:

@@ -11,6 +11,7 @@ measurement. Nothing is timed, so the machine may be busy.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,9 @@ from hf_specheads import DraftHead
 from hf_specheads.bootstrap import ratio_interval
 
 from ..results import Result, footnote, markdown_table, millions, number, pos_acc, teraflop
-from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries, settings
+from ..setup import Inputs, add_generation_arguments, describe, load_pair, padded, prompt_entries
 from ..sides import Options, Run, acceptance, generate_once
-from .questions import answers_table, difference, verdict
+from .questions import Counts, answers_table, counts_as_text, difference, verdict
 
 TREES: dict[str, dict[str, Any]] = {
     "60 nodes": {"kind": "dynamic", "top_k": 10, "total_tokens": 60},
@@ -34,7 +35,6 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }
-Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
         "macro": sum(each) / max(len(each), 1),
         "groups": {name: ratio_interval(*([each[place] for place in places] for each in counts)).mean
                    for name, places in groups.items()},
-        "counts": " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True)),
+        "counts": counts_as_text(counts),
     }  # fmt: skip
 
 
@@ -91,37 +91,30 @@ def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
     return groups
 
 
-def measure_head(
-    target: PreTrainedModel, name: str, heads: DraftHead, prompts: Sequence[Inputs],
-    plain: Sequence[tuple[list[int], Run]], args: argparse.Namespace, mode: str, groups: dict[str, list[int]],
-) -> dict[str, Any]:  # fmt: skip
-    """One head in one mode with every tree, `[tree][depth]`; as deep as it can draft."""
-    measured: dict[str, Any] = {tree: {} for tree in args.trees}
-    for tree in args.trees:
-        for depth in args.depths:
-            fields = {**TREES[tree], "depth": min(depth, heads.max_draft_positions or depth)}
-            fields.setdefault("total_tokens", fields["depth"] + 1)
-            options = {**MODES[mode], "assistant_model": heads.with_tree(**fields)}
-            runs = generate_all(target, options, prompts, args)
-            same = all(mine.token_ids == theirs.token_ids for (_, mine), (_, theirs) in zip(runs, plain, strict=True))
-            found = {**acceptance([run for _, run in runs]), **numbers_of(counts_of(runs), groups)}
-            # Sampled rows of a batch share the random numbers, so their texts say nothing.
-            measured[tree][str(depth)] = {**found, "identical": same} if mode == "greedy" else found
-            print(f"{name}, {mode}, {tree}, depth {depth}: tau {found['acceptance_length']:.3f}", file=sys.stderr)
-    return measured
+def with_tree(heads: DraftHead, tree: str, depth: int) -> DraftHead:
+    """Heads with one of the trees; as deep as they can draft."""
+    depth = min(depth, heads.max_draft_positions or depth)
+    return heads.with_tree(**{"depth": depth, "total_tokens": depth + 1, **TREES[tree]})
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every head, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
-    plain = {mode: generate_all(target, MODES[mode], prompts, args) for mode in args.modes}
-    heads, groups = {}, groups_of(args)
+    plain = [run.token_ids for _, run in generate_all(target, {}, prompts, args)]
+    groups, heads = groups_of(args), {}
     for folder, (name, one) in zip(args.heads, loaded.items(), strict=True):
-        heads[name] = {**describe(one, folder), "measured": {
-            mode: measure_head(target, name, one, prompts, plain[mode], args, mode, groups) for mode in args.modes
-        }}  # fmt: skip
+        measured = {mode: {tree: {} for tree in args.trees} for mode in args.modes}
+        heads[name] = {**describe(one, folder), "measured": measured}
+    for name, mode, tree, depth in itertools.product(loaded, args.modes, args.trees, args.depths):
+        options = {**MODES[mode], "assistant_model": with_tree(loaded[name], tree, depth)}
+        runs = generate_all(target, options, prompts, args)
+        cell = {**acceptance([run for _, run in runs]), **numbers_of(counts_of(runs), groups)}
+        if mode == "greedy":  # sampled rows of a batch share the random numbers, so their texts say nothing
+            cell["identical"] = [run.token_ids for _, run in runs] == plain
+        heads[name]["measured"][mode][tree][str(depth)] = cell
+        print(f"{name}, {mode}, {tree}, depth {depth}: tau {cell['acceptance_length']:.3f}", file=sys.stderr)
     trees = {tree: TREES[tree] for tree in args.trees}
-    return {**settings(args), "modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
+    return {"modes": args.modes, "trees": trees, "depths": args.depths, "heads": heads}
 
 
 # ---------------------------------------------------------------------- the table

@@ -61,8 +61,3 @@ def table(result: Result) -> str:
     return column_table(columns, result["heads"], "training") + footnote(
         result, "tau of a chain as expected on held-out chats, at quarters of the stage's compute"
     )
-
-
-def texts_agree(result: Result) -> bool:
-    """There are no texts."""
-    return True

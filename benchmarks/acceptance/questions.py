@@ -9,6 +9,7 @@ from hf_specheads.bootstrap import Interval, difference_interval
 
 from ..results import Result, footnote, markdown_table, number
 
+Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
 SEED = "-seed"  # heads of other seeds are called `poss3-seed1`
 QUESTIONS = (
     ("HASS over EAGLE, equal compute", "hass", "eagle"),
@@ -50,8 +51,13 @@ QUESTIONS = (
 )
 
 
-def counts_from(text: str) -> tuple[list[float], list[float]]:
-    """Tokens and rounds of every prompt, as a result holds them."""
+def counts_as_text(counts: Counts) -> str:
+    """As a result holds them."""
+    return " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True))
+
+
+def counts_from(text: str) -> Counts:
+    """What a result holds."""
     pairs = [one.split("/") for one in text.split()]
     return [float(tokens) for tokens, _ in pairs], [float(rounds) for _, rounds in pairs]
 

@@ -33,7 +33,7 @@ def measure(args: argparse.Namespace) -> Result:
     commands = [["--help"], ["env"], ["inspect", args.heads], *([name, "--help"] for name in COMMANDS)]
     spent = least_seconds({" ".join(words): ["-m", "hf_specheads", *words] for words in commands}, args.repeats)
     imports = least_seconds({code: ["-c", code] for code in IMPORTS}, args.repeats)
-    return {"commands": spent, "imports": imports, "repeats": args.repeats}
+    return {"commands": spent, "imports": imports}
 
 
 def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from hf_specheads import explain_difference
 from hf_specheads.diagnosis.difference import Difference
 
 from ..results import Result, column_table, footnote
-from ..setup import add_generation_arguments, load_pair, settings
+from ..setup import add_generation_arguments, load_pair
 
 SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
 
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> Result:
             with plant():
                 said = [explain_difference(target, each, tree, max_new_tokens=args.max_new_tokens) for each in prompts]
             found[f"{name}: {planted}"] = {"planted": planted, **_summary(said)}
-    return {**settings(args), "cases": found}
+    return {"cases": found}
 
 
 def _summary(said: list[Difference]) -> Result:

@@ -13,7 +13,6 @@ ones gain at least, shows whether the doctor's thresholds are where they should 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from hf_specheads.diagnosis.diagnosis import Diagnosis
 from hf_specheads.diagnosis.trials import CLEAR_FIRST, CLEAR_LENGTH, CLEAR_LIKELIHOOD
 
 from ..results import Result, footnote, markdown_table, number, percent
-from ..setup import add_generation_arguments, display_name, load_prompts, load_target, settings
+from ..setup import add_generation_arguments, display_name, load_prompts, load_target
 from .lab import Case, Lab, recorded_names
 from .plantings import PLANTINGS, Planting
 from .tiny import METHOD_OPTIONS, tiny_target
@@ -43,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=6, max_new_tokens=64)
 
 
-def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
+def measure(args: argparse.Namespace) -> Result:
     """All plantings, and all sound heads."""
-    started = time.perf_counter()
     shipped = args.of == "shipped"
     target, tokenizer = load_target(args) if shipped else (None, None)
     prompts = load_prompts(args.prompts, tokenizer, args.limit) if shipped else []
@@ -53,16 +51,15 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
     sound = {}
     for name, case in _sound_shipped(lab) if shipped else _sound_tiny(lab):
         sound[name] = said(examined(case))
-        tell(f"sound {name}: {sound[name]['causes']}")
+        print(f"sound {name}: {sound[name]['causes']}")
     planted = []
     for planting, where in _plantings(lab, shipped):
         planted.append(_row(planting, examined(planting.make(where))))
-        tell(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
+        print(f"{planting.planted}, {planting.heads}: {planted[-1]['causes']}")
     return {
-        "of": args.of, **settings(args), "num_prompts": len(prompts), "planted": planted, "sound": sound,
+        "of": args.of, "num_prompts": len(prompts), "planted": planted, "sound": sound,
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
         "false_alarms": sum(bool(one["causes"]) for one in sound.values()),
-        "seconds": time.perf_counter() - started,
     }  # fmt: skip
 
 

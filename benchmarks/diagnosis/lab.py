@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specheads import DraftHead, load_heads
 from hf_specheads.diagnosis.doctor import gather
 from hf_specheads.diagnosis.evidence import Evidence
+from tests.support.tokenizers import word_tokenizer
 
 from ..results import ROOT
 from .tiny import NEW_TOKENS, PROMPT_TOKENS, VOCABULARY, fresh_heads, learn, texts_of, tiny_prompts, tiny_target
@@ -132,9 +132,6 @@ def _recorded_target(folder: Path) -> PreTrainedModel:
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One word per token of the tiny target, and a chat template."""
-    ids = {"<pad>": 0, "<unk>": 1, **{f"w{token}": token for token in range(2, VOCABULARY)}}
-    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>")
+    tokenizer = word_tokenizer(["<pad>", "<unk>", *(f"w{token}" for token in range(2, VOCABULARY))])
     tokenizer.chat_template = template
     return tokenizer

@@ -74,15 +74,6 @@ def rope(**changes: Any) -> Plant:
     return plant
 
 
-def levels_up(case: Case) -> None:
-    levels = [level % (case.target.config.num_hidden_layers + 1) for level in case.heads.feature_layers]
-    case.heads.config.feature_layers = tuple(level + 1 for level in levels)
-
-
-def other_order(case: Case) -> None:
-    case.heads.config.feature_layers = tuple(case.heads.feature_layers)[::-1]
-
-
 def no_map(case: Case) -> None:
     case.heads.d2t.zero_()
 
@@ -95,11 +86,6 @@ def another_map(case: Case) -> None:
 
 def other_slot(case: Case) -> None:
     case.heads.config.anchor_slot = "drafts" if case.heads.config.anchor_slot == "idle" else "idle"
-
-
-def swapped_halves(case: Case) -> None:
-    weight = case.heads.layers[0].fc.weight
-    weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
 
 
 def weights(change: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Plant:
@@ -151,6 +137,10 @@ def later_map(case: Case) -> None:
     """Every draft id stands for the token after its own."""
     last = case.heads.config.vocab_size - 1 - torch.arange(len(case.heads.d2t))
     case.heads.d2t.copy_((case.heads.d2t + 1).minimum(last))
+
+
+def swapped_halves(weight: torch.Tensor) -> torch.Tensor:
+    return weight.roll(weight.shape[1] // 2, dims=1)
 
 
 def lost(weight: torch.Tensor) -> torch.Tensor:
@@ -293,8 +283,8 @@ QUERIES_AND_KEYS = ("q_proj.weight", "k_proj.weight")
 WINDOW = {"sliding_layers": (0, 1), "sliding_window": 6}
 
 PLANTINGS = (
-    planted(1, "hidden states one layer up", "eagle3", levels_up, "taps"),
-    planted(1, "hidden states in another order", "eagle3", other_order, "taps"),
+    planted(1, "hidden states one layer up", "eagle3", settings(feature_layers=(3, 9, 14)), "taps"),
+    planted(1, "hidden states in another order", "eagle3", settings(feature_layers=(13, 8, 2)), "taps"),
     planted(1, "hidden states one layer up", "tiny dflash", settings(feature_layers=(3, 5, 7)), "taps"),
     planted(1, "hidden states in another order", "tiny dspark", settings(feature_layers=LEVELS[::-1]), "taps"),
     planted(1, "two of the hidden states exchanged", "eagle3", settings(feature_layers=(8, 2, 13)), "taps"),
@@ -336,5 +326,5 @@ PLANTINGS = (
     planted(10, "blocks that see ahead", "tiny jetspec", settings(causal=False), "block mask"),
     planted(10, "another mask token", "tiny dflash2", settings(mask_token_id=17), "mask token"),
     planted(10, "another mask token", "tiny peagle", settings(mask_token_id=17), "mask token"),
-    planted(10, "embedding and feature swapped in fc", "tiny mtp", swapped_halves, "row order"),
+    planted(10, "embedding and feature swapped in fc", "tiny mtp", weights(swapped_halves, "fc.weight"), "row order"),
 )

@@ -1,24 +1,40 @@
-"""Briefly trained block drafters and P-EAGLE heads for the shipped target, to be exported and served by other engines.
+"""Briefly trained heads to be exported and served by other engines: block drafters and P-EAGLE heads for the shipped
+target, and an MTP layer in the checkpoint of a tiny Qwen3-Next.
 
     python -m benchmarks.oracles.block_heads FOLDER [METHOD ...]
     python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --heads FOLDER/dflash ... --to speculators \
         --limit 2 --max_new_tokens 48 --output benchmarks/results/oracles/vllm_blocks.json
+    python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --target FOLDER/mtp --heads mtp --to native \
+        --limit 2 --max_new_tokens 48 --update --output benchmarks/results/oracles/vllm_blocks.json
 
 Forty steps on eight texts of the target: enough that some drafts are accepted and others are not.
+
+The weights of the Qwen3-Next are random, so its text is too; the layer half learns a few of its texts by heart, is
+exported `--to mtp` and put beside the target's file, as the export says. All layers have full attention: what is tried
+is the MTP layer. (Of Qwen 3.5, which has the same layout, vLLM's class needs torchvision.)
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
-from hf_specheads import AutoDraftHead
-from hf_specheads.diagnosis.evidence import Evidence
+from hf_specheads import AutoDraftHead, DraftHead, export_heads
 
 from ..diagnosis.tiny import learn, texts_of
 from ..results import SHIPPED_TARGET
@@ -31,29 +47,56 @@ METHODS: dict[str, dict[str, Any]] = {
     "dspark": {"block_size": 4, "markov_rank": 32, **SIZES},
     "peagle": SIZES,
     "draft-lm": {"num_hidden_layers": 2},
+    "mtp": {"native": False},
 }
-DEPTH = 4
-CHAIN = {"kind": "chain", "depth": DEPTH, "top_k": 1, "total_tokens": DEPTH + 1}
-NEW_TOKENS, STEPS, RATE = 48, 40, 2e-3
+DEPTH, MTP_DEPTH, NEW_TOKENS = 4, 3, 48
+LAYERS = 3
+QWEN3_NEXT = {
+    "hidden_size": 128, "num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "initializer_range": 0.12,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "mtp_num_hidden_layers": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
-def learnt_texts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evidence:
-    """What a target says to eight chats."""
+def taught(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, method: str, depth: int, steps: int, rate: float
+) -> DraftHead:
+    """Heads that draft chains, after some steps on what the target says to eight chats."""
+    tree = {"kind": "chain", "depth": depth, "top_k": 1, "total_tokens": depth + 1}
+    heads = AutoDraftHead.from_target(target, method, tree_config=tree, **METHODS[method]).bind(target, follow=False)
     prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
-    return texts_of(target, prompts, NEW_TOKENS)
+    passes = 1 if heads.passes_problem(depth) else depth
+    return learn(heads, texts_of(target, prompts, NEW_TOKENS), steps=steps, passes=passes, rate=rate)
+
+
+def save_with_mtp_layer(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The target, the layer's weights beside its own, and an index that names all tensors."""
+    heads = taught(target, tokenizer, "mtp", MTP_DEPTH, steps=9, rate=1e-3)
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    layer = export_heads(heads, folder / "layer", to="mtp").folder
+    (layer / "model.safetensors").rename(folder / "mtp.safetensors")
+    index = {}
+    for name in ("model.safetensors", "mtp.safetensors"):
+        with safe_open(folder / name, "pt") as file:
+            index.update(dict.fromkeys(file.keys(), name))
+    shutil.rmtree(layer)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
     """Trains and saves them."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_TARGET)
     target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=torch.float32).eval()
-    evidence = learnt_texts(target, tokenizer)
     for method in methods:
         torch.manual_seed(0)
-        heads = AutoDraftHead.from_target(target, method, tree_config=CHAIN, **METHODS[method])
-        heads.bind(target, follow=False)
-        passes = 1 if heads.passes_problem(DEPTH) else DEPTH
-        learn(heads, evidence, steps=STEPS, passes=passes, rate=RATE).save_pretrained(folder / method)
+        if method == "mtp":
+            tiny = Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(tokenizer), **QWEN3_NEXT)).eval()
+            save_with_mtp_layer(tiny, tokenizer, folder / method)
+        else:
+            taught(target, tokenizer, method, DEPTH, steps=40, rate=2e-3).save_pretrained(folder / method)
 
 
 if __name__ == "__main__":

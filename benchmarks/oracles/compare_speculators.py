@@ -16,7 +16,6 @@ other library's logits, which the test suite compares ours with.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -26,11 +25,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specheads import AutoDraftHead, DraftHead, export_heads, load_heads
+from hf_specheads import DraftHead, export_heads, load_heads
 from hf_specheads.unroll.rows import TrainingRows
+from tests.support.heads import scrambled_heads
 
 from ..results import ROOT, SHIPPED_TARGET
-from .render import FOLDER, write
+from .render import parser_of, write
 
 PACKAGES = ("speculators", "transformers", "torch")
 PASSES = 3
@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all biases": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "POSS, specialist 0": {"method": "poss-eagle3", "draft_token_ids": list(range(0, VOCAB, 2))},
 }
+CONVERTED = ("plain", "reduced vocabulary")  # also through its converter
 RECORDED = {
     "plain": {"draft_token_ids": list(range(1, VOCAB, 2)), "num_key_value_heads": 1, "rope_parameters": LLAMA3},
     "variant": {"norm_before_residual": True, "norm_output": True, "fc_norm": True, "own_embedding": True},
@@ -78,15 +79,12 @@ def text_of(target: PreTrainedModel) -> torch.Tensor:
     return target.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
 
 
-def random_heads(target: PreTrainedModel, seed: int = 0, method: str = "eagle3", **options: Any) -> DraftHead:
-    """Heads all of whose weights are random, norms and biases included."""
-    heads = AutoDraftHead.from_target(target, method, **options).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in heads.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name and parameter.dim() == 1 else 0.3 * noise)
-    return heads.bind(target)
+def random_heads(
+    target: PreTrainedModel, seed: int = 0, method: str = "eagle3", kept: list[int] | None = None, **options: Any
+) -> DraftHead:
+    """Heads all of whose weights are random, norms and biases included, pruned to the tokens `kept`."""
+    heads = scrambled_heads(target, method, seed=seed, noise=0.3, **options)
+    return heads.bind(target).prune_draft_vocabulary(kept)
 
 
 @torch.no_grad()
@@ -167,35 +165,34 @@ def converted_like_ours(heads: DraftHead, folder: Path, target: PreTrainedModel)
     }
 
 
+def entry_of(
+    title: str, heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor, work: Path, converted: bool
+) -> dict[str, Any]:
+    """Draft logits of both on a text, int64 [1, T + 1], and if asked for what the converter makes of our layout."""
+    rows, dtype = rows_of(heads, target, token_ids), heads.dtype
+    exported = export_heads(heads, work / "export", to="speculators", target=target).folder
+    found = difference(our_logits(heads, rows), their_logits(exported, rows, dtype))
+    more = {"converter": converted_like_ours(heads, work, target)} if converted else {}
+    return {"heads": title, "dtype": str(dtype).removeprefix("torch."), **found, **more}
+
+
 def compare_tiny(folder: Path) -> list[dict[str, Any]]:
     """All variants of tiny random heads."""
     target = tiny_target(folder / "target")
     token_ids = torch.randint(0, VOCAB, (1, ROWS + 1), generator=torch.Generator().manual_seed(1))
-    entries = []
-    for index, (name, options) in enumerate(VARIANTS.items()):
-        heads = random_heads(target, **options)
-        exported = export_heads(heads, folder / f"heads-{index}", to="speculators", target=target).folder
-        rows = rows_of(heads, target, token_ids)
-        found = difference(our_logits(heads, rows), their_logits(exported, rows, torch.float32))
-        entries.append({"heads": f"tiny, {name}", "dtype": "float32", **found})
-    for name in ("plain", "reduced vocabulary"):
-        heads = random_heads(target, **VARIANTS[name])
-        entries[list(VARIANTS).index(name)]["converter"] = converted_like_ours(heads, folder / name, target)
-    return entries
+    return [
+        entry_of(f"tiny, {name}", random_heads(target, **options), target, token_ids, folder / name, name in CONVERTED)
+        for name, options in VARIANTS.items()
+    ]
 
 
 def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """The shipped heads on a text of the shipped target."""
     target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=dtype).eval()
     target.config.name_or_path = str(SHIPPED_TARGET)
-    heads = load_heads(ROOT / "model_cards" / name, dtype=dtype).bind(target)
-    rows, work = rows_of(heads, target, text_of(target)), folder / f"{name}-{dtype}"
-    exported = export_heads(heads, work / "export", to="speculators", target=target).folder
-    entry = {"heads": f"model_cards/{name}", "dtype": str(dtype).removeprefix("torch."),
-             **difference(our_logits(heads, rows), their_logits(exported, rows, dtype))}  # fmt: skip
-    if dtype == torch.bfloat16:
-        entry["converter"] = converted_like_ours(heads, work, target)
-    return entry
+    title, work = f"model_cards/{name}", folder / f"{name}-{dtype}"
+    heads = load_heads(ROOT / title, dtype=dtype).bind(target)
+    return entry_of(title, heads, target, text_of(target), work, converted=dtype == torch.bfloat16)
 
 
 def record(folder: Path, work: Path) -> None:
@@ -218,8 +215,7 @@ def record(folder: Path, work: Path) -> None:
 
 def main() -> None:
     """Compares, prints a line per entry and writes the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=FOLDER / "speculators.json")
+    parser = parser_of(__doc__, "speculators")
     parser.add_argument("--record", type=Path, help="folder for recorded exports and logits")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

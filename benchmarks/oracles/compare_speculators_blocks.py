@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hf_specheads import DraftHead, export_heads
 
 from .compare_speculators import PACKAGES, VOCAB, gap, random_heads, tiny_target
-from .render import FOLDER, write
+from .render import parser_of, write
 
 BLOCK = {"num_hidden_layers": 2, "block_size": 5}
 MARKOV = {**BLOCK, "markov_rank": 6}
@@ -189,20 +189,16 @@ def entry_of(title: str, heads: DraftHead, folder: Path, target: PreTrainedModel
 
 def main() -> None:
     """Loads and drafts, prints a line per entry and writes the result."""
-    entries = []
+    args, entries = parser_of(__doc__, "speculators_blocks").parse_args(), []
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         target = tiny_target(work / "target", "qwen3", head_dim=8)
         for index, (title, options) in enumerate(HEADS.items()):
-            options, kept = dict(options), options.get("kept")
-            options.pop("kept", None)
             heads = random_heads(target, seed=index, **options)
-            if kept is not None:
-                heads.prune_draft_vocabulary(kept)
             exported = export_heads(heads, work / str(index), to="speculators", target=target)
             entries.append(entry_of(title, heads, exported.folder, target))
     command = "PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators_blocks"
-    write(FOLDER / "speculators_blocks.json", command, entries, PACKAGES)
+    write(args.output, command, entries, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ without a bias of `fc` are made from them. The other library runs in a process o
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +24,7 @@ from hf_specheads import DraftHead, EagleHead, export_heads, load_heads
 
 from ..results import ROOT, SHIPPED_TARGET
 from .compare_speculators import rows_of, text_of
-from .render import FOLDER, write
-
-RUNNER = Path(__file__).with_name("run_speculators_eagle.py")
+from .render import ask, parser_of, write
 
 
 def without_bias(heads: EagleHead) -> EagleHead:
@@ -43,42 +37,30 @@ def without_bias(heads: EagleHead) -> EagleHead:
 
 
 @torch.no_grad()
-def ask(args: argparse.Namespace, heads: DraftHead, target: PreTrainedModel, text: torch.Tensor) -> dict[str, Any]:
-    """One export through the other library.
-
-    Raises:
-        RuntimeError: with the end of its output if it fails.
-    """
+def answer(args: argparse.Namespace, heads: DraftHead, target: PreTrainedModel, text: torch.Tensor) -> dict[str, Any]:
+    """One export through the other library."""
     rows = rows_of(heads.bind(target), target, text)
     drafted = next(heads.unroll(rows, 1))
     values = {"token_ids": text, "features": rows.features, "logits": drafted.logits(drafted.hidden[0]).float()}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_file({key: value.contiguous().clone() for key, value in values.items()}, folder / "rows.safetensors")
-        exported = export_heads(heads, folder / "heads", to="eagle").folder
-        answer = folder / "answer.json"
-        ran = subprocess.run(
-            [args.python, RUNNER, exported, SHIPPED_TARGET, folder / "rows.safetensors", answer],
-            env={**os.environ, "PYTHONPATH": str(args.side)}, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        if not answer.exists():
-            raise RuntimeError(f"speculators failed:\n{ran.stdout[-2000:]}\n{ran.stderr[-3000:]}")
-        return json.loads(answer.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        exported, rows_file = export_heads(heads, f"{folder}/heads", to="eagle").folder, f"{folder}/rows.safetensors"
+        save_file({key: value.contiguous().clone() for key, value in values.items()}, rows_file)
+        question = {"heads": str(exported), "target": str(SHIPPED_TARGET), "rows": rows_file}
+        return ask(args.python, "run_speculators_eagle.py", question, PYTHONPATH=args.side)
 
 
 def main() -> None:
     """Compares, prints a line per entry and writes the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, "speculators_eagle")
     parser.add_argument("--side", required=True, help="folder(s) with speculators 0.6 and its transformers")
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--output", type=Path, default=FOLDER / "speculators_eagle.json")
     args = parser.parse_args()
     target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=torch.float32).eval()
     text, entries = text_of(target), []
     for name in ("eagle", "hass"):
         heads = load_heads(ROOT / "model_cards" / name, dtype=torch.float32)
-        entries.append({"heads": f"model_cards/{name}", **ask(args, heads, target, text)})
-        entries.append({"heads": f"model_cards/{name} without bias", **ask(args, without_bias(heads), target, text)})
+        for said, one in (("", heads), (" without bias", without_bias(heads))):
+            entries.append({"heads": f"model_cards/{name}{said}", **answer(args, one, target, text)})
     write(args.output, "python -m benchmarks.oracles.compare_speculators_eagle --side SIDE", entries)
 
 

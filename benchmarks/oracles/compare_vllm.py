@@ -18,58 +18,42 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
+from unittest import mock
 
 from hf_specheads import DraftHead, ExportError, export_heads, load_heads
 from hf_specheads.evaluation.dialect import PromptRounds, field_metrics
+from hf_specheads.tuning.turns import generate_text
 
 from ..results import ROOT
-from ..setup import load_prompts, load_target
-from .render import FOLDER
+from ..setup import add_generation_arguments, load_prompts, load_target
+from .render import ask, parser_of
 
-RUNNER = Path(__file__).with_name("run_vllm.py")
 SHIPPED = ["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "dflash", "peagle", "dspark"]
 NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's checkpoint, instead of an export
 
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, "vllm")
+    add_generation_arguments(parser, None, ["chats"], repeats=None)
+    parser.set_defaults(limit=8, max_new_tokens=64)
     parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
-    parser.add_argument("--target", default="model_cards/target")
     parser.add_argument("--heads", nargs="+", default=SHIPPED)
     parser.add_argument("--to", nargs="+", default=["vllm", "speculators"])
-    parser.add_argument("--prompts", nargs="+", default=["chats"])
-    parser.add_argument("--limit", type=int, default=8, help="prompts of every set")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--output", type=Path, default=FOLDER / "vllm.json")
     parser.add_argument("--update", action="store_true", help="keep the entries of other heads in the output file")
     return parser.parse_args()
 
 
 def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, prompts: list[list[int]]) -> dict:
-    """One run of vLLM.
-
-    Raises:
-        RuntimeError: if it fails, with the first error in its output and the end of it.
-    """
+    """One run of vLLM."""
     options = {"model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative}
     request = {"model": {**options, "max_model_len": 1024}, "max_new_tokens": args.max_new_tokens, "prompts": prompts}
-    with tempfile.TemporaryDirectory() as folder:
-        question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
-        question.write_text(json.dumps(request), encoding="utf-8")
-        ran = subprocess.run([args.python, RUNNER, question, answer], capture_output=True, text=True)
-        if not answer.exists():
-            error = first_error(f"{ran.stdout}\n{ran.stderr}")
-            raise RuntimeError(error, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
-        return json.loads(answer.read_text(encoding="utf-8"))
+    return ask(args.python, "run_vllm.py", request)
 
 
 def first_error(output: str) -> str:
@@ -78,19 +62,28 @@ def first_error(output: str) -> str:
     return " ".join(found[0].split()).split(" [type=")[0] if found else "vLLM failed without an error message"
 
 
-def ours(target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def ours(
+    args: argparse.Namespace, target: Any, heads: DraftHead, positions: int, prompts: list[list[int]],
+    alone: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Texts, and what `specheads bench` says of our own loop on chains. As vLLM counts them: the round that reaches
-    the length limit is counted whole, so a longer text is generated and the rounds within the limit are taken."""
+    the length limit is counted whole, so a longer text is generated and the rounds within the limit are taken. POSS
+    heads draft with specialist 0 `alone`, which is what engines get of them."""
     heads, rounds, texts = heads.bind(target).with_tree(kind="chain", depth=positions), [], []
-    heads.adaptive, longer = False, new_tokens + positions + 1
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=longer, do_sample=False, assistant_model=heads
-        )  # fmt: skip
-        texts.append(out[0, len(prompt) : len(prompt) + new_tokens].tolist())
-        rounds += [_within(one, new_tokens) for one in PromptRounds.of(heads.last_stats)]
+    heads.adaptive = False
+    options = {"max_new_tokens": args.max_new_tokens + positions + 1, "assistant_model": heads}
+    first = mock.patch.object(heads.config, "positions_per_specialist", positions)
+    with first if alone and has_specialists(heads) else nullcontext():
+        for prompt in prompts:
+            text = generate_text(target, prompt, **options)[0, len(prompt) :]
+            texts.append(text[: args.max_new_tokens].tolist())
+            rounds += [_within(one, args.max_new_tokens) for one in PromptRounds.of(heads.last_stats)]
     return {"texts": texts, **field_metrics(rounds)}
+
+
+def has_specialists(heads: DraftHead) -> bool:
+    """Whether several take turns."""
+    return getattr(heads.config, "num_specialists", 1) > 1
 
 
 def _within(rounds: PromptRounds, new_tokens: int) -> PromptRounds:
@@ -100,18 +93,6 @@ def _within(rounds: PromptRounds, new_tokens: int) -> PromptRounds:
         written += rounds.accepted[count] + 1
         count += 1
     return PromptRounds(rounds.accepted[:count], rounds.offered[:count])
-
-
-def as_specialist_0(
-    target: Any, heads: DraftHead, positions: int, prompts: list[list[int]], new_tokens: int
-) -> dict[str, Any]:
-    """The same with specialist 0 at every position, which is what engines get of POSS heads."""
-    if getattr(heads.config, "num_specialists", 1) == 1:
-        return ours(target, heads, positions, prompts, new_tokens)
-    saved, heads.config.positions_per_specialist = heads.config.positions_per_specialist, positions
-    result = ours(target, heads, positions, prompts, new_tokens)
-    heads.config.positions_per_specialist = saved
-    return result
 
 
 def summary(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -124,13 +105,6 @@ def summary(metrics: dict[str, Any]) -> dict[str, Any]:
         "acceptance_length": round(1 + accepted / max(rounds, 1), 3),
         "accepted_by_position": [int(count) for count in metrics["num_accepted_tokens_per_pos"]],
     }
-
-
-def heads_of(args: argparse.Namespace, name: str, to: str, dtype: torch.dtype) -> DraftHead:
-    """Shipped heads by their name, those of a folder, or by their method those in the target's own checkpoint."""
-    if to == NATIVE:
-        return load_heads(args.target, method=name, dtype=dtype)
-    return load_heads(ROOT / "model_cards" / name, dtype=dtype)
 
 
 def to_serve(
@@ -150,13 +124,16 @@ def to_serve(
 
 
 def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: list[list[int]], plain: dict) -> dict:
-    """One export: what vLLM makes of it next to what we make of the heads."""
-    heads = heads_of(args, name, to, target.dtype)
+    """One export: what vLLM makes of it next to what we make of the heads. Of POSS heads also what leaving out the
+    later specialists costs where they would draft: our loop at the heads' own depth, with all specialists and with
+    specialist 0 at every position."""
+    place, how = (args.target, {"method": name}) if to == NATIVE else (ROOT / "model_cards" / name, {})
+    heads = load_heads(place, dtype=target.dtype, **how)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / f"{Path(name).name}-{to}"
-        served, speculative, positions, notes = to_serve(args, heads, to, place, target)
+        exported = Path(folder) / f"{Path(name).name}-{to}"
+        served, speculative, positions, notes = to_serve(args, heads, to, exported, target)
         theirs = ask_vllm(args, served, speculative, prompts)
-    mine = as_specialist_0(target, heads, positions, prompts, args.max_new_tokens)
+    mine = ours(args, target, heads, positions, prompts)
     entry = {
         "heads": Path(name).name,
         "to": to,
@@ -170,18 +147,11 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
         "versions": theirs["versions"],
         "notes": notes,
     }
-    if getattr(heads.config, "num_specialists", 1) > 1:
-        entry["full_depth"] = full_depth(args, target, heads, prompts)
+    if has_specialists(heads):
+        depth, sides = heads.tree_config.depth, {"all_specialists": False, "specialist_0": True}
+        drafted = {side: summary(ours(args, target, heads, depth, prompts, alone)) for side, alone in sides.items()}
+        entry["full_depth"] = {"draft_positions": depth, **drafted}
     return entry
-
-
-def full_depth(args: argparse.Namespace, target: Any, heads: DraftHead, prompts: list[list[int]]) -> dict[str, Any]:
-    """What leaving out the later specialists costs where they would draft: our loop at the heads' own depth, with all
-    specialists and with specialist 0 at every position."""
-    depth = heads.tree_config.depth
-    whole = ours(target, heads, depth, prompts, args.max_new_tokens)
-    alone = as_specialist_0(target, heads, depth, prompts, args.max_new_tokens)
-    return {"draft_positions": depth, "all_specialists": summary(whole), "specialist_0": summary(alone)}
 
 
 def main() -> None:
@@ -194,10 +164,7 @@ def main() -> None:
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
-    try:
-        plain = ask_vllm(args, args.target, None, prompts)
-    except RuntimeError as error:
-        raise SystemExit("\n".join(error.args)) from None
+    plain = ask_vllm(args, args.target, None, prompts)
     result = result_of(args, len(prompts), plain)
     for name in args.heads:
         for to in args.to:
@@ -206,8 +173,8 @@ def main() -> None:
             except ExportError as error:
                 print(f"{name} to {to}: refused, {error}")
             except RuntimeError as error:
-                print(*error.args, sep="\n")
-                keep(args, result, {"heads": Path(name).name, "to": to, "error": error.args[0]})
+                print(str(error)[-6000:])
+                keep(args, result, {"heads": Path(name).name, "to": to, "error": first_error(str(error))})
 
 
 def result_of(args: argparse.Namespace, prompts: int, plain: dict) -> dict[str, Any]:

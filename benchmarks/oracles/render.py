@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +20,29 @@ FOLDER = RESULTS / "oracles"
 def read(name: str) -> dict[str, Any]:
     """A result by its name."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def parser_of(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Of an oracle's command line, for a result of this name."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=FOLDER / f"{name}.json")
+    return parser
+
+
+def ask(python: str, script: str, question: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """What a script of this folder answers in another environment, where this package need not be.
+
+    Raises:
+        RuntimeError: with all its output if it ends without an answer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
+        asked.write_text(json.dumps(question), encoding="utf-8")
+        command = [python, Path(__file__).with_name(script), asked, answer]
+        ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        if not answer.exists():
+            raise RuntimeError(f"{ran.stdout}\n{ran.stderr}")
+        return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Iterable[str] = ()) -> None:

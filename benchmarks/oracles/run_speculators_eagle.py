@@ -1,10 +1,10 @@
 """Draft logits of `speculators` 0.6 for EAGLE heads. Runs where that library is, with the transformers of its time:
 `compare_speculators_eagle.py` starts it.
 
-    python run_speculators_eagle.py HEADS TARGET ROWS.safetensors ANSWER.json
+    python run_speculators_eagle.py QUESTION.json ANSWER.json
 
-`HEADS` is a folder in EAGLE's own layout; `ROWS` has token ids int64 [1, T + 1], features fp32 [1, T, H] and our draft
-logits fp32 [T, V].
+It is asked about `heads`, a folder in EAGLE's own layout, of a `target`; `rows` is a file with token ids
+int64 [1, T + 1], features fp32 [1, T, H] and our draft logits fp32 [T, V].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def main(heads: str, target: str, rows_file: str, answer_file: str) -> None:
+def main(question_file: str, answer_file: str) -> None:
     """Converts, compares the tensors, drafts, compares the logits."""
     import torch
     import transformers
@@ -27,19 +27,20 @@ def main(heads: str, target: str, rows_file: str, answer_file: str) -> None:
     from speculators.convert import convert_model
     from speculators.convert.eagle.eagle_legacy_model import EagleSpeculator
 
-    verifier = transformers.AutoModelForCausalLM.from_pretrained(target, torch_dtype=torch.float32).eval()
+    asked = json.loads(Path(question_file).read_text(encoding="utf-8"))
+    verifier = transformers.AutoModelForCausalLM.from_pretrained(asked["target"], torch_dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as folder:
-        convert_model(model=heads, verifier=target, algorithm="eagle", output_path=folder)
+        convert_model(model=asked["heads"], verifier=asked["target"], algorithm="eagle", output_path=folder)
         converted = load_file(Path(folder) / "model.safetensors")
         model = EagleSpeculator.from_pretrained(folder, verifier_attachment_mode="detached")
     model.attach_verifier(verifier, mode="train_only")
     model = model.float().eval()
     model.transformer.self_attn.config._attn_implementation = "eager"
     names = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
-    source = load_file(Path(heads) / "model.safetensors")
+    source = load_file(Path(asked["heads"]) / "model.safetensors")
     renamed = {next((new + key[len(old) :] for old, new in names.items() if key.startswith(old)), key): value
                for key, value in source.items()}  # fmt: skip
-    rows = load_file(rows_file)
+    rows = load_file(asked["rows"])
     length = rows["features"].shape[1]
     mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
     with torch.no_grad():

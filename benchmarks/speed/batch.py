@@ -14,7 +14,7 @@ from typing import Any
 from hf_specheads import DraftHead
 
 from ..results import Result, footnote, markdown_table, number, same_text, speed_up
-from ..setup import add_generation_arguments, full_batches, load_pair, settings
+from ..setup import add_generation_arguments, full_batches, load_pair
 from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
@@ -34,7 +34,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         heads |= {f"{name}, chain of {depth}": one.with_tree(kind="chain", depth=depth) for depth in args.chains}
     sides = plain_and(heads, **TO_THE_END)
     return {
-        **settings(args),
         "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
         "batch_sizes": {
             str(size): compare(target, sides, full_batches(prompts, size), args.max_new_tokens, args.repeats)

@@ -22,18 +22,18 @@ from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
 from ..results import Result, footnote, markdown_table
-from ..setup import count_parameters, random_llama
+from ..setup import random_llama
 from ..sides import timed_in_turns
 
 ROUNDS = 12
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "vocab_size": 4096}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Contexts, trees, and the size of the target."""
+    """Contexts and trees."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden_size", type=int, default=512)
 
 
 def comb(nodes: int) -> tuple[DraftTree, list[int]]:
@@ -99,21 +99,16 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
         "slots_milliseconds": 1000 * statistics.median(seconds["slots"]),
         "dynamic_milliseconds": 1000 * statistics.median(seconds["dynamic"]),
         "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All lengths and numbers of nodes."""
-    target = random_llama(
-        hidden_size=args.hidden_size, intermediate_size=2 * args.hidden_size, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // 64, num_key_value_heads=max(args.hidden_size // 256, 1),
-        vocab_size=4096, max_position_embeddings=2 * max(args.lengths),
-    )  # fmt: skip
+    target = random_llama(**SIZES, max_position_embeddings=2 * max(args.lengths))
     return {
-        "parameters": count_parameters(target),
-        "layers": args.layers,
-        "key_value_width": target.config.num_key_value_heads * 64,
+        "parameters": target.num_parameters(),
+        "layers": target.config.num_hidden_layers,
+        "key_value_width": target.config.num_key_value_heads * target.config.head_dim,
         "dtype": "float32",
         "rounds": ROUNDS,
         "lengths": {

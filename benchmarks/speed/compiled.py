@@ -25,11 +25,11 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 from hf_specheads import DraftHead, DraftHeadCandidateGenerator
 from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
-from hf_specheads.tuning.turns import take_turns
+from hf_specheads.tuning.turns import generate_text, take_turns
 
 from .. import setup
-from ..results import Result, column_table, footnote, identical, number, same_texts
-from ..setup import SHAPES, Inputs
+from ..results import Result, column_table, footnote, number, same_texts
+from ..setup import Inputs
 from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in_turns
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
@@ -38,9 +38,8 @@ PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, prompts, and where to run."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
+    setup.add_shape_arguments(parser, depth=7)
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
-    parser.add_argument("--depth", type=int, default=7, help="of the chain that heads of --shape draft")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
 
@@ -109,10 +108,8 @@ def measure_sides(
 ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
     """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
     `tau`, heads accept as much of the plain texts."""
-    texts = []
-    for inputs in prompts:
-        new_ids = torch.tensor(generate_once(target, sides[PLAIN], inputs, args.max_new_tokens).token_ids)
-        texts.append(torch.cat([inputs["input_ids"].cpu(), new_ids], dim=1))
+    plain = {"max_new_tokens": args.max_new_tokens, **sides[PLAIN]}
+    texts = [generate_text(target, inputs, **plain).cpu() for inputs in prompts]
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
@@ -144,35 +141,23 @@ def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> d
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The pair, or heads of a shape at every acceptance length, or only the floor."""
-    dtype = getattr(torch, args.dtype)
-    result: dict[str, Any] = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-    taus: list[float | None] = [None]
-    if args.shape or args.on_paper:
-        target, heads = setup.random_pair(args.shape, args.depth, dtype, "meta" if args.on_paper else args.device)
-        result |= {"target": args.shape, "floor": floor(target, heads, args)}
+    result, cases = {}, {setup.display_name(args.target): None}
+    if args.shape:
+        target, heads, prompts = setup.random_pair(args, "meta" if args.on_paper else args.device)
+        result = {"floor": floor(target, heads, args)}
         if args.on_paper:
             return result
-        result["parameters"] = target.num_parameters()
-        prompts, taus = setup.random_prompts(args.limit or 2, args.device), [*args.tau]
+        cases = {f"{args.shape}, acceptance length set to {tau:g}": tau for tau in args.tau}
     else:
         target, heads, prompts = setup.load_pair(args)
-        result["target"] = setup.display_name(args.target)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
-    sides, measured = build_sides(target, heads, most_tokens), {}
-    for tau in taus:
-        name = result["target"] if tau is None else f"{args.shape}, acceptance length set to {tau:g}"
-        measured[name] = measure_sides(target, sides, prompts, tau, args)
+    sides = build_sides(target, heads, most_tokens)
+    measured = {name: measure_sides(target, sides, prompts, tau, args) for name, tau in cases.items()}
     return {
         **result,
-        "num_prompts": len(prompts),
         "tables": {name: found for name, (found, _) in measured.items()},
         "compile_seconds": next(iter(measured.values()))[1],
     }
-
-
-def texts_agree(result: Result) -> bool:
-    """In float32; where logits tie in fewer bits, compiled kernels may round the other way."""
-    return result["dtype"] != "float32" or identical(result)
 
 
 # ---------------------------------------------------------------------- the floor on paper

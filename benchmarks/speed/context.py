@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_specheads import AutoDraftHead, DraftHead
 
 from .. import setup
-from ..results import Result, footnote, identical, markdown_table, number, percent
+from ..results import Result, footnote, markdown_table, number, percent
 from ..setup import cut
 from ..sides import compare, plain_and
 
@@ -61,7 +61,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     drawn = measure_length(shortest, **SAMPLING)
     measured = [found.items() for found in (*lengths.values(), drawn)]
     return {
-        **setup.settings(args),
         "num_prompts": len(cut(prompts, max(args.lengths))),
         "trained_length": statistics.median([one.config.train_max_length or 0 for one in heads.values()][:-1]),
         "lengths": lengths,
@@ -70,11 +69,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             side["speed_up"] for found in measured for name, side in found if name.endswith("adaptive")
         ),
     }
-
-
-def texts_agree(result: Result) -> bool:
-    """The greedy ones."""
-    return identical(result["lengths"])
 
 
 def table(result: Result) -> str:

@@ -17,7 +17,6 @@ import argparse
 import copy
 import random
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_specheads.cache import recurrent
 from hf_specheads.cache.recurrent import RecurrentCache
+from hf_specheads.tuning.turns import generate_text
 from tests.support.stubs import StubHead
 
 from ..results import Result, column_table, footnote, percent, same_text
-from ..setup import count_parameters
-from ..sides import timed_calls, timed_in_turns
+from ..sides import compare, generate_once, plain_and, timed_calls
 
 VOCAB = 8192
 SHAPES: dict[str, dict[str, Any]] = {
@@ -62,20 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt_length", type=int, default=64)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layers", type=int, help="other than the shape's")
-    parser.add_argument("--hidden_size", type=int, help="other than the shape's")
 
 
-def random_target(shape: str, args: argparse.Namespace) -> PreTrainedModel:
+def random_target(shape: str) -> PreTrainedModel:
     """A target of a shape, of random weights, in fp32."""
     torch.manual_seed(0)
-    fields = SHAPES[shape] | {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    fields |= {"num_hidden_layers": args.layers} if args.layers else {}
-    if args.hidden_size:
-        fields["hidden_size"] = args.hidden_size
-        if shape == "mamba-2":  # its heads are twice as wide as its states
-            fields["num_heads"] = 2 * args.hidden_size // fields["head_dim"]
-    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).eval()
+    ids = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(**SHAPES[shape], **ids)
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     target.generation_config.eos_token_id = None
     return target
 
@@ -87,38 +80,23 @@ def ranks_of(rate: float) -> tuple[int | None, ...]:
 
 
 # ---------------------------------------------------------------------- what states cost
-class Costs:
-    """Seconds spent on states, and the widths of verifying forwards with what they began with."""
+@contextmanager
+def watched() -> Iterator[tuple[list[float], list[float], list[tuple[int, int]]]]:
+    """While this lasts: seconds of every copying of states and of every restoring, and of every verifying forward the
+    tokens of its tree and those it had in all, with the accepted ones it began with."""
+    verify, widths = RecurrentCache.verify, []
 
-    def __init__(self) -> None:
-        self.states = 0.0
-        self.forwards: list[tuple[int, int]] = []
+    def watching(cache: RecurrentCache, tree: Any, **asked: Any) -> Any:
+        outputs = verify(cache, tree, **asked)
+        widths.append((tree.num_nodes, cache._last.token_ids.shape[1]))
+        return outputs
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Adds up what calls meanwhile take."""
-        verify = RecurrentCache.verify
-
-        def watching(cache: RecurrentCache, tree: Any, **asked: Any) -> Any:
-            outputs = verify(cache, tree, **asked)
-            assert cache._last is not None
-            width = cache._last.token_ids.shape[1]
-            self.forwards.append((width - tree.num_nodes, width))
-            return outputs
-
-        with (
-            timed_calls(recurrent, "contents_with_states") as taken,
-            timed_calls(recurrent, "restore") as restored,
-            mock.patch.object(RecurrentCache, "verify", watching),
-        ):
-            yield
-        self.states += sum(taken + restored)
-
-    def replay(self, target: PreTrainedModel, ids: torch.Tensor) -> float:
-        """Seconds the forwards took longer for what they began with."""
-        widths = {(1, width) for late, wide in self.forwards for width in (wide, wide - late) if late}
-        typical = forward_seconds(target, ids, sorted(widths))
-        return sum(typical[1, wide] - typical[1, wide - late] for late, wide in self.forwards if late)
+    with (
+        timed_calls(recurrent, "contents_with_states") as copied,
+        timed_calls(recurrent, "restore") as restored,
+        mock.patch.object(RecurrentCache, "verify", watching),
+    ):
+        yield copied, restored, widths
 
 
 @torch.no_grad()
@@ -129,15 +107,12 @@ def forward_seconds(
     name = "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
     cache = DynamicCache(config=target.config)
     target(ids, use_cache=True, **{name: cache})
-    seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    for _ in range(TIMINGS):
-        for (rows, width), taken in seconds.items():
-            mine, tokens = copy.deepcopy(cache), ids[:, :1].expand(rows, width)
+    with timed_calls(target, "forward") as seconds:
+        for rows, width in shapes * TIMINGS:
+            mine = copy.deepcopy(cache)
             mine.reorder_cache(torch.zeros(rows, dtype=torch.long))
-            started = time.perf_counter()
-            target(tokens, use_cache=True, **{name: mine})
-            taken.append(time.perf_counter() - started)
-    return {shape: statistics.median(taken) for shape, taken in seconds.items()}
+            target(ids[:, :1].expand(rows, width), use_cache=True, **{name: mine})
+    return {shape: statistics.median(seconds[place :: len(shapes)]) for place, shape in enumerate(shapes)}
 
 
 def measure_paths(target: PreTrainedModel, args: argparse.Namespace) -> Result:
@@ -148,34 +123,21 @@ def measure_paths(target: PreTrainedModel, args: argparse.Namespace) -> Result:
 
 
 def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, rate: float) -> Result:
-    """Plain generation and chains of one acceptance, in turns."""
+    """Plain generation and chains of one acceptance, in turns; of one sequence also what states cost."""
     torch.manual_seed(1)
     ids = torch.randint(5, VOCAB, (batch, args.prompt_length))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    expected = target.generate(**inputs, **options)
-    heads = StubHead(target, list(expected), ranks_of(rate), kind="chain", depth=args.depth)
+    text = generate_text(target, inputs, max_new_tokens=args.max_new_tokens)
+    heads = StubHead(target, text, ranks_of(rate), kind="chain", depth=args.depth)
     heads.adaptive = False
-    calls = {
-        "plain": lambda: target.generate(**inputs, **options),
-        "chain": lambda: target.generate(**inputs, **options, assistant_model=heads),
-    }
-    seconds, texts = timed_in_turns(calls, args.repeats)
-    stats, costs = heads.last_stats, Costs()
-    cell: Result = {
-        "speed_up": statistics.median(p / c for p, c in zip(seconds["plain"], seconds["chain"], strict=True)),
-        "plain_seconds": statistics.median(seconds["plain"]),
-        "chain_seconds": statistics.median(seconds["chain"]),
-        "acceptance_length": stats.acceptance_length,
-        "target_forwards": stats.target_forwards,
-        "identical": torch.equal(texts["chain"], expected),
-    }
+    sides = plain_and({"chain": heads})
+    cell = compare(target, sides, [inputs], args.max_new_tokens, args.repeats)["chain"]
     if batch == 1:
-        with costs.watched():
-            started = time.perf_counter()
-            calls["chain"]()
-            spent = time.perf_counter() - started
-        cell |= {"states_share": costs.states / spent, "replay_share": costs.replay(target, ids) / spent}
+        with watched() as (copied, restored, widths):
+            whole = generate_once(target, sides["chain"], inputs, args.max_new_tokens).seconds
+        typical = forward_seconds(target, ids, sorted({(1, width) for pair in widths for width in pair}))
+        replayed = sum(typical[1, in_all] - typical[1, nodes] for nodes, in_all in widths)
+        cell |= {"states_share": sum(copied + restored) / whole, "replay_share": replayed / whole}
     return cell
 
 
@@ -183,14 +145,14 @@ def measure(args: argparse.Namespace) -> Result:
     """All shapes, batch sizes and rates."""
     shapes: Result = {}
     for shape in args.shapes:
-        target = random_target(shape, args)
+        target = random_target(shape)
         cells = {
             str(batch): {str(rate): measure_cell(target, args, batch, rate) for rate in args.rates}
             for batch in args.batches
         }
         paths = measure_paths(target, args)
-        shapes[shape] = {"parameters": count_parameters(target), "batches": cells, "paths": paths}
-    return {"shapes": shapes, "depth": args.depth, "new_tokens": args.max_new_tokens, "repeats": args.repeats}
+        shapes[shape] = {"parameters": target.num_parameters(), "batches": cells, "paths": paths}
+    return {"shapes": shapes, "depth": args.depth, "new_tokens": args.max_new_tokens}
 
 
 def table(result: Result) -> str:

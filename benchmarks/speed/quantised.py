@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..results import Result, column_table, footnote, identical, number, same_text
-from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target, settings
+from ..results import Result, column_table, footnote, number, same_text
+from ..setup import Inputs, add_generation_arguments, load_all_heads, load_prompts, load_target
 from ..sides import PLAIN, plain_and, run_interleaved, summarise
 
 
@@ -70,12 +70,7 @@ def measure_format(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every format with every head."""
-    return {**settings(args), "formats": {name: measure_format(args, name) for name in args.formats}}
-
-
-def texts_agree(result: Result) -> bool:
-    """In float32; in fewer bits logits tie."""
-    return result["dtype"] != "float32" or identical(result)
+    return {"formats": {name: measure_format(args, name) for name in args.formats}}
 
 
 def table(result: Result) -> str:

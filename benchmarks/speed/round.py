@@ -12,7 +12,6 @@ loop does not slow the target down, its bare forward is also replayed on a fresh
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 from typing import Any
 
@@ -21,11 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
-from hf_specheads.metrics import GenerationStats
 
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, percent
-from ..setup import SHAPES, Inputs
+from ..setup import Inputs
 from ..sides import generate_once, timed_calls, timed_in_turns
 
 STAGES = ("draft", "target", "accept", "commit")
@@ -35,23 +33,18 @@ REPLAYS = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair or its sizes, and prompts."""
     setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
-    parser.add_argument("--depth", type=int, default=4, help="of the chain that the EAGLE heads of --shape draft")
-
-
-def variant(args: argparse.Namespace) -> str:
-    """Random weights are a result of their own."""
-    return "shape" if args.shape else ""
+    setup.add_shape_arguments(parser, depth=4)
 
 
 def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:
     """Seconds of one generation's rounds, by stage, and in bare forwards."""
-    with contextlib.ExitStack() as stack:
-        forwards = stack.enter_context(timed_calls(target, "forward"))
-        drafts = [stack.enter_context(timed_calls(heads, name)) for name in ("fuse", "forward", "draft_logits")]
-        run = generate_once(target, {"assistant_model": heads}, inputs, new_tokens)
-    stats = run.stats
-    assert isinstance(stats, GenerationStats)
+    with (
+        timed_calls(target, "forward") as forwards,
+        timed_calls(heads, "fuse") as fused,
+        timed_calls(heads, "forward") as drafted,
+        timed_calls(heads, "draft_logits") as projected,
+    ):
+        stats = generate_once(target, {"assistant_model": heads}, inputs, new_tokens).stats
     stages = {stage: stats.seconds.get(stage, 0.0) for stage in STAGES}
     whole = stats.seconds["total"] - stats.seconds["prefill"]
     return {
@@ -59,7 +52,7 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
         "loop": whole - sum(stages.values()),
         "whole round": whole,
         "bare_target": sum(forwards[1:]),  # the first is the prefill
-        "bare_draft": sum(sum(calls) for calls in drafts),
+        "bare_draft": sum(fused + drafted + projected),
         "rounds": stats.rounds,
     }
 
@@ -67,7 +60,6 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
 @torch.no_grad()
 def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> list[float]:
     """Seconds of bare target forwards over the last tree's nodes, after `length` tokens on a fresh cache."""
-    assert heads.last_stats is not None
     tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
     cache = DynamicCache(config=target.config)
     target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
@@ -76,18 +68,10 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
     return timed_in_turns({"replay": lambda: target(**inputs)}, REPLAYS)[0]["replay"]
 
 
-def pair_of(args: argparse.Namespace) -> tuple[PreTrainedModel, DraftHead, list[Inputs]]:
-    """Target, heads and prompts, as the arguments say."""
-    if not args.shape:
-        target, loaded, prompts = setup.load_pair(args, every_round=True)
-        return target, next(iter(loaded.values())), prompts
-    target, heads = setup.random_pair(args.shape, args.depth, getattr(torch, args.dtype), "cpu", ("eagle",))
-    return target, heads["eagle"], setup.random_prompts(args.limit or 2, "cpu")
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Means per round over all prompts; the median over repeats."""
-    target, heads, prompts = pair_of(args)
+    """Means per round of the first heads over all prompts; the median over repeats."""
+    target, loaded, prompts = setup.load_pair(args, every_round=True)
+    name, heads = next(iter(loaded.items()))
     heads.profile = heads.trace = True
     generate_once(target, {"assistant_model": heads}, prompts[0], args.max_new_tokens)
     repeats, replays = [], []
@@ -106,9 +90,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for stage, spent in {**dict.fromkeys((*STAGES, "loop"), 0.0), **bare}.items()
     }
     return {
-        "heads": "random EAGLE heads" if args.shape else setup.display_name(args.heads[0]),
-        "target": args.shape or setup.display_name(args.target),
-        "target_parameters": setup.count_parameters(target),
+        "heads": f"random {name.upper()} heads" if args.shape else name,
+        "target_parameters": target.num_parameters(),
         "tree": heads.tree_config.to_dict(),
         "nodes": heads.tree_config.num_nodes,
         "rounds": int(repeats[0]["rounds"]),

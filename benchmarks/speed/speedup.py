@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import results
 from ..results import Result, column_table, draft_tree, footnote, percent, pos_acc, same_text, same_texts, speed_up
-from ..setup import add_generation_arguments, count_parameters, load_all_heads, load_prompts, load_target, settings
+from ..setup import add_generation_arguments, load_all_heads, load_prompts, load_target
 from ..sides import compare, plain_and
 
 LOOKED_UP = 5  # tokens that transformers' prompt lookup copies at a time
@@ -39,8 +39,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sides[f"prompt lookup, {LOOKED_UP} tokens"] = {"prompt_lookup_num_tokens": LOOKED_UP}
     prompts = {name: load_prompts([name], tokenizer, args.limit) for name in args.prompts}
     return {
-        **settings(args),
-        "target_parameters": count_parameters(target),
+        "target_parameters": target.num_parameters(),
         "trees": {name: one.tree_config.to_dict() for name, one in heads.items()},
         "prompt_sets": {
             name: compare(target, sides, one, args.max_new_tokens, args.repeats) for name, one in prompts.items()

@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,11 +22,10 @@ from hf_specheads import DraftHead, generate_stream
 from hf_specheads.tuning.turns import generate_text
 
 from ..results import Result, column_table, footnote, same_text, speed_up
-from ..setup import Inputs, add_generation_arguments, load_pair, padded, settings
+from ..setup import Inputs, add_generation_arguments, load_pair, padded
 from ..sides import PLAIN, TO_THE_END, speed_up_of, timed_in_turns
 
 Texts = list[list[int]]
-Serve = Callable[[], Texts]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +63,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(0)
     limits = [draw.randint(args.shortest, args.max_new_tokens) for _ in prompts]
     call = (target, prompts, limits, args.max_batch)
-    serve: dict[str, Serve] = {PLAIN: lambda: in_static_batches(*call)}
+    serve: dict[str, Callable[[], Texts]] = {PLAIN: partial(in_static_batches, *call)}
     for name, one in heads.items():
-        serve[f"{name}, static batches"] = lambda one=one: in_static_batches(*call, assistant_model=one)  # type: ignore[misc]
-        serve[f"{name}, stream"] = lambda one=one: in_a_stream(*call, one)  # type: ignore[misc]
-
+        serve[f"{name}, static batches"] = partial(in_static_batches, *call, assistant_model=one)
+        serve[f"{name}, stream"] = partial(in_a_stream, *call, one)
     seconds, texts = timed_in_turns(serve, args.repeats, warm_ups=1)
     return {
-        **settings(args),
         "max_batch": args.max_batch,
         "limits": [min(limits), max(limits)],
         "sides": {name: summarise(name, seconds, texts) for name in serve},

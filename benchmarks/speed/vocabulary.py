@@ -3,9 +3,9 @@
     python -m benchmarks vocabulary --heads model_cards/poss3 model_cards/eagle
 
 Tokens are counted in Python's standard library, which the shipped target was trained on, without its held-out files
-(`--corpus`: in other texts). With `--random_vocabulary V`, a random target of about 100M parameters with V tokens is
-timed as well, where the projection to V logits is most of drafting: what it accepts means nothing, only the
-milliseconds of a round do.
+(`--corpus`: in other texts). A random target of about 100M parameters, most of them of its vocabulary, is timed as
+well: there the projection to logits is most of drafting. What it accepts means nothing, only the milliseconds of a
+round do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..results import Result, column_table, draft_tree, footnote, markdown_table
 from ..setup import Inputs
 from ..sides import TO_THE_END, compare, plain_and, timed_in_turns
 
-RANDOM_SIZES, CHAIN = (8192, 16384, 32768), {"kind": "chain", "depth": 4}
+RANDOM_SIZES, CHAIN = (8192, 16384, 32768, 128000), {"kind": "chain", "depth": 4}  # the last: the whole vocabulary
 PROFILED_TOKENS, FORWARDS = 32, 7
 
 
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--corpus", type=Path, nargs="+", help="text files to count tokens in")
-    parser.add_argument("--random_vocabulary", type=int, default=128000, help="V of the random target, 0 for none")
 
 
 def library_files() -> list[Path]:
@@ -60,34 +59,30 @@ def measure_heads(
     target: PreTrainedModel, folder: str, counts: torch.Tensor, prompts: list[Inputs], args: argparse.Namespace
 ) -> dict[str, Any]:
     """One head in every size, and whole."""
-    heads, coverage = {str(len(counts)): setup.load_bound_heads(target, folder)}, {str(len(counts)): 1.0}
-    for size in args.sizes:
-        kept = most_frequent(counts, size)
-        coverage[str(size)] = float(counts[kept].sum() / counts.sum())
-        heads[str(size)] = setup.load_bound_heads(target, folder).prune_draft_vocabulary(kept)
+    kept = {str(size): most_frequent(counts, size) for size in sorted(args.sizes)} | {str(len(counts)): None}
+    heads = {size: setup.load_bound_heads(target, folder).prune_draft_vocabulary(ids) for size, ids in kept.items()}
+    covered = {size: 1.0 if ids is None else float(counts[ids].sum() / counts.sum()) for size, ids in kept.items()}
     found = compare(target, plain_and(heads), prompts, args.max_new_tokens, args.repeats)
     drafted = draft_milliseconds(target, heads, prompts[:1])
-    return {
-        size: {"coverage": coverage[size], "draft_milliseconds": drafted[size], **found[size]}
-        for size in sorted(heads, key=int)
-    }
+    return {size: {"coverage": covered[size], "draft_milliseconds": drafted[size], **found[size]} for size in kept}
 
 
-def measure_random(vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
+def measure_random(dtype: torch.dtype) -> dict[str, Any]:
     """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
+    vocabulary = RANDOM_SIZES[-1]
     target = setup.random_llama(
         dtype, vocab_size=vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
         num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
     generator, heads = torch.Generator().manual_seed(1), {}
-    for size in (*(size for size in RANDOM_SIZES if size < vocabulary), vocabulary):
+    for size in RANDOM_SIZES:
         heads[str(size)] = one = AutoDraftHead.from_target(target, "eagle", tree_config=CHAIN).eval()
         if size < vocabulary:
             one.prune_draft_vocabulary(torch.randperm(vocabulary, generator=generator)[:size])
     with torch.no_grad():
         seconds, _ = timed_in_turns({"target": lambda: target(torch.zeros(1, 5, dtype=torch.long))}, FORWARDS)
     return {
-        "parameters": setup.count_parameters(target),
+        "parameters": target.num_parameters(),
         "vocabulary": vocabulary,
         "tree": one.tree_config.to_dict(),
         "target_milliseconds": 1000 * statistics.median(seconds["target"]),
@@ -103,10 +98,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     texts = (tokenizer(file.read_text(encoding="utf-8", errors="replace"))["input_ids"] for file in files)
     counts = count_tokens(texts, target.config.vocab_size)
     return {
-        **setup.settings(args),
         "counted_tokens": int(counts.sum()),
         "heads": {setup.display_name(one): measure_heads(target, one, counts, prompts, args) for one in args.heads},
-        "random": measure_random(args.random_vocabulary, target.dtype) if args.random_vocabulary else None,
+        "random": measure_random(target.dtype),
     }
 
 
@@ -117,13 +111,15 @@ def table(result: Result) -> str:
         "draft ms": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),
         "speed-up": ("speed_up", 2, "x"), "same text": same_text,
     }  # fmt: skip
-    text = column_table(columns, result["heads"], "heads", "draft vocabulary")
-    if random := result["random"]:
-        times = [[size, number(spent)] for size, spent in random["draft_milliseconds"].items()]
-        text += "\n" + markdown_table(["draft vocabulary", "draft ms"], times)
-        text += (
-            f"\nA random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
-            f"{draft_tree(random['tree'])}; its own forward over 5 tokens takes "
-            f"{number(random['target_milliseconds'])} ms. Acceptance means nothing there.\n"
-        )
-    return text + footnote(result, "{counted_tokens} tokens counted, {dtype}")
+    random = result["random"]
+    times = [[size, number(spent)] for size, spent in random["draft_milliseconds"].items()]
+    told = (
+        f"A random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
+        f"{draft_tree(random['tree'])}; its own forward over 5 tokens takes {number(random['target_milliseconds'])} "
+        "ms. Acceptance means nothing there.\n"
+    )
+    tables = (
+        column_table(columns, result["heads"], "heads", "draft vocabulary"),
+        markdown_table(["draft vocabulary", "draft ms"], times),
+    )
+    return "\n".join([*tables, told]) + footnote(result, "{counted_tokens} tokens counted, {dtype}")

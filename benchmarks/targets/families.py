@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +31,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreT
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.texts import left_padded
 from hf_specheads.tree.draft_tree import DraftTree
 from tests.support.families import NOT_BUILT, families, image_text_families, varied_target
 from tests.support.images import OVERRIDES, image_inputs, image_target
@@ -39,7 +39,6 @@ from tests.support.stubs import StubHead
 from tests.support.targets import prompt
 
 from ..results import Result, footnote, hash_of, markdown_table
-from ..setup import padded
 
 NEW = 30
 LENGTHS = (19, 7, 13)
@@ -60,6 +59,7 @@ IMAGE_TEXT = "image-text/"
 NO_IMAGE = "no image here"
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
 WITHOUT = "plain generate fails"  # of transformers alone, so there is nothing to compare with
+OUTCOMES = (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED, NO_IMAGE)
 INSTEAD = "draft a chain instead"
 REFUSALS = (UnsupportedGenerationError, WrongTargetError)
 
@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Prompts, padded on the left."""
-    rows = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
-    return padded([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows])
+    return left_padded([prompt(length, seed=seed)[0].tolist() for seed, length in enumerate(lengths)], 0)
 
 
 def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -84,8 +83,7 @@ def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options
 
 def oracle(target: PreTrainedModel, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree: Any) -> StubHead:
     """Heads that know the texts of a batch."""
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
-    return StubHead(target, [text[start:] for text, start in zip(texts, starts, strict=True)], MIXED, **tree)
+    return StubHead.of_batch(target, inputs, texts, MIXED, **tree)
 
 
 def grow_uncompiled(
@@ -120,7 +118,7 @@ def _tried(
     options = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
     try:
         heads = oracle(target, inputs, expected, **tree)
-        heads.adaptive, heads.compiled = False, kind == "compiled"
+        heads.compiled = kind == "compiled"
         with mock.patch.object(CompiledRounds, "grow", grow_uncompiled):
             got = generate(target, inputs, assistant_model=heads, **options)
     except REFUSALS as refusal:
@@ -164,7 +162,7 @@ def measure_family(model_type: str, kinds: Sequence[str] = tuple(KINDS)) -> Resu
     return {"class": type(target).__name__, **outcomes}
 
 
-def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Result:
+def measure(args: argparse.Namespace) -> Result:
     """All of them."""
     engine = hash_of(["hf_specheads"])
     every = [*families(), *(IMAGE_TEXT + name for name in image_text_families())]
@@ -176,7 +174,7 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None] = print) -> Re
             continue
         found = {**measure_family(model_type, kinds), "engine": engine}
         rows[model_type] = rows.get(model_type, {}) | found
-        tell(f"{model_type}: {_said(found)}")
+        print(f"{model_type}: {found}")
         if args.rows is not None:
             with args.rows.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"model_type": model_type, **found}) + "\n")
@@ -194,22 +192,11 @@ def read_rows(path: Path) -> Result:
     return rows
 
 
-def _said(row: Result) -> str:
-    if "not_built" in row:
-        return row["not_built"]
-    tried = {kind: row[kind] for kind in KINDS if kind in row}
-    told = {kind: found for kind, found in tried.items() if found["outcome"] != NO_IMAGE}
-    return "; ".join(" ".join([kind, *found.values()]) for kind, found in told.items())
-
-
 def counts(rows: Result) -> Result:
     """Families per kind of rounds and outcome."""
     built = [row for row in rows.values() if "not_built" not in row]
-    return {
-        kind: {outcome: number.get(outcome, 0) for outcome in (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED, NO_IMAGE)}
-        for kind in KINDS
-        for number in [Counter(row[kind]["outcome"] for row in built if kind in row)]
-    }
+    found = {kind: [row[kind]["outcome"] for row in built if kind in row] for kind in KINDS}
+    return {kind: {outcome: each.count(outcome) for outcome in OUTCOMES} for kind, each in found.items()}
 
 
 def texts_agree(result: Result) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from hf_specheads.trainer.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
 
 from ..results import Result, column_table, footnote, markdown_table, number, percent
-from .step import CHUNK, FAMILIES, apart
+from .step import CHUNK, FAMILIES, SIZES, peak_apart
 
 SOURCES = ("hf_specheads/unroll", "trainer")
 PROCESSES = 8
@@ -25,7 +25,7 @@ TARGETS = {
     "70B (Llama 3.3)": TargetSizes(LayerSizes(8192, 28672, 8192, 1024), 80, 128256),
 }
 TRAININGS = {"EAGLE": TrainingSizes(), "POSS-3": TrainingSizes(specialists=3, passes=9)}
-SMALL = {"family": "poss", "hidden_size": 256, "vocab_size": 8192}
+SMALL = {"family": "poss", **SIZES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +53,9 @@ def small_bytes(rows: int, passes: int) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both tables."""
     checks = []
-    with apart() as run_apart:
-        for rows, passes in itertools.product(args.lengths, args.passes):
-            peak = run_apart({**SMALL, "rows": rows, "passes": passes}, "ours")
-            checks.append({"rows": rows, "passes": passes, "measured": peak, "derived": small_bytes(rows, passes)})
+    for rows, passes in itertools.product(args.lengths, args.passes):
+        peak = peak_apart({**SMALL, "rows": rows, "passes": passes}, "ours")
+        checks.append({"rows": rows, "passes": passes, "measured": peak, "derived": small_bytes(rows, passes)})
     tables = {
         name: {method: derived(target, training) for method, training in TRAININGS.items()}
         for name, target in TARGETS.items()

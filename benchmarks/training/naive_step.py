@@ -64,15 +64,13 @@ def _detached_passes(
     heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
 ) -> Iterator[Drafted]:
     """EAGLE, HASS, POSS: pass m reads stream 0 at lags of m and more, stream s at lag m - s."""
-    batch, rows = features.shape[:2]
-    index = torch.arange(rows)
+    index = torch.arange(features.shape[1])
     lag = index[:, None] - index
     streams = [features]
     for last in range(num_passes):
         blocks = [lag >= last] + [lag == last - stream for stream in range(1, last + 1)]
         fused = torch.cat([heads.fuse(embeddings, stream) for stream in streams], dim=1)
-        positions = index.repeat(last + 1).expand(batch, -1)
-        drafted = _dense_forward(heads, fused, positions, torch.cat(blocks, dim=1), last)
+        drafted = _dense_forward(heads, fused, index.repeat(last + 1), torch.cat(blocks, dim=1), last)
         yield lm_head(drafted), drafted, 0
         streams.append(torch.cat([features[:, :1], drafted.detach()[:, :-1]], dim=1))
 
@@ -81,18 +79,16 @@ def _test_time_passes(
     heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
 ) -> Iterator[Drafted]:
     """EAGLE-3's training-time test: every pass reads stream 0 up to its own row and its own row of later streams."""
-    batch, rows = features.shape[:2]
-    index = torch.arange(rows)
+    index = torch.arange(features.shape[1])
     lag = index[:, None] - index
     if heads.embed_tokens is not None:
         raise ValueError("heads with an embedding of their own are not covered by the dense unroll.")
     fused, positions = [heads.fuse(embeddings, features)], [index]
     for offset in range(num_passes):
         visible = torch.cat([lag >= 0] + [lag == 0] * offset, dim=1)
-        rope = torch.cat(positions).expand(batch, -1)
-        states = _dense_forward(heads, torch.cat(fused, dim=1), rope, visible, offset)
+        states = _dense_forward(heads, torch.cat(fused, dim=1), torch.cat(positions), visible, offset)
         yield heads.draft_logits(states), None, offset
-        ahead = torch.arange(offset + 1, rows + offset + 1).clamp_max(rows - 1)
+        ahead = (index + offset + 1).clamp_max(len(index) - 1)
         fused.append(heads.fuse_drafted(embeddings[:, ahead], states))
         positions.append(index + offset + 1)
 
@@ -102,8 +98,8 @@ def _dense_forward(
 ) -> torch.Tensor:
     mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
     return heads(
-        fused, positions, mask, specialist=heads.specialist_of(position), num_queries=visible.shape[0],
-        attention_function=eager_attention_forward,
+        fused, positions.expand(len(fused), -1), mask, specialist=heads.specialist_of(position),
+        num_queries=visible.shape[0], attention_function=eager_attention_forward,
     )  # fmt: skip
 
 

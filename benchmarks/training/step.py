@@ -1,7 +1,7 @@
 """Step time and peak memory of training against a step written with dense masks and whole logits.
 
-    python -m benchmarks step               # POSS at four lengths and three depths, EAGLE-3 at two lengths
-    python -m benchmarks step --passes 1 8  # both at four lengths and these depths
+    python -m benchmarks step  # POSS at four lengths and three depths, EAGLE-3 at two lengths
+    python -m benchmarks step --cells hass,2048,8 eagle,1024,1
 
 Both sides compute the same gradients of the same heads (`naive_step.py` is the other side), forward and backward of
 one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own grows during
@@ -12,17 +12,16 @@ products that any step needs, timed alone: the limit of what can be gained.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import itertools
 import multiprocessing
 import os
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,40 +32,33 @@ from hf_specheads import AutoDraftHead, DraftHead
 from hf_specheads.trainer import Unroll
 
 from ..results import Result, column_table, footnote, number, percent
-from ..setup import count_parameters, random_llama
+from ..setup import random_llama
 from ..sides import timed_in_turns
 from .naive_step import dense_step
 
 SOURCES = ("hf_specheads", "trainer")
 FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_per_specialist": 3}, "eagle3": {}}
+SIZES = {"hidden_size": 256, "vocab_size": 8192}
 WEIGHTS = {"feature": 1.0, "token": 0.1}
 CHUNK = 256
 MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
-LENGTHS, DEPTH = (512, 1024, 2048, 4096), 6
-GRID = [("poss", rows, passes) for rows in LENGTHS for passes in (1, 3, DEPTH)]
-GRID += [("eagle3", rows, DEPTH) for rows in LENGTHS[1:3]]
+GRID = [("poss", rows, passes) for rows in (512, 1024, 2048, 4096) for passes in (1, 3, 6)]
+GRID += [("eagle3", rows, 6) for rows in (1024, 2048)]
 
 Cell = dict[str, Any]  # family, rows (T), passes (D), and the sizes of the target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which steps."""
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="instead of the default grid")
-    parser.add_argument("--lengths", nargs="+", type=int, help="rows T of a batch, instead of the default grid")
-    parser.add_argument("--passes", nargs="+", type=int, help="draft positions D, instead of the default grid")
-    parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--vocab_size", type=int, default=8192)
+    said = "heads, rows T of a batch and draft positions D, instead of the default grid"
+    parser.add_argument("--cells", nargs="+", type=cell_of, default=GRID, metavar="FAMILY,T,D", help=said)
     parser.add_argument("--repeats", type=int, default=3)
 
 
-def chosen_cells(args: argparse.Namespace) -> list[Cell]:
-    """The default grid, or the product of what the arguments say, the rest of it as in the default grid."""
-    grid = GRID
-    if args.families or args.lengths or args.passes:
-        axes = (args.families or ["poss", "eagle3"], args.lengths or LENGTHS, args.passes or [DEPTH])
-        grid = list(itertools.product(*axes))
-    sizes = {"hidden_size": args.hidden_size, "vocab_size": args.vocab_size}
-    return [{"family": family, "rows": rows, "passes": passes, **sizes} for family, rows, passes in grid]
+def cell_of(word: str) -> tuple[str, int, int]:
+    """One cell, as it is written on the command line."""
+    family, rows, passes = word.split(",")
+    return family, int(rows), int(passes)
 
 
 # ---------------------------------------------------------------------- one step of each side
@@ -136,11 +128,6 @@ def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> f
 
 
 # ---------------------------------------------------------------------- measurement
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="utf-8") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     """Growth of the resident set in one step, at most; `None` if it needs more memory than the machine has to give.
 
@@ -153,7 +140,7 @@ def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     heads.zero_grad()
     step = make_steps(cell, target, heads)[side]
     gc.collect()
-    before = resident_bytes()
+    before = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         step()
@@ -163,7 +150,16 @@ def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     return max(grown, resource.getpagesize())  # the kernel counts a little late
 
 
-def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None]) -> dict[str, Any]:
+def peak_apart(cell: Cell, side: str) -> int | None:
+    """[`peak_bytes`] in a process of its own."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(peak_bytes, cell, side, torch.get_num_threads()).result()
+
+
+def measure_cell(cell: Cell, repeats: int) -> dict[str, Any]:
     """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
     target, heads = make_pair(cell)
     for warm_up in make_steps({**cell, "rows": 16, "passes": 1}, target, heads).values():
@@ -177,13 +173,13 @@ def measure_cell(cell: Cell, repeats: int, run_apart: Callable[..., int | None])
         return found
 
     steps = make_steps(cell, target, heads)
-    peaks = {side: run_apart(cell, side) for side in steps}
+    peaks = {side: peak_apart(cell, side) for side in steps}
     fitting = {side: partial(gradients, step) for side, step in steps.items() if peaks[side] is not None}
     seconds, found = timed_in_turns(fitting, repeats, before=gc.collect)
     sides = {side: {"seconds": None, "peak_bytes": peaks[side]} for side in steps}
     for side, spent in seconds.items():
         sides[side]["seconds"] = _median_and_range(spent)
-    result = {**cell, "head_parameters": count_parameters(heads), "sides": sides}
+    result = {**cell, "head_parameters": heads.num_parameters(), "sides": sides}
     if "dense" in fitting:
         # Of a parameter's gradients, over the largest element: the worst parameter.
         pairs = zip(found["dense"], found["ours"], strict=True)
@@ -199,24 +195,13 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[Callable[..., int | None]]:
-    """[`peak_bytes`] in processes of their own, one after the other."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield lambda *task: pool.submit(peak_bytes, *task, torch.get_num_threads()).result()
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All cells."""
     cells = []
-    with apart() as run_apart:
-        for cell in chosen_cells(args):
-            cells.append(measure_cell(cell, args.repeats, run_apart))
-            print(cells[-1], file=sys.stderr, flush=True)
-    return {"batch": 1, "weights": WEIGHTS, "repeats": args.repeats, "chunk_rows": CHUNK, "cells": cells}
+    for family, rows, passes in args.cells:
+        cells.append(measure_cell({"family": family, "rows": rows, "passes": passes, **SIZES}, args.repeats))
+        print(cells[-1], file=sys.stderr, flush=True)
+    return {"batch": 1, "weights": WEIGHTS, "chunk_rows": CHUNK, "cells": cells}
 
 
 def table(result: Result) -> str:

@@ -11,7 +11,6 @@ gradients but for rounding: differences of its size mean nothing. Nothing is tim
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from hf_specheads.bootstrap import difference_interval
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from hf_specheads.trainer.sources import DataSource
 
-from ..acceptance.acceptance import TREES, counts_of, generate_all, numbers_of
-from ..acceptance.questions import counts_from, verdict
+from ..acceptance.acceptance import TREES, counts_of, generate_all, with_tree
+from ..acceptance.questions import Counts, counts_as_text, counts_from, verdict
 from ..results import Result, footnote, markdown_table, number
-from ..setup import Inputs, add_generation_arguments, display_name, load_prompts, load_target, settings
+from ..setup import Inputs, add_generation_arguments, display_name, load_prompts, load_target
 
 SOURCES = ("hf_specheads", "trainer")
 RECIPE = {"max_grad_norm": 0.5, "warmup_steps": 0.01}
@@ -62,21 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # ---------------------------------------------------------------------- training
-def new_heads(target: PreTrainedModel, args: argparse.Namespace) -> DraftHead:
-    """POSS heads from the warm start; all switches and seeds begin with the same weights."""
-    set_seed(0)
-    count, positions = args.specialists
-    return AutoDraftHead.from_target(
-        target, "poss", from_heads=load_heads(args.warm_start, dtype=target.dtype),
-        num_specialists=count, positions_per_specialist=positions,
-    )  # fmt: skip
-
-
 def train(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, name: str, seed: int
 ) -> tuple[DraftHead, float]:
-    """Trained heads, and their mean loss over the last tenth of the steps."""
-    heads = new_heads(target, args)
+    """POSS heads trained from the warm start, and their mean loss over the last tenth of the steps. All switches and
+    seeds begin with the same weights."""
+    set_seed(0)
+    count, positions = args.specialists
+    heads = AutoDraftHead.from_target(
+        target, "poss", from_heads=load_heads(args.warm_start, dtype=target.dtype),
+        num_specialists=count, positions_per_specialist=positions,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trainer = DraftHeadTrainer(
             model=heads,
@@ -110,14 +105,11 @@ def measure_one(
     """One training: its loss, and tau with what it is made of."""
     heads, loss = train(target, tokenizer, args, name, seed)
     heads.adaptive = False
-    depth = args.specialists[0] * args.specialists[1]
-    fields = {"depth": depth, "total_tokens": depth + 1, **TREES[args.tree]}
-    runs = generate_all(target, {"assistant_model": heads.bind(target).with_tree(**fields)}, prompts, args)
-    found = numbers_of(counts_of(runs), {})
-    tokens, rounds = counts_from(found["counts"])
-    tau = sum(tokens) / max(sum(rounds), 1)
+    drafting = with_tree(heads.bind(target), args.tree, args.specialists[0] * args.specialists[1])
+    counts = counts_of(generate_all(target, {"assistant_model": drafting}, prompts, args))
+    tau = sum(counts[0]) / max(sum(counts[1]), 1)
     print(f"{name}, seed {seed}: loss {loss:.4f}, tau {tau:.3f}", file=sys.stderr, flush=True)
-    return {"loss": loss, "acceptance_length": tau, "counts": found["counts"]}
+    return {"loss": loss, "acceptance_length": tau, "counts": counts_as_text(counts)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,13 +117,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target, tokenizer = load_target(args)
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     measured = {
-        name: [measure_one(target, tokenizer, prompts, copy.copy(args), name, seed) for seed in range(args.seeds)]
+        name: [measure_one(target, tokenizer, prompts, args, name, seed) for seed in range(args.seeds)]
         for name in dict.fromkeys([FIRST, *args.switches])
     }
     named = ("steps", "examples", "max_length", "learning_rate", "specialists", "tree")
     facts = {name: getattr(args, name) for name in named}
     places = {"data": display_name(args.data), "warm_start": display_name(args.warm_start)}
-    return {**settings(args), **facts, **places, "switches": measured}
+    return {**facts, **places, "switches": measured}
 
 
 # ---------------------------------------------------------------------- the table
@@ -154,7 +146,7 @@ def table(result: Result) -> str:
     )  # fmt: skip
 
 
-def pooled(seeds: Sequence[Result]) -> tuple[list[float], list[float]]:
+def pooled(seeds: Sequence[Result]) -> Counts:
     """Tokens and rounds of every prompt, all seeds one after the other."""
     counts = [counts_from(one["counts"]) for one in seeds]
     return [t for tokens, _ in counts for t in tokens], [r for _, rounds in counts for r in rounds]

@@ -20,15 +20,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
+from hf_specheads.tuning.turns import generate_text
 
 from .. import setup
-from ..results import Result, column_table, draft_tree, footnote, identical, same_text, speed_up
+from ..results import Result, column_table, draft_tree, footnote, same_text, speed_up
 from ..setup import Inputs
-from ..sides import PLAIN, TO_THE_END, compare, generate_once, plain_and
+from ..sides import PLAIN, TO_THE_END, compare, plain_and
 from ..speed.compiled import acceptance_of
 from .grid import add_grid_arguments, fastest, grid
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = "tokens of the prompts' ends that are kept; default all"
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     depths = [1, 2, 3, 4, 6]
-    parser.add_argument("--shape", choices=sorted(setup.SHAPES), help="random weights of these sizes besides the pair")
+    setup.add_shape_arguments(parser, depth=8)
     parser.add_argument("--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths of --shape")
     add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
@@ -59,8 +59,6 @@ def measure_setting(
     drafting, left_alone = make_heads(), make_heads()
     drafting.adaptive, left_alone.adaptive = False, True
     trees = grid(args, drafting.max_draft_positions)
-    trees += [tree.replace(lookup=copied) for tree in trees if tree.kind == "chain"
-              if (copied := drafting.tree_config.lookup)]  # fmt: skip
     best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)
     left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
     left_alone.forget_tree()
@@ -78,8 +76,23 @@ def measure_setting(
     }
 
 
+def variant(args: argparse.Namespace) -> str:
+    """Random weights are a result of their own."""
+    return "shape" if args.shape else ""
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All settings."""
+    measured = measure_shape(args) if args.shape else measure_pair(args)
+    return {
+        "measured": measured,
+        "least_over_grid": min(one["default_over_grid"] for one in measured),
+        "least_over_plain": min(one["default_over_plain"] for one in measured),
+    }
+
+
+def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All heads at all batch sizes, temperatures and contexts."""
     target, tokenizer = setup.load_target(args)
     prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     measured = []
@@ -93,38 +106,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         make_heads = partial(setup.load_bound_heads, target, folder)
         measured.append({**setting, **measure_setting(target, make_heads, batches, temperature, args)})
         print(measured[-1], file=sys.stderr, flush=True)
-    measured += measure_shape(args) if args.shape else []
-    return {
-        **setup.settings(args),
-        "measured": measured,
-        "least_over_grid": min(one["default_over_grid"] for one in measured),
-        "least_over_plain": min(one["default_over_plain"] for one in measured),
-    }
+    return measured
 
 
 def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """POSS heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
-    shape = (args.shape, max(args.chains), getattr(torch, args.dtype), "cpu")
-    target, _ = setup.random_pair(*shape, methods=[])
-    [prompt] = setup.random_prompts(1, "cpu")
-    plain = generate_once(target, TO_THE_END, prompt, args.max_new_tokens)
-    text = torch.cat([prompt["input_ids"], torch.tensor(plain.token_ids)], dim=1)
+    """Heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
+    target, _, [prompt, *_] = setup.random_pair(args)
+    text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
 
-    def make_heads() -> DraftHead:
-        return setup.random_pair(*shape, methods=["poss"])[1]["poss"].bind(target)
+    def make_heads() -> DraftHead:  # anew, knowing nothing of earlier ones
+        return setup.random_pair(args)[1]["poss"].bind(target)
 
     measured = []
     for tau in args.tau:
         with acceptance_of(tau, text):
             found = measure_setting(target, make_heads, [prompt], 0.0, args)
-        name = f"{args.shape}, acceptance length set to {tau:g}"
+        name = f"poss on {args.shape}, acceptance length set to {tau:g}"
         measured.append({"heads": name, "batch": 1, "temperature": 0.0, "context": None, **found})
+        print(measured[-1], file=sys.stderr, flush=True)
     return measured
-
-
-def texts_agree(result: Result) -> bool:
-    """The greedy ones."""
-    return identical([one for one in result["measured"] if one["temperature"] == 0])
 
 
 def setting_of(one: Result) -> str:

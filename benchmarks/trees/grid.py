@@ -14,7 +14,7 @@ from hf_specheads import DraftHead, DraftTreeConfig
 from hf_specheads.tree.published import EAGLE_CHOICES
 
 from ..results import Result
-from ..setup import Inputs, load_pair, load_prompts, settings
+from ..setup import Inputs, load_pair, load_prompts
 from ..sides import compare, plain_and
 
 TOGETHER = 6  # trees measured next to the same plain generations
@@ -33,13 +33,17 @@ def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
     parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
 
 
-def measure_all_heads(args: argparse.Namespace, measure_heads: Callable[..., Result]) -> Result:
-    """All heads by name, each as `measure_heads(target, heads, prompts, tuning, args)` does; `tuning` are the token
-    ids of prompts to make trees on, int64 [1, T] each."""
-    target, heads, prompts = load_pair(args, every_round=True)
-    others = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
-    common = (prompts, [inputs["input_ids"] for inputs in others], args)
-    return {**settings(args), "heads": {name: measure_heads(target, one, *common) for name, one in heads.items()}}
+def of_all_heads(measure_heads: Callable[..., Result]) -> Callable[[argparse.Namespace], Result]:
+    """Makes `measure_heads(target, heads, prompts, tuning, args)` a measurement of all heads by name; `tuning` are the
+    token ids of prompts to make trees on, int64 [1, T] each."""
+
+    def measure(args: argparse.Namespace) -> Result:
+        target, heads, prompts = load_pair(args, every_round=True)
+        others = load_prompts(args.tuning, AutoTokenizer.from_pretrained(args.target), args.tuning_limit)
+        common = (prompts, [inputs["input_ids"] for inputs in others], args)
+        return {"heads": {name: measure_heads(target, one, *common) for name, one in heads.items()}}
+
+    return measure
 
 
 def published_static(deepest: int | None) -> DraftTreeConfig:

@@ -18,7 +18,7 @@ from hf_specheads import DraftHead, DraftTreeConfig, search_tree
 
 from ..results import Result, column_table, draft_tree, footnote, number, same_text, speed_up
 from ..setup import Inputs, add_generation_arguments
-from .grid import add_tuning_arguments, compare_trees, measure_all_heads, published_static
+from .grid import add_tuning_arguments, compare_trees, of_all_heads, published_static
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tuning_arguments(parser, limit=6)
 
 
-def measure_heads(
+@of_all_heads
+def measure(
     target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[torch.Tensor],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
@@ -43,11 +44,6 @@ def measure_heads(
     measured = compare_trees(target, heads, trees, prompts, args.max_new_tokens, args.repeats)
     measured["optimal"]["expected"] = {"acceptance_length": found.acceptance_length, "speed_up": found.speed_up}
     return measured
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All heads."""
-    return measure_all_heads(args, measure_heads)
 
 
 def table(result: Result) -> str:

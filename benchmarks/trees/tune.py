@@ -23,7 +23,7 @@ from hf_specheads.tree.default import default_tree
 from ..results import Result, column_table, draft_tree, footnote, number, same_text
 from ..setup import Inputs, add_generation_arguments
 from . import grid
-from .grid import compare_trees, fastest, measure_all_heads, published_static
+from .grid import compare_trees, fastest, of_all_heads, published_static
 
 # Trees to keep, prompts and repeats of the grid's stages.
 STAGES = ((12, 1, 1), (4, 4, 1))
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid.add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 10, 16, 32], chains=depths)
 
 
-def measure_heads(
+@of_all_heads
+def measure(
     target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[torch.Tensor],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
@@ -63,11 +64,6 @@ def measure_heads(
         "predicted": tuned.trees[0].predicted,
         "tuned_over_grid": found["tuned"]["speed_up"] / found["best of the grid"]["speed_up"],
     }
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All heads."""
-    return measure_all_heads(args, measure_heads)
 
 
 def table(result: Result) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..spelling import dashed_options
 from .display import note
 
 if TYPE_CHECKING:  # imported where they are used: `--help` must not wait for them
@@ -40,7 +39,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(dashed_options(words), namespace)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(dashed, words[:end]), *words[end:]], namespace)
+
+
+def dashed(word: str) -> str:
+    """`--max_new_tokens=8` as `--max-new-tokens=8`; whatever is no option as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from benchmarks.results import (
     pos_acc,
     provenance_of,
     render,
+    texts_agree,
     value_at,
 )
 
@@ -60,6 +61,12 @@ def test_one_text_that_differs_is_found_however_deep():
     assert not identical({"sides": sides})
     assert identical({"sides": {"plain": sides["plain"]}, "texts": ["identical"]})
     assert not identical({"measured": [{"sides": sides}]}) and not identical([sides["eagle"]])
+
+
+def test_texts_may_differ_in_fewer_bits():
+    sides = {"eagle": {"identical": False}}
+    assert texts_agree({"dtype": "bfloat16", "sides": sides})
+    assert not texts_agree({"dtype": "float32", "sides": sides}) and not texts_agree({"sides": sides})
 
 
 def test_a_result_is_rounded_as_its_file_holds_it():

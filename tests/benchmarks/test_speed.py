@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from support.targets import plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import setup, sides
-from benchmarks.speed import cache, compiled, quantised, speedup
+from benchmarks.speed import cache, compiled, quantised, speedup, vocabulary
 from hf_specheads import load_heads
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
@@ -74,6 +73,8 @@ def test_contexts(measure_pair):
     for found in measured:
         assert list(found) == ["plain generate", "poss", "poss, adaptive", "untrained, adaptive"]
         assert found["poss"]["plain_share"] == 0.0
+    assert all("identical" in side for found in measured[:-1] for side in found.values())
+    assert not any("identical" in side for side in measured[-1].values())  # sampled texts are not compared
     assert any(found["untrained, adaptive"]["plain_share"] > 0.0 for found in measured)
 
 
@@ -116,7 +117,7 @@ TINY = {
 
 def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
     monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
-    monkeypatch.setattr(setup, "random_pair", functools.partial(setup.random_pair, methods=("eagle",)))
+    monkeypatch.setattr(setup, "SHAPED_HEADS", {"eagle": {}})
     monkeypatch.setattr(compiled, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     words = ("--shape", "tiny", "--tau", "2", "3", "--depth", "3", "--limit", "1", "--repeats", "1")
@@ -129,6 +130,7 @@ def test_a_shape_is_measured_at_every_acceptance_length(measure, monkeypatch):
 
 def test_a_round_of_a_shape(measure, monkeypatch):
     monkeypatch.setitem(setup.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(setup, "SHAPED_HEADS", {"eagle": {}})
     words = ("--shape", "tiny", "--limit", "1", "--repeats", "1", "--max_new_tokens", "8")
     result = measure("round", *words, written="round_shape")
     assert result["target"] == "tiny" and result["nodes"] == 5 and set(result["stages"]) == ROUND_STAGES
@@ -149,8 +151,8 @@ def test_the_floor_counts_every_byte_once(measure):
 
 def test_caches_of_both_kinds(measure, monkeypatch):
     monkeypatch.setattr(cache, "ROUNDS", 4)
-    words = ("--lengths", "20", "--nodes", "1", "5", "--layers", "2", "--hidden_size", "64")
-    assert list(measure("cache", *words)["lengths"]["20"]) == ["1", "5"]
+    monkeypatch.setitem(cache.SIZES, "num_hidden_layers", 2)
+    assert list(measure("cache", "--lengths", "20", "--nodes", "1", "5")["lengths"]["20"]) == ["1", "5"]
 
 
 @torch.no_grad()
@@ -187,14 +189,17 @@ def test_timed_calls_leave_the_object_as_it_was(target):
     assert "forward" not in vars(target)
 
 
-def test_vocabulary_measures_every_size(measure_pair, tmp_path: Path):
+def test_vocabulary_measures_every_size(measure_pair, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(vocabulary, "RANDOM_SIZES", (500, 1200))
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("w5 w6 w6 w7 w9 w9 w9 w11 " + " ".join(f"w{i}" for i in range(40, 80)))
-    more = ("--sizes", "5", "30", "--repeats", "1", "--random_vocabulary", "0", "--corpus", str(corpus))
-    (sizes,) = measure_pair("vocabulary", ["poss"], *more)["heads"].values()
+    more = ("--sizes", "5", "30", "--repeats", "1", "--corpus", str(corpus))
+    result = measure_pair("vocabulary", ["poss"], *more)
+    (sizes,) = result["heads"].values()
     assert list(sizes) == ["5", "30", "99"]
     assert sizes["5"]["coverage"] < sizes["30"]["coverage"] <= sizes["99"]["coverage"] == 1
     assert all(row["draft_milliseconds"] > 0 and row["identical"] for row in sizes.values())
+    assert list(result["random"]["draft_milliseconds"]) == ["500", "1200"]
 
 
 def test_quantised_compares_every_format_with_its_own_plain_text(measure_pair):

@@ -87,9 +87,9 @@ def test_gradients_are_those_of_the_dense_step(wide_target, family):
 
 
 @pytest.mark.slow
-def test_end_to_end(measure):
-    sizes = ("--lengths", "40", "--passes", "3", "--hidden_size", "32", "--vocab_size", "64", "--repeats", "2")
-    result = measure("step", "--families", "poss", "eagle3", *sizes)
+def test_end_to_end(measure, monkeypatch):
+    monkeypatch.setattr(step, "SIZES", {"hidden_size": 32, "vocab_size": 64})
+    result = measure("step", "--cells", "poss,40,3", "eagle3,40,3", "--repeats", "2")
     assert [(cell["family"], cell["passes"]) for cell in result["cells"]] == [("poss", 3), ("eagle3", 3)]
     for cell in result["cells"]:
         assert set(cell["sides"]) == {"dense", "ours"} | ({"per_pass"} if cell["family"] == "poss" else set())
@@ -99,23 +99,19 @@ def test_end_to_end(measure):
     assert "| poss | 40 | 3 |" in step.table(result)
 
 
-def test_a_step_that_does_not_fit():
+def test_a_step_that_does_not_fit(monkeypatch):
     """It is left out of the timing and of the ratios, and the table has dashes."""
-    cell = {"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64}
-    measured = step.measure_cell(cell, 1, lambda cell, side: None if side == "dense" else 1000)
+    monkeypatch.setattr(step, "peak_apart", lambda cell, side: None if side == "dense" else 1000)
+    measured = step.measure_cell({"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64}, 1)
     assert measured["sides"]["dense"] == {"seconds": None, "peak_bytes": None}
     assert "speed_up" not in measured["sides"]["ours"]
     assert "gradient_difference" not in measured
 
 
 def test_the_default_grid_and_others():
-    cells = step.chosen_cells(make_parser().parse_args(["step"]))
-    assert {(cell["family"], cell["rows"], cell["passes"]) for cell in cells} >= {
-        ("poss", 4096, 1),
-        ("eagle3", 2048, 6),
-    }
-    cells = step.chosen_cells(make_parser().parse_args(["step", "--passes", "1", "2", "--families", "poss"]))
-    assert [(cell["rows"], cell["passes"]) for cell in cells] == [(T, D) for T in step.LENGTHS for D in (1, 2)]
+    assert {("poss", 4096, 1), ("eagle3", 2048, 6)} <= set(make_parser().parse_args(["step"]).cells)
+    args = make_parser().parse_args(["step", "--cells", "hass,2048,8", "eagle,1024,1"])
+    assert args.cells == [("hass", 2048, 8), ("eagle", 1024, 1)]
 
 
 def test_switches_of_a_training(pair, measure, monkeypatch) -> None:

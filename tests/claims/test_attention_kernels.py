@@ -58,10 +58,7 @@ def causal_stand_in() -> str:
 
 
 def oracle(target, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree: Any) -> StubHead:
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
-    heads = StubHead(target, [text[start:] for text, start in zip(texts, starts, strict=True)], MIXED, **tree)
-    heads.adaptive = False
-    return heads
+    return StubHead.of_batch(target, inputs, texts, MIXED, **tree)
 
 
 def test_block_masks_look_rows_up():

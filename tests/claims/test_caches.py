@@ -124,9 +124,7 @@ def test_cache_implementations(name, kind, family):
         assert forwards.count == 0
         return
     expected = greedy(target, inputs, **options)
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
-    heads = StubHead(target, [text[start:] for text, start in zip(expected, starts, strict=True)], MIXED, **tree)
-    heads.adaptive = False
+    heads = StubHead.of_batch(target, inputs, expected, MIXED, **tree)
     assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
     assert max(heads.last_stats.num_accepted[0]) >= 2
 

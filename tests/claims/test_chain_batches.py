@@ -37,11 +37,7 @@ def target_of(model_type: str):
 
 
 def oracle(target, inputs, texts: torch.Tensor, ranks=MIXED, **tree: Any) -> StubHead:
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
-    truths = [text[start:] for text, start in zip(texts, starts, strict=True)]
-    heads = StubHead(target, truths, ranks, **(CHAIN | tree))
-    heads.adaptive = False
-    return heads
+    return StubHead.of_batch(target, inputs, texts, ranks, **(CHAIN | tree))
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,7 @@ def generate(target, inputs: dict[str, torch.Tensor], **options: Any) -> torch.T
 
 
 def oracle(target, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree: Any) -> StubHead:
-    starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
-    heads = StubHead(target, [text[start:] for text, start in zip(texts, starts, strict=True)], MIXED, **tree)
-    heads.adaptive = False
-    return heads
+    return StubHead.of_batch(target, inputs, texts, MIXED, **tree)
 
 
 def test_the_families_are_those_that_are_tested():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.recorded import generate, recorded_pair, recording, token_paths
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import path_of
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from hf_specheads import AutoDraftHead, DraftHead, MedusaHead, MedusaHeadConfig, load_heads
+from hf_specheads import AutoDraftHead, MedusaHead, MedusaHeadConfig, load_heads
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.errors import UnsupportedGenerationError, WarmStartError
 from hf_specheads.generation.drafting import grow_tree
@@ -21,7 +20,6 @@ from hf_specheads.target.projection import output_weight
 from hf_specheads.tree.published import MEDUSA_CHOICES
 from hf_specheads.unroll.rows import TrainingRows
 
-GOLDENS = Path(__file__).resolve().parents[1] / "recordings" / "goldens"
 VARIANTS = [{}, {"lm_head": "target"}, {"num_blocks": 3}, {"num_blocks": 2, "tied_blocks": False, "num_heads": 5}]
 
 
@@ -158,30 +156,6 @@ def test_a_tree_deeper_than_the_heads_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------- recordings
-def recording(name: str, file: str = "case.json") -> dict[str, Any]:
-    return json.loads((GOLDENS / name / file).read_text())
-
-
-def recorded_pair(name: str, case: dict[str, Any]) -> tuple[Any, DraftHead]:
-    target = AutoModelForCausalLM.from_pretrained(GOLDENS / name / "target", dtype=torch.float32).eval()
-    choices = case["settings"]["tree_choices"]
-    heads = load_heads(GOLDENS / name / "draft", dtype=torch.float32, kind="static", choices=choices)
-    heads.trace = True
-    return target, heads
-
-
-def generate(target: Any, heads: DraftHead, ids: list[int], count: int, **options: Any) -> list[int]:
-    inputs = torch.tensor([ids])
-    out = target.generate(
-        inputs, attention_mask=torch.ones_like(inputs), assistant_model=heads, max_new_tokens=count, **options
-    )
-    return out[0, len(ids) :].tolist()
-
-
-def token_paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(tokens[n] for n in path_of(parents, node)) for node in range(len(tokens))}
-
-
 def assert_same_rounds(stats: Any, case: dict[str, Any], count: int) -> None:
     assert stats.num_accepted[0][:count] == case["accept_lengths"][:count]
     for tree, recorded in zip(stats.trees[:count], case["rounds"][:count], strict=False):

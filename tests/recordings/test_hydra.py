@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trees import path_of
-from transformers import AutoModelForCausalLM
+from support.recorded import GOLDENS, generate, recorded_pair, recording, token_paths
 
-from hf_specheads import DraftHead, load_heads
-
-GOLDENS = Path(__file__).resolve().parents[1] / "recordings" / "goldens"
 RECORDED = ["hydra_mlp_grounded", "hydra_prefix_mlp"]
-
-
-def recording(name: str, file: str = "case.json") -> dict[str, Any]:
-    return json.loads((GOLDENS / name / file).read_text())
-
-
-def recorded_pair(name: str, case: dict[str, Any]) -> tuple[Any, DraftHead]:
-    target = AutoModelForCausalLM.from_pretrained(GOLDENS / name / "target", dtype=torch.float32).eval()
-    choices = case["settings"]["tree_choices"]
-    heads = load_heads(GOLDENS / name / "draft", dtype=torch.float32, kind="static", choices=choices)
-    heads.trace = True
-    return target, heads
-
-
-def generate(target: Any, heads: DraftHead, ids: list[int], count: int, **options: Any) -> list[int]:
-    inputs = torch.tensor([ids])
-    out = target.generate(
-        inputs, attention_mask=torch.ones_like(inputs), assistant_model=heads, max_new_tokens=count, **options
-    )
-    return out[0, len(ids) :].tolist()
-
-
-def token_paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(tokens[n] for n in path_of(parents, node)) for node in range(len(tokens))}
 
 
 def assert_same_rounds(stats: Any, case: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hf_specheads"
 
 # A room (or a file at the root of the package) imports what stands on a lower step, or in the room itself.
 STEPS = (
-    ("errors", "version", "provenance", "texts", "unroll", "bootstrap", "spelling"),
+    ("errors", "version", "provenance", "texts", "unroll", "bootstrap"),
     ("target", "tree", "draft_vocabulary"),
     ("cache", "configuration", "metrics"),
     ("contract", "publishing"),
@@ -23,7 +23,8 @@ STEPS = (
     ("heads",),
     ("checkpoints", "registration", "diagnosis"),
     ("evaluation", "app", "figures"),
-    ("__init__", "cli", "custom_generate", "trainer"),
+    ("__init__", "cli", "custom_generate"),
+    ("trainer",),
     ("__main__",),
 )
 STEP_OF = {room: step for step, rooms in enumerate(STEPS) for room in rooms}

@@ -69,14 +69,16 @@ def random_heads(
 
 
 def scrambled_heads(
-    target: PreTrainedModel, method: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
-) -> DraftHead:
+    target: PreTrainedModel, method: str, *, seed: int = 0, noise: float = 0.2, dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> DraftHead:  # fmt: skip
     """Heads with all weights drawn anew, norms and biases included, so that no mix-up of two of them is equal.
 
     Args:
         target: The target; the heads are not bound to it.
         method: A key of `METHODS`.
         seed: Of their weights.
+        noise: Standard deviation of weights that are of no norm.
         dtype: Of their weights.
         **options: Fields of the config.
     """
@@ -84,6 +86,6 @@ def scrambled_heads(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in heads.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name and parameter.dim() == 1 else 0.2 * noise)
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name and parameter.dim() == 1 else noise * drawn)
     return heads.to(dtype)

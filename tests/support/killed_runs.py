@@ -148,17 +148,11 @@ def kill_and_go_on(folder: Path, words: list[str], kills: int, seed: int) -> dic
 
 def make_folder(folder: Path, steps: int) -> list[str]:
     """A tiny target, streams, and the words that train on them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     from .targets import VOCAB, training_target
+    from .tokenizers import word_tokenizer
 
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, VOCAB))]
-    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder / "target")
+    word_tokenizer(names, bos_token="<s>", eos_token="</s>").save_pretrained(folder / "target")
     training_target().save_pretrained(folder / "target")
     dice = random.Random(7)
     for name in ("one", "two"):

@@ -39,6 +39,14 @@ class StubHead(DraftHead):
         self.levels: list[torch.Tensor] = []
         self.calls: list[int] = []  # one entry per draft; one list for all copies of the stub
 
+    @classmethod
+    def of_batch(cls, target: Any, inputs: Any, texts: torch.Tensor, ranks: tuple[int | None, ...], **tree: Any):
+        """Knows the texts [B, T] of prompts that are padded on the left, and drafts every round."""
+        starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
+        heads = cls(target, [text[start:] for text, start in zip(texts, starts, strict=True)], ranks, **tree)
+        heads.adaptive = False
+        return heads
+
     def new_draft_cache(self) -> DraftCache:
         return StubCache(list(range(len(self.truth))))
 

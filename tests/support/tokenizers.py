@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from support.targets import VOCAB
+from .targets import VOCAB
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -16,3 +18,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<pad>", eos_token="</s>")
+
+
+def word_tokenizer(words: Iterable[str], **special: str) -> PreTrainedTokenizerFast:
+    """One token per word between spaces; `<pad>` and `<unk>` are among the words."""
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", **special)

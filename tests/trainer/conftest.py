@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from support.targets import VOCAB, training_target
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.tokenizers import word_tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead
@@ -45,11 +45,7 @@ def heads(target: LlamaForCausalLM) -> DraftHead:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per whitespace-separated word."""
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return word_tokenizer(WORDS, bos_token="<s>", eos_token="</s>")
 
 
 def make_examples(count: int = 16, seed: int = 3, longest: int = 24) -> list[dict[str, list[int]]]:

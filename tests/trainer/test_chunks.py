@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.tensors import Largest
 
 from hf_specheads.trainer import Unroll
 from hf_specheads.trainer.losses import LOSSES
@@ -112,16 +112,6 @@ def test_no_supervised_row_gives_zero_gradients(frozen, heads):
 @pytest.mark.parametrize("method", ["poss", "eagle3"])
 def test_no_tensor_of_all_logits_nor_of_rows_by_rows(frozen, method):
     """The largest tensor of 512 rows, forward and backward; three levels of features make 512 x 96."""
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
 
     rows = 512
     heads = make_heads(frozen, method, **({"feature_layers": (0, 1, -1)} if method == "eagle3" else {})).bind(frozen)

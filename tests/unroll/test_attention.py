@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tensors import Largest
 from torch import nn
 
 from hf_specheads.unroll import attention as stream_attention
@@ -99,18 +100,6 @@ def test_dropout_of_attention_weights_is_unbiased():
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_no_tensor_of_rows_by_rows(in_blocks, monkeypatch):
     """Forward and backward of 512 rows, the largest tensor any operation makes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
-
     monkeypatch.setattr(stream_attention, "BLOCK_ROWS", 32)
     rows, streams = 512, 4
     query = torch.randn(1, 2, rows, 8, requires_grad=True)
