@@ -122,7 +122,19 @@ def load_bound_heads(target: PreTrainedModel, folder: str, *, every_round: bool 
 
 
 def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) -> dict[str, DraftHead]:
-    """Heads by what tables call them, each from [`load_bound_heads`]."""
+    """Heads by what tables call them, each from [`load_bound_heads`].
+
+    Raises:
+        ValueError: for two folders that tables would call the same, before anything is measured.
+    """
+    folders = list(folders)
+    called: dict[str, str] = {}
+    for folder in folders:
+        if (other := called.setdefault(display_name(folder), folder)) is not folder:
+            raise ValueError(
+                f"--heads {other} and {folder} would both be called {display_name(folder)!r} in the results; rename a "
+                "folder, or give a link of another name."
+            )
     return {display_name(folder): load_bound_heads(target, folder, **how) for folder in folders}
 
 

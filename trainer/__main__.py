@@ -118,7 +118,7 @@ def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = No
     started = time.time()
     trainer.train(resume_from_checkpoint=checkpoint)
     hours = (time.time() - started) / 3600
-    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    metrics = final_metrics(trainer)
     trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
     trainer.save_model(output)  # and pushes, under push_to_hub=true
     if not trainer.is_world_process_zero():
@@ -129,6 +129,18 @@ def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = No
     print(f"trained {trainer.state.global_step} steps in {hours:.3f} h{': ' if summary else ''}{summary}")
     print(f"heads and {path.name} are in {output}")
     return facts
+
+
+def final_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
+    """Metrics of the heads that training ended with: of the evaluation at its last step, which those by epochs have,
+    else of one now; empty without evaluation data."""
+    if trainer.eval_dataset is None:
+        return {}
+    state = trainer.state
+    newest: dict[str, float] = next((entry for entry in reversed(state.log_history) if "eval_loss" in entry), {})
+    if newest.get("step") != state.global_step or trainer.args.load_best_model_at_end:
+        return trainer.evaluate()
+    return {name: value for name, value in newest.items() if name != "step"}
 
 
 if __name__ == "__main__":

@@ -314,6 +314,8 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     placed = "" if share is None else f", {share:.0%} of the layers' weights on each process".replace("%", " %")
     sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
     specialists = getattr(config, "num_specialists", 1)
+    # Packed by best fit, the rows of the data set are no examples any more.
+    unit = "packed rows" if args.packing and args.packing_strategy == "best_fit" else "examples"
     rows = [
         ("target", f"{recipe.target} ({sizes}){placed}"),
         ("heads", f"{config.method}, {specialists} specialist(s), {parameters / 1e6:.2f} M parameters, "
@@ -323,10 +325,10 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
         ("noise", f"U(-{args.feature_noise}, {args.feature_noise}), scaling {args.feature_noise_scaling}"
                   + (f"; NEFTune alpha {args.embedding_noise} on embeddings" if args.embedding_noise else "")),
         ("masks", "the authors' zero-logit masks (parity only)" if args.upstream_masking else "as in drafting"),
-        ("data", f"{train} examples to train on, {evaluation} to evaluate on, "
+        ("data", f"{train} {unit} to train on, {evaluation} examples to evaluate on, "
                  f"{'packed' if args.packing else 'padded'} to at most {args.max_length} tokens"),
         ("rows", str(trainer.data_report)),
-        ("step", f"{per_step} examples on {args.world_size} process(es), device {args.device}"),
+        ("step", f"{per_step} {unit} on {args.world_size} process(es), device {args.device}"),
         ("length", _length_of(args, train, per_step)),
         ("output", f"{args.output_dir}" + (f", resuming {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip

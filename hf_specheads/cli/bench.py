@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .arguments import add_model_arguments, load_heads_from, load_pair
 from .display import emit, note, number, plain_steps_text, table
 from .env import collect
-from .evaluate import add_prompt_arguments, read_prompts
+from .evaluate import add_prompt_arguments
+from .prompts import read_prompts, texts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = suite_prompts(args)
     prompts: list[Any] = [] if chosen else read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
+    prompts = texts_of(prompts, tokenizer)
     import torch
 
     from ..evaluation.first_token import timed_text

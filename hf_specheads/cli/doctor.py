@@ -13,7 +13,7 @@ from typing import Any
 from .arguments import add_heads_arguments, add_target_arguments, load_unbound_pair
 from .demo import prompts_for
 from .display import emit, note
-from .evaluate import read_prompts
+from .prompts import read_prompts, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the page; 1 if anything was found."""
     prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
     target, tokenizer, heads = load_unbound_pair(args)
-    prompts = (prompts or prompts_for(tokenizer))[: args.limit]
+    prompts = (texts_of(prompts, tokenizer) or prompts_for(tokenizer))[: args.limit]
     from ..diagnosis.doctor import diagnose
 
     note(args, f"Looking at {args.max_new_tokens} tokens after each of {len(prompts)} prompts ...")

@@ -1,22 +1,21 @@
 """Measure heads on your prompts: acceptance length, pos-acc, speed-up, and whether every text is identical.
 
-Prompts: .jsonl with one object a line (`prompt`, `text`, or chat `messages`), or .txt with one prompt per file.
+Prompts: .jsonl with one object a line, or .txt with one prompt per file. Chats (`messages`, `conversations`) go
+through the target's chat template with their `tools` and `chat_template_kwargs`, up to the answer that they end with;
+texts (`prompt`, `text`) go in as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 from .arguments import add_model_arguments, load_pair
 from .display import emit, note, number, plain_steps_text, pos_acc_text, table
 from .env import collect
 from .generate import encode
 from .measure import Summary, run_sample, warm_up
-
-Prompt = str | list[dict[str, str]]
+from .prompts import read_prompts, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,60 +32,20 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, required: bool = True)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
 
 
-def read_prompts(files: list[Path]) -> list[Prompt]:
-    """Prompts of several files: texts, or lists of chat messages.
-
-    Raises:
-        ValueError: naming file and line of an entry without `prompt`, `text` or `messages`.
-    """
-    prompts: list[Prompt] = []
-    for file in files:
-        text = _text_of(file)
-        if file.suffix != ".jsonl":
-            prompts.append(text)
-            continue
-        for number_, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                prompts.append(_prompt_of(line, f"{file}, line {number_}"))
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError(f"expected non-empty prompts in {[str(file) for file in files]}, got {len(prompts)} entries.")
-    return prompts
-
-
-def _text_of(file: Path) -> str:
-    """What a file of prompts says. Some editors begin it with a mark of its encoding, which is no part of a prompt."""
-    if file.suffix == ".json":
-        raise ValueError(f"{file} would be one prompt as it is; write its entries into a .jsonl file, one a line.")
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
-
-
-def _prompt_of(line: str, where: str) -> Prompt:
-    try:
-        entry: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
-    for name in ("messages", "prompt", "text"):
-        if isinstance(entry, dict) and isinstance(entry.get(name), list if name == "messages" else str):
-            return entry[name]
-    raise ValueError(f"{where} needs a string `prompt` or `text`, or a list `messages`; got {line[:80]!r}.")
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints a summary; 1 if a text differs from the plain one."""
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
+    texts = texts_of(prompts, tokenizer)
     from ..tuning.progress import bar
 
     heads.adaptive = False  # the heads are measured, not the choice of when to use them
     runs = "with heads" if args.no_plain else "with heads and plainly"
     note(args, f"Generating {args.max_new_tokens} tokens from each of {len(prompts)} prompts, {runs} ...")
-    warm_up(target, heads, encode(tokenizer, target, prompts[0]))
+    warm_up(target, heads, encode(tokenizer, target, texts[0]))
     summary = Summary()
-    for prompt in bar(prompts, "prompts"):
-        inputs = encode(tokenizer, target, prompt)
+    for text in bar(texts, "prompts"):
+        inputs = encode(tokenizer, target, text)
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
         summary.samples.append(run_sample(target, heads, inputs, compare=not args.no_plain, **options))
     facts = {

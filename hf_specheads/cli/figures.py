@@ -16,7 +16,6 @@ from typing import Any
 
 from .demo import prompts_for
 from .display import emit, note
-from .evaluate import read_prompts
 from .pair import (
     add_pair_arguments,
     add_placement_arguments,
@@ -25,6 +24,7 @@ from .pair import (
     load_placed_target,
     sources_of,
 )
+from .prompts import read_prompts, texts_of
 
 DEFAULT_HEADS = (
     "eagle",
@@ -123,7 +123,8 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     from .. import load_heads
     from ..figures.measure import measure
 
-    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else prompts_for(tokenizer)
+    given = texts_of(read_prompts(args.prompts), tokenizer) if args.prompts else []
+    prompts: list[Any] = given or prompts_for(tokenizer)
     prompts = prompts[: args.limit or (2 if args.quick else None)]
     heads = {name: load_heads(folder, **place).bind(target) for name, folder in folders.items()}
     results = measure(target, heads, prompts, tokenizer, sweeps, folders)

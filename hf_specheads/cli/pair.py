@@ -85,8 +85,13 @@ def preferred_of(names: Sequence[str]) -> str:
 
 
 def sources_of(pair: Path | None, names: list[str]) -> dict[str, str]:
-    """Folders or Hub ids of heads, by what they are called."""
-    return {Path(name).name if Path(name).is_dir() else name: member(pair, name) for name in names}
+    """Folders or Hub ids of heads, by what they are called: folders by their last name, or as they are given where
+    several share it."""
+    called = [Path(name).name if Path(name).is_dir() else name for name in names]
+    return {
+        name if called.count(short) > 1 else short: member(pair, name)
+        for name, short in zip(names, called, strict=True)
+    }
 
 
 def load_placed_target(

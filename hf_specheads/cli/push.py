@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .arguments import add_heads_arguments, load_heads_from
@@ -65,18 +67,41 @@ def run(args: argparse.Namespace) -> int:
         emit(args, {**facts, "folder": str(folder), "files": files}, text)
         return 0
     note(args, f"Uploading to {args.repository} ...")
-    commit = heads.push_to_hub(
-        args.repository,
-        private=args.private or None,
-        revision=args.revision,
-        create_pr=args.create_pr,
-        commit_message=args.commit_message,
-        token=args.token,
-        **options,
-    )
+    with naming_the_hub(args.repository):
+        commit = heads.push_to_hub(
+            args.repository,
+            private=args.private or None,
+            revision=args.revision,
+            create_pr=args.create_pr,
+            commit_message=args.commit_message,
+            token=args.token,
+            **options,
+        )
     url = commit.pr_url or commit.commit_url
     emit(args, {**facts, "url": url}, f"pushed {facts['class']} ({facts['method']}) to {url}")
     return 0
+
+
+@contextmanager
+def naming_the_hub(repository: str) -> Iterator[None]:
+    """Says which Hub did not answer; what one answers says that itself.
+
+    Raises:
+        ConnectionError: with the reason.
+    """
+    from huggingface_hub import constants
+
+    from ..checkpoints.fetch import HUB_ERRORS
+
+    try:
+        yield
+    except HUB_ERRORS as error:
+        if isinstance(error, OSError):
+            raise
+        raise ConnectionError(
+            f"{repository!r} cannot be pushed, {constants.ENDPOINT} does not answer: {error}; check the "
+            "connection, or write the repository with --to-folder DIR."
+        ) from error
 
 
 def refuse_wrong_place(args: argparse.Namespace) -> None:

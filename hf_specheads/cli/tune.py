@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_heads_arguments, add_target_arguments, load_pair
 from .demo import prompts_for
 from .display import emit, note, table
-from .evaluate import read_prompts
+from .prompts import read_prompts, texts_of
 
 if TYPE_CHECKING:
     from ..heads.base import DraftHead
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
     prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
     target, tokenizer, heads = load_pair(args)
-    prompts = (prompts or prompts_for(tokenizer))[: args.limit]
+    prompts = (texts_of(prompts, tokenizer) or prompts_for(tokenizer))[: args.limit]
     import torch
 
     from ..tuning.tune import tune
@@ -89,7 +89,7 @@ def _choose_vocabulary(
 ) -> list[VocabularySize]:
     from ..tuning.vocabulary import tune_vocabulary
 
-    corpus = None if args.corpus == "auto" else read_prompts([Path(args.corpus)])
+    corpus = None if args.corpus == "auto" else texts_of(read_prompts([Path(args.corpus)]), tokenizer)
     note(args, f"Timing {len(args.draft_vocab)} draft vocabularies on {len(prompts)} prompts ...")
     options = {"tokenizer": tokenizer, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     return tune_vocabulary(target, heads, prompts, args.draft_vocab, corpus, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_prompts_in_a_batch_count_as_each_alone(measure_pair, pair):
         together["measured"]["greedy"]["16 nodes"]["3"]["counts"]
         == (alone["measured"]["greedy"]["16 nodes"]["3"]["counts"])
     )
+
+
+def test_heads_of_one_name_are_refused_before_anything_is_measured(measure_pair, pair, tmp_path):
+    """They would be one column, with the weights of one and the facts of the other."""
+    shutil.copytree(pair / "poss", tmp_path / "others" / "poss")
+    with pytest.raises(ValueError, match="would both be called 'poss' in the results; rename a folder"):
+        measure_pair("acceptance", ["poss", str(tmp_path / "others" / "poss")], "--depths", "2", "--trees", "chain")
 
 
 def test_heads_are_told_apart_by_prompts_that_agree_on_the_difference():

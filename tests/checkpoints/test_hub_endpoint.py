@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ def upload(name: str, folder: Path, **options: object) -> str:
     api = HfApi()
     name = api.create_repo(name, exist_ok=True).repo_id
     return api.upload_folder(repo_id=name, folder_path=folder, **options).oid
+
+
+def test_it_is_started_by_hand(tmp_path: Path) -> None:
+    """As the documents do, from any folder and without further paths."""
+    program = [sys.executable, str(Path(__file__).parents[1] / "support" / "hub" / "endpoint.py")]
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(program, cwd=tmp_path, env=without, stdout=subprocess.PIPE, text=True) as server:
+        told = server.stdout.readline()
+        server.terminate()
+    assert told.startswith("export HF_ENDPOINT=http://127.0.0.1:") and f"HF_TOKEN={WRITER}" in told
 
 
 def download(name: str, file: str, **options: object) -> bytes:

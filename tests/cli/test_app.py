@@ -11,7 +11,7 @@ import pytest
 
 from hf_specheads.cli import main
 from hf_specheads.cli.app import load_models
-from hf_specheads.cli.pair import heads_of_pair, preferred_of
+from hf_specheads.cli.pair import heads_of_pair, preferred_of, sources_of
 
 PAIR = Path(__file__).parents[2] / "model_cards"
 
@@ -28,6 +28,15 @@ def pair(target, poss_heads, eagle_heads, tokenizer, tmp_path: Path) -> Path:
     eagle_heads.save_pretrained(tmp_path / "a-eagle")
     poss_heads.save_pretrained(tmp_path / "poss3")
     return tmp_path
+
+
+def test_folders_that_share_a_name_are_both_there(pair: Path, tmp_path: Path) -> None:
+    """One's own heads beside those of a pair, say."""
+    mine = tmp_path / "runs" / "poss3"
+    mine.mkdir(parents=True)
+    names = [str(pair / "a-eagle"), str(pair / "poss3"), str(mine)]
+    assert list(sources_of(pair, names)) == ["a-eagle", str(pair / "poss3"), str(mine)]
+    assert list(sources_of(pair, ["poss3", "org/poss3"])) == ["poss3", "org/poss3"]
 
 
 def test_heads_of_a_pair_are_loaded_when_they_are_asked_for(pair: Path) -> None:

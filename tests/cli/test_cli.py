@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from hf_specheads import PossHead, load_heads
 from hf_specheads.cli import COMMANDS, build_parser, main
 from hf_specheads.cli.demo import answer_problem, read_demo_prompts
-from hf_specheads.cli.evaluate import read_prompts
 from hf_specheads.provenance import accelerators
 from hf_specheads.trainer import features, regenerate
 from hf_specheads.trainer.shipped_pair.chat import answer_text
@@ -168,25 +167,6 @@ def test_bench_says_how_many_plain_steps_there_were_and_why(pair: Path, tmp_path
     arguments = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
     assert main([*arguments, "--max-new-tokens", "12"]) in (0, 1)
     assert re.search(r"^plain steps of heads  \d+", capsys.readouterr().out, flags=re.MULTILINE)
-
-
-def test_prompt_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one prompt\nof two lines")
-    messages = [{"role": "user", "content": "hi"}]
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x"}) + "\n\n" + json.dumps({"messages": messages}) + "\n")
-    assert read_prompts([tmp_path / "a.txt", tmp_path / "b.jsonl"]) == ["one prompt\nof two lines", "x", messages]
-    for content, words in (('{"question": 1}', "line 1 needs"), ("{", "not valid JSON"), ("", "non-empty prompts")):
-        (tmp_path / "c.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=words):
-            read_prompts([tmp_path / "c.jsonl"])
-    (tmp_path / "d.jsonl").write_text('{"text": "x"}', encoding="utf-8-sig")
-    assert read_prompts([tmp_path / "d.jsonl"]) == ["x"]
-    (tmp_path / "e.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"e\.txt is no text in UTF-8"):
-        read_prompts([tmp_path / "e.txt"])
-    (tmp_path / "f.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
-    with pytest.raises(ValueError, match=r"f\.json would be one prompt as it is"):
-        read_prompts([tmp_path / "f.json"])
 
 
 def test_convert(target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -18,6 +18,7 @@ from support.targets import own_target
 from transformers import PreTrainedModel
 
 from hf_specheads import AutoDraftHead, PossHead, load_heads
+from hf_specheads.checkpoints.fetch import HUB_ERRORS
 from hf_specheads.cli import main
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.publishing.card.render import BEGIN, END, write_card
@@ -65,6 +66,17 @@ def test_what_a_repository_holds(hub: HubEndpoint, folder: Path) -> None:
     assert saved.keys() == pushed.keys() and all(torch.equal(saved[key], pushed[key]) for key in saved)
     assert all(files[path].startswith(b"\x89PNG") for path in FIGURES.values())
     assert len(hub.repos[name].history("main")) == 2  # everything in one commit
+
+
+def test_a_hub_that_does_not_answer_is_told_in_one_line(folder: Path, monkeypatch, capsys) -> None:
+    def unanswered(*args: Any, **kwargs: Any) -> None:
+        raise HUB_ERRORS[1]("[Errno -2] Name or service not known")  # of the HTTP client, and no OSError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
+    assert main(["push", str(folder), "lab/heads"]) == 2
+    said = capsys.readouterr().err
+    assert "specheads: error: 'lab/heads' cannot be pushed, http" in said and "--to-folder DIR" in said
+    assert "Traceback" not in said
 
 
 def test_what_the_card_says(hub: HubEndpoint, folder: Path) -> None:

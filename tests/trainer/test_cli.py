@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def test_run_from_a_recipe(workspace, tmp_path, capsys):
     folder = tmp_path / "heads"
     workspace.run(*workspace.options, f"output_dir={folder}", "eval_strategy=steps", "eval_steps=2")
     printed = capsys.readouterr().out
-    for line in ("poss, 2 specialist(s)", "passes: 4, summed backward", "16 examples to train on, 4 to evaluate on"):
+    for line in ("poss, 2 specialist(s)", "passes: 4, summed backward", "16 examples to train on, 4 examples to"):
         assert line in printed
     heads = load_heads(str(folder))
     assert heads.config.num_specialists == 2 and heads.config.trained_positions == 4
@@ -31,7 +32,29 @@ def test_run_from_a_recipe(workspace, tmp_path, capsys):
     assert facts["versions"]["torch"] == torch.__version__
     assert {"eval_loss", "eval_acceptance_length", "eval_pos_acc_1"} <= facts["metrics"].keys()
     assert facts["arguments"]["learning_rate"] == 0.05
-    assert "eval_acceptance_length" in facts["log_history"][-1]
+    assert any("eval_acceptance_length" in entry for entry in facts["log_history"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [(["eval_strategy=epoch"], [3]), (["eval_strategy=no"], [3]), (["eval_strategy=steps", "eval_steps=2"], [2, 3])],
+)
+def test_the_last_step_is_evaluated_once(workspace, tmp_path, changes, steps):
+    folder = tmp_path / "heads"
+    workspace.run(*workspace.options, *changes, f"output_dir={folder}", "eval_acceptance_prompts=0")
+    facts = json.loads((folder / "training_facts.json").read_text())
+    evaluated = [entry for entry in facts["log_history"] if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluated] == steps
+    assert facts["metrics"]["eval_loss"] == evaluated[-1]["eval_loss"]
+
+
+def test_rows_of_several_examples_are_not_counted_as_examples(workspace, tmp_path, capsys):
+    workspace.run(
+        *workspace.options, f"output_dir={tmp_path / 'heads'}", "packing=true", "max_steps=1", "max_length=48"
+    )
+    printed = capsys.readouterr().out
+    (rows,) = re.findall(r"(\d+) packed rows to train on, 4 examples to evaluate on", printed)
+    assert 0 < int(rows) < 16 and "16 rows, 16 examples" in printed and "4 packed rows on 1 process" in printed
 
 
 def test_warm_start_from_a_folder(workspace, tmp_path):

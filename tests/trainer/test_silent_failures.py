@@ -90,6 +90,20 @@ def test_targets_that_keep_documents_apart_are_not(family: str) -> None:
     assert packing_problem(FrozenTarget(own_target(family))) is None
 
 
+def test_rounding_is_no_other_document(monkeypatch) -> None:
+    """Of many layers in 16 bits: it depends on the shape of a batch, and on nothing else of the other documents."""
+    exact = FrozenTarget.features
+
+    def rounded(self, batch, layers=(-1,)):
+        states = exact(self, batch, layers)[1]
+        noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(states[..., 0].numel()))
+        return states, states + 0.03 * states.std() * noise
+
+    monkeypatch.setattr(FrozenTarget, "features", rounded)
+    assert packing_problem(FrozenTarget(own_target("llama"))) is None
+    assert "another one stands in the same sequence" in packing_problem(FrozenTarget(own_target("lfm2")))
+
+
 def test_the_trainer_tries_it(make_trainer, monkeypatch) -> None:
     make_trainer(packing=True)
     monkeypatch.setattr(FrozenTarget, "features", lambda self, batch, layers=(-1,): (

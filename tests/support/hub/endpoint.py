@@ -254,6 +254,7 @@ class HubEndpoint:
 
 def main() -> None:
     """Serves until it is stopped; says which variables point a client here."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from support.hub.endpoint import HubEndpoint  # not `__main__`: both files know one set of classes
 
     with tempfile.TemporaryDirectory() as home:
