@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME
 
 from hf_specheads.heads.base import DraftHead
 from hf_specheads.publishing.card.facts import EVAL_RESULTS
+from hf_specheads.publishing.places import without_places
 from hf_specheads.publishing.push import complete_folder, name_target
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 
@@ -71,7 +72,7 @@ class HubCards(Trainer):
         repo_id = getattr(self, "hub_model_id", None)
         if repo_id or finetuned_from:
             name_target(folder / CONFIG_NAME, finetuned_from)
-        write_facts(self.facts(), folder)
+        write_facts(without_places(self.facts()) if repo_id else self.facts(), folder)
         given = {"language": language, "tags": tags, "datasets": dataset}
         known: dict[str, Any] = {
             name: [value] if isinstance(value, str) else value for name, value in given.items() if value

@@ -33,6 +33,7 @@ from .card.render import render_card
 from .card.sections import target_link
 from .curves import read_history
 from .figures import FIGURES, can_draw, draw_figures
+from .places import without_places
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ def save_with_facts(
     facts_from: str | os.PathLike[str] | None,
     **card: Any,
 ) -> dict[str, Any]:
-    """Saves heads, and beside them the facts that lie where they came from or are given; returns the other facts."""
+    """Saves heads, and beside them the facts that lie where they came from or are given, without places on this
+    machine; returns the other facts."""
     source, card_path = facts_from or heads.name_or_path, folder / "README.md"
     had_card = card_path.is_file()
     heads.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -159,8 +161,12 @@ def save_with_facts(
     if source and os.path.isdir(source):
         _copy_facts(Path(source), folder)
     for name, field in ((TRAINING_FACTS, "training"), (EVAL_RESULTS, "evaluations")):
-        if (facts := card.pop(field, None)) is not None:
-            (folder / name).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+        facts, path = card.pop(field, None), folder / name
+        if facts is None and path.is_file():
+            facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts is not None:
+            plain = json.loads(json.dumps(facts, default=str))
+            path.write_text(json.dumps(without_places(plain), indent=1) + "\n", encoding="utf-8")
     return card
 
 

@@ -79,6 +79,20 @@ def test_a_hub_that_does_not_answer_is_told_in_one_line(folder: Path, monkeypatc
     assert "Traceback" not in said
 
 
+def test_nobody_learns_where_it_was_trained_and_measured(poss_heads: PossHead, tmp_path: Path) -> None:
+    recipe = {"target": str(tmp_path / "target"), "train_data": {"path": str(tmp_path / "data")}}
+    training = {**TRAINING, "command": f"specheads train output_dir={tmp_path / 'saved'}", "recipe": recipe}
+    folder = save_with_facts(
+        poss_heads, tmp_path / "saved", training, [{**RESULTS[0], "heads": str(tmp_path / "saved")}]
+    )
+    assert main(["push", str(folder), "lab/heads", "--to-folder", str(tmp_path / "repository")]) == 0
+    written = {path: path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()}
+    assert [path.name for path, data in written.items() if str(tmp_path).encode() in data] == []
+    facts = json.loads((tmp_path / "repository" / "training_facts.json").read_text())
+    assert facts["command"] == "specheads train output_dir=saved" and facts["recipe"]["target"] == "target"
+    assert str(tmp_path) in (folder / "training_facts.json").read_text()  # one's own stay as they are
+
+
 def test_what_the_card_says(hub: HubEndpoint, folder: Path) -> None:
     hub.publish("lab/target", _with_readme(folder.parent / "target", "---\nlicense: llama3\n---\n"))
     name = hub.new_name()

@@ -70,3 +70,11 @@ def test_crashes_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fuzz, "load_heads", broken)
     outcome, detail = fuzz.attempt("eagle", "drop", damaged(tmp_path, "hass"), "")
     assert outcome == "crash" and "KeyError" in detail
+
+
+def test_rounding_is_nothing_wrong() -> None:
+    """The same weights elsewhere in memory; a thousandth is something else, and so is another finite place."""
+    logits = torch.randn(4, 99) * 5
+    logits[:, 7] = float("-inf")
+    assert fuzz.alike(logits, logits + 1e-6) and not fuzz.alike(logits, logits * 1.001)
+    assert not fuzz.alike(logits, logits.nan_to_num(neginf=0.0)) and not fuzz.alike(logits, logits[:2])

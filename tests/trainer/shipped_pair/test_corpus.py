@@ -85,7 +85,7 @@ def test_a_training_in_two_calls(tmp_path: Path, chat_tokenizer: PreTrainedToken
     monkeypatch.setattr(target, "read_split", lambda held_out: ["def f(x):\n    return x\n" * 60])
     chat_tokenizer.save_pretrained(tmp_path / "tokenizer")
     common = ("--output_dir", tmp_path / "run", "--tokenizer", tmp_path / "tokenizer", "--max_steps", 3,
-              "--num_hidden_layers", 1, "--batch_size", 1, "--save_steps", 100)  # fmt: skip
+              "--num_hidden_layers", 1, "--batch_size", 1, "--block_size", 400, "--save_steps", 100)  # fmt: skip
     facts = tmp_path / "run" / "final" / target.FACTS
     call(target, monkeypatch, *common, "--minutes", 0, "--answers_per_family", 0)
     first = json.loads(facts.read_text())
