@@ -1,7 +1,7 @@
 """Measure heads on your prompts: acceptance length, pos-acc, speed-up, and whether every text is identical.
 
-Prompts: .jsonl with one object a line, or .txt with one prompt per file. Chats (`messages`, `conversations`) go
-through the target's chat template with their `tools` and `chat_template_kwargs`, up to the answer that they end with;
+Prompts: .jsonl with one object a line, or .txt with one prompt per file. Chats (`messages`) go through
+the target's chat template with their `tools` and `chat_template_kwargs`, up to the answer that they end with;
 texts (`prompt`, `text`) go in as they are.
 """
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..texts import Text
 
-CHAT_COLUMNS = ("messages", "conversations", "prompt")
+CHAT_COLUMNS = ("messages", "prompt")
 TEXT_COLUMNS = ("prompt", "text")
 
 
@@ -93,24 +93,28 @@ def _prompt_of(line: str, where: str) -> Prompt:
     for name in TEXT_COLUMNS:
         if isinstance(entry.get(name), str):
             return entry[name]
-    raise ValueError(
-        f"{where} needs a string `prompt` or `text`, or a list `messages` or `conversations`; got {line[:80]!r}."
-    )
+    raise ValueError(f"{where} needs a string `prompt` or `text`, or a list `messages`; got {line[:80]!r}.")
 
 
 def _chat_of(entry: Mapping[str, Any], name: str, where: str) -> list[dict[str, Any]] | AskedChat:
     """A chat as `regenerate` reads it: without the answer that it ends with, with what the row tells the template."""
-    from ..trainer.chats import ExampleError
-    from ..trainer.columns import messages_of, tools_of
-
-    try:
-        messages, tools = messages_of(entry[name]), tools_of(entry)
-    except ExampleError as error:
-        raise ValueError(f"{where} is no chat: {error}") from error
-    while messages and messages[-1].get("role") == "assistant":
+    messages = list(entry[name])
+    if not all(isinstance(message, Mapping) and message.get("role") for message in messages):
+        raise ValueError(f"{where} is no chat: every message needs a `role`; got {str(messages)[:80]!r}.")
+    while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise ValueError(f"{where} is a chat in which nobody asks anything; got {str(entry[name])[:80]!r}.")
     given = entry.get("chat_template_kwargs") or {}
-    options = {key: value for key, value in {"tools": tools, **given}.items() if value is not None}
+    found = {"tools": _tools_of(entry, where), **given}
+    options = {key: value for key, value in found.items() if value is not None}
     return AskedChat(messages, options) if options else messages
+
+
+def _tools_of(entry: Mapping[str, Any], where: str) -> list[Any] | None:
+    """Tools of a row, also where they are written as JSON."""
+    tools = entry.get("tools") or None
+    try:
+        return (json.loads(tools) or None) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise ValueError(f"{where} is no chat: `tools` are neither a list nor JSON: {error}") from error

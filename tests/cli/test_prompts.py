@@ -30,7 +30,7 @@ ROWS = [
         "chat_template_kwargs": {"enable_thinking": True, "other": None},
     },
     {"messages": [USER, {"role": "assistant", "content": "w20"}]},
-    {"conversations": [{"from": "human", "value": "w5 w6"}, {"from": "gpt", "value": "w20"}]},
+    {"prompt": [USER], "tools": "[]"},
 ]
 ASKED = ["w3 w5 w6 w7", "w3 w5 w6 w4 w8 w7", "w3 w5 w6 w4 w8 w9 w7", "w3 w5 w6 w7", "w3 w5 w6 w7"]
 
@@ -76,7 +76,7 @@ def test_chats_are_asked_as_their_rows_say(rows: Path, tokenizer: PreTrainedToke
     [
         ({"messages": []}, "nobody asks anything"),
         ({"messages": [{"role": "assistant", "content": "w20"}]}, "nobody asks anything"),
-        ({"conversations": [{"from": "nobody", "value": "w5"}]}, "is no chat: a turn of a conversation is `from`"),
+        ({"messages": [{"from": "human", "value": "w5"}]}, "is no chat: every message needs a `role`"),
         ({"messages": [USER], "tools": "w8"}, "is no chat: `tools` are neither a list nor JSON"),
     ],
 )

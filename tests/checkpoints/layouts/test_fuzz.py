@@ -26,6 +26,11 @@ def test_only_our_own_errors_and_nothing_silently_wrong() -> None:
     assert outcomes["refused"] > COUNT // 3 and outcomes["same"] > COUNT // 20
 
 
+def test_architectures_that_are_no_list_are_read_over() -> None:
+    case = ("dflash-default-taps", "change_field", 3)
+    assert (result := fuzz.run_case(*case)).change.startswith("config.json: architectures=") and not result.failed
+
+
 @pytest.mark.slow
 def test_many_more() -> None:
     assert [result for case in fuzz.cases(5000) if (result := fuzz.run_case(*case)).failed] == []

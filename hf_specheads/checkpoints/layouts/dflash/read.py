@@ -181,7 +181,8 @@ def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> 
     """Whether the slot of the root drafts; no weight tells."""
     if asked not in (None, *ANCHOR_SLOTS):
         raise HeadConfigError(f"`anchor_slot` must be one of {list(ANCHOR_SLOTS)}, got {asked!r}.")
-    architectures = raw_config.get("architectures") or []
+    architectures = raw_config.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else []
     stated = boolean(raw_config, "sample_from_anchor")
     if stated is None:
         stated = boolean(raw_config, keys.SHIFT_LABEL)
