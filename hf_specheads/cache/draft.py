@@ -35,6 +35,8 @@ class DraftCache(SlotCache):
         taken_in: Which of the rows a round takes in are real, `None` if all are. In a batch, sequences have accepted
             different numbers of tokens; those that accepted fewer than others come after columns of no meaning. Set
             before every round ([`begin_round`]).
+        deepest: Draft positions of the deepest tree that may be drafted with this cache; 0 where that is the tree in
+            force of the heads.
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
     """
 
@@ -42,6 +44,7 @@ class DraftCache(SlotCache):
         super().__init__()
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
         self.taken_in: RealRows | None = None
+        self.deepest = 0
         self.drafted_inputs: list[torch.Tensor] = []
         self._levels_in = [0] * num_specialists
 

@@ -21,6 +21,7 @@ from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
 from .lookup import TextLookup
+from .menu import deepest_draft
 from .options import DraftingOptions
 from .pace import Pace
 from .sampling import DraftSampler
@@ -64,6 +65,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
         self.draft_cache = head.new_draft_cache()
+        self.draft_cache.deepest = deepest_draft(head, self.options)
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..contract import DraftingContract
 from ..tree.config import CHILDREN, DraftTreeConfig
+from .options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
@@ -48,3 +50,12 @@ def trees_to_choose(
     ]
     menu = [tree, *(one for one in (*chains, *wider) if problem(one) is None)]
     return tuple(dict.fromkeys(menu))
+
+
+def deepest_draft(heads: DraftingContract, options: DraftingOptions) -> int:
+    """Draft positions of the deepest tree that a round of a call may draft."""
+    chooses = (options.adaptive or options.in_stream) and options.free_tree and not options.compiled
+    if not chooses:
+        return options.tree.depth
+    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem)
+    return max(tree.depth for tree in menu)

@@ -121,11 +121,6 @@ class PEagleHead(Eagle3Head):
 
     # ------------------------------------------------------------------ drafting
     @property
-    def drafted_slots(self) -> int:
-        """Positions one forward drafts: those of the draft tree, and two at least."""
-        return max(self.tree_config.depth, 2)
-
-    @property
     def independent_positions(self) -> bool:
         return True
 
@@ -134,8 +129,8 @@ class PEagleHead(Eagle3Head):
         return True
 
     def draft_rows(self, tree: DraftTreeConfig) -> int:
-        """Mask rows, whatever the tree."""
-        return self.drafted_slots
+        """Positions one forward drafts, and two at least."""
+        return max(tree.depth, 2)
 
     def new_draft_cache(self) -> DraftCache:
         return DraftCache(self.config.num_hidden_layers)
@@ -144,7 +139,8 @@ class PEagleHead(Eagle3Head):
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; the state of every node is what all positions were drafted from, [B, 1, D * h]."""
-        fused, slots = self.fuse(self.embed(token_ids[:, 1:], features.device), features), self.drafted_slots
+        fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
+        slots = max(cache.deepest or self.tree_config.depth, 2)
         batch, rows = fused.shape[:2]
         fused = torch.cat([fused, self.mask_rows(batch, slots - 1, fused)], dim=1)
         positions = cache.open_rows(rows, fused.device, slots - 1).expand(batch, -1)

@@ -154,7 +154,8 @@ class SpecialistHead(DraftHead):
         mask = cache.last_row_mask(rows, fused.dtype)
         drafted = self(fused, positions, mask, cache, specialist=0, num_queries=1)
         # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
-        for specialist in range(1, self.specialist_of(self.tree_config.depth - 1) + 1):
+        deepest = cache.deepest or self.tree_config.depth
+        for specialist in range(1, self.specialist_of(deepest - 1) + 1):
             self(fused, positions, None, cache, specialist, num_queries=0)
         cache.commit(rows)
         return drafted, self.draft_logits(drafted)

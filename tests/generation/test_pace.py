@@ -16,7 +16,7 @@ from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 from transformers import GenerationConfig
 
-from hf_specheads import DraftTreeConfig
+from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.generation import loop
 from hf_specheads.generation.menu import trees_to_choose
 from hf_specheads.generation.options import DraftingOptions
@@ -30,6 +30,7 @@ from hf_specheads.generation.pace import (
     Pace,
     pace_of,
 )
+from hf_specheads.heads.auto import METHODS
 from hf_specheads.tree.default import CPU_TREE
 
 NEW = 28
@@ -344,9 +345,34 @@ def test_the_text_does_not_depend_on_when_drafts_are_made(method, pattern, monke
     assert plain_steps > 1 and rounds > 1
 
 
+@pytest.mark.parametrize("method", ["poss", "poss-eagle3", "poss-lora", "peagle"])
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_trees_deeper_than_the_one_in_force_are_drafted_as_by_heads_that_were_given_them(
+    method, in_stream, monkeypatch
+):
+    """Specialists of later positions have taken in the text, and blocks have slots for them."""
+    target, ids = shared_target("llama"), prompt()
+    heads = random_heads(target, method, CHAIN.replace(depth=2, total_tokens=3))
+    deep = heads.with_tree(kind="chain", depth=8)
+    heads.adaptive, deep.adaptive, drafted = True, False, {}
+
+    def deepest(pace: Pace, context: int) -> int:
+        return max(range(len(pace.menu)), key=lambda choice: pace.menu[choice].depth)
+
+    monkeypatch.setattr(Pace, "choose", deepest)
+    for one in (heads, deep):
+        steps = drafted[one] = []
+        one.on_round = lambda step, steps=steps: steps.append(step.tree and step.tree.token_ids.tolist())
+        if in_stream:
+            list(generate_stream(target, one, [{"input_ids": ids, "max_new_tokens": NEW}], max_batch=1))
+        else:
+            plain(target, ids, NEW, assistant_model=one)
+    assert drafted[heads] == drafted[deep] and max(len(tree[0]) for tree in drafted[deep] if tree) == 9
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "draft-lm"])
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"lookup"}))
 def test_the_text_does_not_depend_on_which_trees_are_drafted(method, do_sample, monkeypatch):
     """Nobody has assigned a tree, and every round drafts another one."""
     target, ids = shared_target("llama"), prompt()
