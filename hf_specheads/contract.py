@@ -27,11 +27,12 @@ Letters of shapes, one meaning everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .cache.draft import DraftCache
@@ -232,6 +233,12 @@ class DraftingContract:
             States [B, K, *] and draft logits [B, K, V].
         """
         raise NotImplementedError
+
+    @property
+    def link_layers(self) -> Sequence[nn.Module] | None:
+        """The layers that draft the links of a chain, one per layer of the draft cache, of heads with a method `link`
+        that is given one of them; `None` of other heads."""
+        return None
 
     def new_draft_cache(self) -> DraftCache:
         """An empty draft cache for one generation."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
-from .masks import additive_mask, slot_mask
+from .masks import additive_mask, chain_mask, slot_mask
 from .slots import SlotCache, SlotCacheLayer
 
 
@@ -24,6 +26,26 @@ class RealRows(NamedTuple):
     lengths: torch.Tensor
 
 
+class Links(NamedTuple):
+    """How a compiled step drafts the links of a chain, so that all of a kind are the same work to the compiler.
+
+    Attributes:
+        offsets: int64 [1] each, the numbers from 0 on: how far after the committed rows a row lies. Tensors, because
+            a number of the host would be compiled into the link.
+        kinds: Of every specialist, a number that those with the same work have in common.
+        run: Calls `run(kind, link, layer, *tensors)`, so that links of one kind are compiled once; `None` where the
+            installed torch cannot.
+        best: The best children of a link, as drafting finds them.
+        dtype: That links are computed in.
+    """
+
+    offsets: tuple[torch.Tensor, ...]
+    kinds: tuple[int, ...]
+    run: Callable[..., Any] | None
+    best: Callable[..., Any]
+    dtype: torch.dtype
+
+
 class DraftCache(SlotCache):
     """Draft cache of one generation: one layer per specialist.
 
@@ -37,6 +59,7 @@ class DraftCache(SlotCache):
             before every round ([`begin_round`]).
         deepest: Draft positions of the deepest tree that may be drafted with this cache; 0 where that is the tree in
             force of the heads.
+        links: How a compiled step drafts chains, `None` for other trees and heads, and where nothing is compiled.
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
     """
 
@@ -45,6 +68,7 @@ class DraftCache(SlotCache):
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
         self.taken_in: RealRows | None = None
         self.deepest = 0
+        self.links: Links | None = None
         self.drafted_inputs: list[torch.Tensor] = []
         self._levels_in = [0] * num_specialists
 
@@ -108,6 +132,23 @@ class DraftCache(SlotCache):
         self.lengths = lengths + valid.sum(1)
         self.taken_in = None
 
+    @contextmanager
+    def drafting(self, links: Links) -> Iterator[None]:
+        """Chains are drafted like this meanwhile."""
+        self.links = links
+        try:
+            yield
+        finally:
+            self.links = None
+
+    def state(self) -> dict[str, Any]:
+        """What a round changes besides the buffers, which a round like it writes over ([`go_back`])."""
+        return {name: list(value) if type(value) is list else value for name, value in vars(self).items()}
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Undoes a round."""
+        self.__dict__.update({name: list(value) if type(value) is list else value for name, value in state.items()})
+
     def outlive_step(self) -> None:
         """What a compiled step has left for the next round becomes the cache's own: the next replay of a CUDA graph
         writes over what the last one has left."""
@@ -123,11 +164,15 @@ class DraftCache(SlotCache):
         return additive_mask(seen[:, None, None], dtype)
 
     def tree_mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]; `None`
-        where all are."""
+        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]. For
+        `None` all are; the mask is `None` as well then, unless slots are shown that hold no row."""
         if visible is None:
-            return None
+            return None if self.slots is None else chain_mask(self.slots[:, -1:], self.shown()[1], dtype)
         return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
+
+    def lacks_nothing(self, specialist: int) -> bool:
+        """Whether a specialist's layer has all of this round's drafted rows."""
+        return self._levels_in[specialist] == len(self.drafted_inputs)
 
     def take_level(self, specialist: int) -> int:
         """Which levels of this round's drafted rows a specialist's layer lacks: all from the one returned on. They

@@ -96,6 +96,11 @@ def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(allowed, zero, torch.finfo(dtype).min)
 
 
+def chain_mask(slots: torch.Tensor, shown: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive [B, 1, 1, shown]: what a row in a slot int64 [B, 1] sees if all rows before it are its ancestors."""
+    return additive_mask((torch.arange(shown, device=slots.device) <= slots)[:, None, None], dtype)
+
+
 def block_mask(allowed: torch.Tensor) -> BlockMask:
     """The same for flex attention, which looks a pair of rows up where it wants to know.
 

@@ -41,6 +41,26 @@ def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
     buffer[sequences, :, slots] = rows.transpose(1, 2)
 
 
+class OwnSlots:
+    """What a layer alone sees of a [`SlotCache`] that shows all its slots: its keys and values, and where to write.
+
+    Args:
+        keys, values: [B, heads, capacity, head_dim].
+        slots: int64 [B, R].
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
+        self.keys, self.values, self.slots = keys, values, slots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`SlotCacheLayer.update`]."""
+        write_rows(self.keys, self.slots, key_states)
+        write_rows(self.values, self.slots, value_states)
+        return self.keys, self.values
+
+
 class SlotCacheLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, heads, capacity, head_dim] each; where to write, the cache says.
 

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from ..cache.draft import DraftCache
+from ..cache.draft import DraftCache, Links
 from ..cache.rooms import Rooms
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
@@ -24,8 +24,8 @@ from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
 from .drafting import grow_dynamic, grow_fixed
-from .probe import difference
-from .regions import with_regions
+from .probe import difference, drafts_problem
+from .regions import links_of, with_regions
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +38,13 @@ TOO_MANY = (
 OF_THEIR_OWN = (
     "the layers of %s seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
     "compiled call takes longer."
+)
+LINKS_OF_THEIR_OWN = (
+    "the links of a chain seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
+    "compiled call takes longer."
+)
+ROWS_OF_THEIR_OWN = (
+    "torch.compile makes no code of %s for any number of rows (%s): trees of other sizes are compiled for themselves."
 )
 SMALLEST_BUCKET = 256
 
@@ -82,12 +89,14 @@ class CompiledRounds:
         rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
         layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]), until they turn out
             not to be.
+        links_once: The same of links of a chain ([`regions.links_of`]).
+        rows_once: Whether trees of all sizes share a graph on a CPU, until there is none for them.
     """
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self.compiles = False
-        self.layers_once = True
+        self.layers_once = self.links_once = self.rows_once = True
         self.rooms = Rooms() if self.replays else None
         self._steps = {step: torch.compile(_own_copy(step), **options) for step in (_grow, _verify)}
         self._shapes: dict[Callable, set[tuple]] = {_grow: set(), _verify: set()}
@@ -136,45 +145,97 @@ class CompiledRounds:
         shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
         shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
         token_ids = token_ids.reshape(-1).view(token_ids.shape)  # strides of one kind, whatever it was cut from
-        drafted = self._call(_grow, shapes, head, cache, tree, token_ids, features, depth, shape)
+        call = (head, cache, tree, token_ids, features, depth, shape)
+        drafted, links = None, links_of(head, cache, shape) if self.links_once else None
+        if links is not None:
+            drafted = self._grow_alike(cache, links, shapes, *call)
+        drafted = self._call(_grow, shapes, *call) if drafted is None else drafted
         if self.replays:
             cache.outlive_step()
         return drafted
+
+    def _grow_alike(self, cache: DraftCache, links: Links, shapes: tuple, *call: Any) -> DraftTree | None:
+        """The same with links of a chain that are alike compiled once; `None` if that cannot be, from now on."""
+        shapes = ("links once", *shapes)
+        if shapes in self._shapes[_grow]:
+            with cache.drafting(links):
+                return self._call(_grow, shapes, *call)
+        before = cache.state()
+        try:
+            expected = _grow(*call)
+            cache.go_back(before)
+            with cache.drafting(links):
+                drafted = self._call(_grow, shapes, *call)
+            problem = drafts_problem(expected, drafted, links.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            problem = _in_words(error)
+        if problem is None:
+            return drafted
+        logger.warning_once(LINKS_OF_THEIR_OWN % problem)
+        cache.go_back(before)
+        self.links_once = False
+        self._shapes[_grow].discard(shapes)
+        return None
 
     def verify(
         self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
     ) -> ModelOutput:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
-        shapes = (tuple(tree.token_ids.shape), cache.capacity, tree.max_depth, repr(hidden_states))
-        tree = tree.packed()  # views of other strides would be compiled anew
+        rows = tree.rows_alone()
+        batch, nodes = rows.token_ids.shape
+        # On other devices shapes are captured as well, or kernels chosen by them.
+        any_rows = self.rows_once and nodes > 1 and rows.token_ids.device.type == "cpu"
+        shapes = (batch, "any" if any_rows else nodes, cache.capacity, repr(hidden_states))
         if self.layers_once and cache.regions is None:
             cache.regions = (with_regions(target, cache),)
-        if self.layers_once and cache.regions and (marked := cache.regions[0]) is not None:
-            outputs = self._verify_alike(target, marked, shapes, cache, tree, hidden_states)
-            if outputs is not None:
-                return outputs
-        return self._call(_verify, shapes, target, cache, tree, hidden_states)
+        marked = cache.regions[0] if self.layers_once and cache.regions else None
+        if marked is None and not any_rows:
+            return self._call(_verify, shapes, target, cache, rows, hidden_states)
+        outputs = self._verify_alike(target, marked, any_rows, shapes, cache, rows, hidden_states)
+        return self.verify(target, cache, tree, hidden_states) if outputs is None else outputs
 
     def _verify_alike(
-        self, target: PreTrainedModel, marked: PreTrainedModel, shapes: tuple, *call: Any
+        self, target: PreTrainedModel, marked: PreTrainedModel | None, any_rows: bool, shapes: tuple, *call: Any
     ) -> ModelOutput | None:
-        """The same with layers that are alike compiled once; `None` if that cannot be, from now on."""
-        shapes = ("layers once", *shapes)
+        """The same with layers that are alike compiled once, and one graph for trees of any number of nodes; `None` if
+        one of both cannot be, from now on."""
+        shapes, through = (marked is not None, *shapes), target if marked is None else marked
+        if any_rows:
+            _mark_rows(call[1])
         if shapes in self._shapes[_verify]:
-            return self._call(_verify, shapes, marked, *call)
+            return self._call(_verify, shapes, through, *call)
+        blame_rows = any_rows  # what cannot be compiled may be with less asked; wrong logits come from layers first
         try:
-            outputs = self._call(_verify, shapes, marked, *call)
+            outputs = self._call(_verify, shapes, through, *call)
             problem = difference(_verify(target, *call).logits, outputs.logits, target.dtype)
+            blame_rows = marked is None
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a compiler at its limits: without regions it may do, or say why not
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        except Exception as error:  # of a compiler at its limits: asked for less it may do, or say why not
+            problem = _in_words(error)
         if problem is None:
             return outputs
-        logger.warning_once(OF_THEIR_OWN % (type(target).__name__, problem))
-        self.layers_once = False
+        logger.warning_once((ROWS_OF_THEIR_OWN if blame_rows else OF_THEIR_OWN) % (type(target).__name__, problem))
+        if blame_rows:
+            self.rows_once = False
+        else:
+            self.layers_once = False
         self._shapes[_verify].discard(shapes)
         return None
+
+
+def _mark_rows(tree: DraftTree) -> None:
+    """Tells the compiler that its code is to be for trees of any number of nodes."""
+    torch._dynamo.mark_dynamic(tree.token_ids, 1)
+    torch._dynamo.mark_dynamic(tree.depths, 1)
+    if tree.shape is not None:
+        torch._dynamo.mark_dynamic(tree.shape.ancestor_mask, [1, 2])
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:

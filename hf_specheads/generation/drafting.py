@@ -42,7 +42,7 @@ def grow_tree(
     return grow_fixed(head, cache, tree, token_ids, features, depth, sampler)
 
 
-def _top_children(
+def top_children(
     head: DraftingContract, logits: torch.Tensor, width: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
@@ -119,7 +119,7 @@ def grow_dynamic(
         return DraftTree.root_only(token_ids[:, -1])
     if head.independent_positions:
         return _grow_best_first(head, cache, tree, token_ids[:, -1], (drafted, logits), depth)
-    scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
+    scores, tokens = top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
     scores, tokens = scores[:, 0], tokens[:, 0]
     level = _Level(
         tokens=tokens,
@@ -147,7 +147,7 @@ def _expand(
     own_row = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
     visible = torch.cat([level.visible, own_row], dim=-1)
     features, logits = head.extend_draft(cache, position, level.tokens, level.features, visible)
-    scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, K, K]
+    scores, tokens = top_children(head, logits, width, tree.draft_temperature)  # [B, K, K]
     scores, tokens = (scores + level.scores[..., None]).flatten(1), tokens.flatten(1)
     parents = level.candidate.repeat_interleave(width, dim=1)
     best, chosen = scores.topk(width, dim=1)  # [B, K]
@@ -186,7 +186,7 @@ def _grow_best_first(
     above, number = logits.new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # of the nodes above
     first = 1
     for position in range(depth):
-        scores, tokens = _top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
+        scores, tokens = top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
         scores, chosen = (above[..., None] + scores).flatten(1).topk(min(most, above.shape[1] * width), dim=1)
         candidates.append((tokens[:, 0].gather(1, chosen % width), number.gather(1, chosen // width), scores))
         best = tokens[:, 0, :1]
@@ -209,7 +209,7 @@ def _drawn_children(
     paths: torch.Tensor,
     sampler: DraftSampler,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As [`_top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
+    """As [`top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
     logits = logits / temperature
     if (vocabulary := head.draft_vocabulary) is not None:
         whole = logits.new_full((*logits.shape[:-1], head.target_vocab_size), -torch.inf)
@@ -247,7 +247,8 @@ def grow_fixed(
     for position, level in enumerate(shape.levels, start=1):
         width = min(level.width, logits.shape[-1])
         if sampler is None:
-            scores, tokens = _top_children(head, logits, width, tree.draft_temperature)
+            best = top_children if cache.links is None else cache.links.best
+            scores, tokens = best(head, logits, width, tree.draft_temperature)
         else:
             scores, tokens, probs = _drawn_children(head, logits, width, tree.draft_temperature, paths, sampler)
             drawn_from.append(probs)
@@ -265,7 +266,7 @@ def grow_fixed(
             states, paths = states[:, above], paths[:, above]
         if sampler is not None:
             paths = torch.cat([paths, frontier[..., None]], dim=-1)
-        in_step = level.sees_all and cache.lengths is None
+        in_step = level.sees_all and (cache.lengths is None or cache.links is not None)
         visible = None if in_step else level.visible[None].expand(batch, -1, -1)
         states, logits = head.extend_draft(cache, position, frontier, states, visible)
     if len(parts) < len(shape.levels):

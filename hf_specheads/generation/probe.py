@@ -139,6 +139,19 @@ def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) ->
     )
 
 
+def drafts_problem(expected: DraftTree, got: DraftTree, dtype: torch.dtype) -> str | None:
+    """How a chain differs from the expected one by more than rounding, in words; `None` if it does not. Where rounding
+    decides on a token, what comes after it says nothing."""
+    same = (expected.token_ids == got.token_ids).long().cumprod(1)
+    compared = torch.nn.functional.pad(same[:, :-1], (1, 0), value=1).bool()
+    shift = (expected.scores.double() - got.scores.double()).abs().where(compared, 0.0) / expected.depths.clamp_min(1)
+    full = dtype in (torch.float32, torch.float64)
+    allowed = FULL_PRECISION_TOLERANCE if full else LOW_PRECISION_ROUNDINGS * torch.finfo(dtype).eps
+    if bool((shift <= allowed).all()):
+        return None
+    return f"its log-probabilities are off by {shift.max():.2g} per token (up to {allowed:.2g} is rounding)"
+
+
 class _Probe:
     """A random context, its prefill, and the logits `decoded` [B, 3, V] of the path that rounds will verify."""
 

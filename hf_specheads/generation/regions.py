@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +21,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache.slots import SlotCacheLayer, write_rows
+from ..cache.draft import DraftCache, Links
+from ..cache.rooms import stays
+from ..cache.slots import OwnSlots, SlotCacheLayer
 from ..cache.target import TreeCache
+from ..contract import DraftingContract
+from ..tree.shape import TreeShape
+from .drafting import top_children
 
 NUMBER = "layer_idx"  # of a layer in the cache, as transformers' modules call it
 COLLECTORS = "transformers.utils.output_capturing"  # hooks that know their layer's number
@@ -30,31 +36,30 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 _NOT_SETTINGS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", NUMBER)
 
 
-class _OwnSlots:
-    """What a layer alone sees of a [`TreeCache`]: its keys and values, and where to write.
+def _flat(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments as one list of tensors and plain values, which the compiler compares fastest: how many there are by
+    place, those, and names, numbers of tensors (-1 for what is no tuple) and values of the others."""
+    flat = [len(args), *args]
+    for name, value in kwargs.items():
+        flat += [name, len(value), *value] if isinstance(value, tuple) else [name, -1, value]
+    return flat
 
-    Args:
-        keys, values: [B, heads, capacity, head_dim].
-        slots: int64 [B, R].
-    """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
-        self.keys, self.values, self.slots = keys, values, slots
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`SlotCacheLayer.update`] in a cache that shows all its slots."""
-        write_rows(self.keys, self.slots, key_states)
-        write_rows(self.values, self.slots, value_states)
-        return self.keys, self.values
+def _unflat(flat: tuple) -> tuple[list[Any], dict[str, Any]]:
+    args, rest, kwargs = list(flat[1 : 1 + flat[0]]), list(flat[1 + flat[0] :]), {}
+    while rest:
+        name, size, *values = rest
+        kwargs[name] = values[0] if size < 0 else tuple(values[:size])
+        rest = values[abs(size) :]
+    return args, kwargs
 
 
 def _run(
     kind: int, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
-    place: int | None, args: tuple, kwargs: dict[str, Any],
+    place: int | None, *flat: Any,
 ) -> Any:  # fmt: skip
-    own = _OwnSlots(keys, values, slots)
+    args, kwargs = _unflat(flat)
+    own = OwnSlots(keys, values, slots)
     if place is None:
         return layer.forward(*args, past_key_values=own, **kwargs)
     return layer.forward(*args[:place], own, *args[place:], **kwargs)
@@ -77,13 +82,27 @@ class _Region:
         args = args if place is None else args[:place] + args[place + 1 :]
         kwargs.pop("past_key_values", None)
         own = cache.layers[number]
-        return _region(kind, layer, own.keys, own.values, cache.slots, place, args, kwargs)
+        return _region(kind, layer, own.keys, own.values, cache.slots, place, *_flat(args, kwargs))
+
+
+def _link(kind: int, head: Any, layer: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return head.link(layer, *tensors)
+
+
+def _best(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return top_children(*args)
+
+
+def _same(*args: Any) -> int:
+    return 0
 
 
 try:
     _region = torch.compiler.nested_compile_region(_run, max_reuse_entries=MOST_KINDS, reuse_hash_fn=_kind_of)
+    _link_region = torch.compiler.nested_compile_region(_link, max_reuse_entries=MOST_KINDS, reuse_hash_fn=_kind_of)
+    _best_region = torch.compiler.nested_compile_region(_best, reuse_hash_fn=_same)
 except (AttributeError, TypeError):  # torch before 2.13 looks at every layer all the same
-    _region = None
+    _region = _link_region = _best_region = None
 
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
@@ -114,6 +133,32 @@ def with_regions(target: PreTrainedModel, cache: TreeCache) -> PreTrainedModel |
         ]
         return _with_layers(target, path.split("."), marked)
     return None
+
+
+def links_of(head: DraftingContract, cache: DraftCache, shape: TreeShape | None) -> Links | None:
+    """How a compiled step drafts the links of a chain; `None` for other trees, and heads whose links are not alike.
+
+    Args:
+        head: Draft head.
+        cache: Its draft cache of this generation.
+        shape: Of the tree, `None` if that is not known beforehand.
+    """
+    layers = head.link_layers
+    if layers is None or shape is None or not all(level.link for level in shape.levels):
+        return None
+    if not all(map(_holds, cache.layers)):
+        return None
+    signatures = [_signature(layer) for layer in layers]
+    known = list(dict.fromkeys(signatures))
+    run = None if None in known or len(known) > MOST_KINDS else _link_region
+    kinds, offsets = tuple(map(known.index, signatures)), _numbers(len(shape.levels), head.device)
+    return Links(offsets, kinds, run, _best_region or top_children, head.dtype)
+
+
+@lru_cache(maxsize=32)
+def _numbers(count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The numbers from 0 on, int64 [1] each."""
+    return tuple(stays(torch.tensor([number], device=device)) for number in range(count))
 
 
 def _holds(layer: Any) -> bool:

@@ -134,6 +134,11 @@ class PossLoraHead(PossHead):
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         return nn.ModuleList([LoraDecoderLayer(self.config)])
 
+    @property
+    def link_layers(self) -> None:
+        """One layer is all specialists, in turn."""
+        return None
+
     def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
         return partial(self.layers[0], specialist=specialist)
 

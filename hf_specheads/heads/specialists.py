@@ -7,7 +7,7 @@ draft position's rows are fused with. (EAGLE, arXiv 2401.15077, section 3.2; POS
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..cache.draft import DraftCache
+from ..cache.draft import DraftCache, Links
+from ..cache.masks import chain_mask
+from ..cache.slots import OwnSlots
 from ..errors import WarmStartError
 from .base import DraftHead, trained_weights
 from .layers import DraftDecoderLayer, LayerHeadConfig, validate_layer
@@ -73,6 +75,10 @@ class SpecialistHead(DraftHead):
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         """The decoder layers, one per specialist."""
         return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
+
+    @property
+    def link_layers(self) -> Sequence[nn.Module] | None:
+        return list(self.layers)
 
     def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
         """What a specialist computes, called as [`DraftDecoderLayer.forward`]."""
@@ -169,9 +175,11 @@ class SpecialistHead(DraftHead):
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nodes = token_ids.shape[1]
+        specialist = self.specialist_of(position)
+        if cache.links is not None and visible is None and cache.lacks_nothing(specialist):
+            return self._next_link(cache, specialist, token_ids, features)
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
         cache.drafted_inputs.append(fused)
-        specialist = self.specialist_of(position)
         # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
         first = cache.take_level(specialist)
         before, levels = cache.drafted_inputs[:first], cache.drafted_inputs[first:]
@@ -180,6 +188,51 @@ class SpecialistHead(DraftHead):
         mask = cache.tree_mask(visible, fused.dtype)
         drafted = self(rows, self._level_positions(cache, first, levels), mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
+
+    def _next_link(
+        self, cache: DraftCache, specialist: int, token_ids: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`extend_draft`] for the only node [B, 1] of a level, by a specialist that has all levels above."""
+        links, layer, own = cast(Links, cache.links), self.layers[specialist], cache.layers[specialist]
+        place = (cast(torch.Tensor, cache.lengths), links.offsets[len(cache.drafted_inputs)])
+        tensors = (own.keys, own.values, *place, token_ids, features)
+        if links.run is None:
+            fused, drafted, logits = self.link(layer, *tensors)
+        else:
+            fused, drafted, logits = links.run(links.kinds[specialist], self, layer, *tensors)
+        cache.drafted_inputs.append(fused)
+        cache.take_level(specialist)
+        return drafted, logits
+
+    def link(
+        self,
+        layer: nn.Module,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        offset: torch.Tensor,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One link of a chain, of tensors alone: whatever the link's number, a compiler sees the same.
+
+        Args:
+            layer: The specialist's decoder layer.
+            keys, values: [B, key-value heads, capacity, head_dim], its draft cache; the link's row is written there.
+            lengths: int64 [B], committed rows.
+            offset: int64 [1], how far after them the link's row lies.
+            token_ids: int64 [B, 1].
+            features: [B, 1, *], state of the link above.
+
+        Returns:
+            The fused row [B, 1, *], the drafted state [B, 1, h], and draft logits [B, 1, V].
+        """
+        fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
+        slots = lengths[:, None] + offset
+        mask = chain_mask(slots, keys.shape[2], fused.dtype)
+        rotary = self.rotary_emb(fused, slots)
+        drafted = self.drafted_state(layer(fused, rotary, mask, OwnSlots(keys, values, slots), 1))
+        return fused, drafted, self.draft_logits(drafted)
 
     @staticmethod
     def _level_positions(cache: DraftCache, first: int, levels: list[torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,10 @@ import torch
 from .shape import TreeShape
 
 
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).clone().view(tensor.shape)
+
+
 @dataclass(frozen=True)
 class SampledChildren:
     """How the nodes of a tree with sampled children were drawn: what the exact rule for such trees needs.
@@ -114,9 +118,11 @@ class DraftTree:
         sampled = None if self.sampled is None else self.sampled.of_sequence(sequence)
         return self._with(lambda tensor: tensor[sequence : sequence + 1], sampled, self.shape)
 
-    def packed(self) -> DraftTree:
-        """The same with tensors of their own, of the strides their shapes imply."""
-        return self._with(lambda tensor: tensor.reshape(-1).clone().view(tensor.shape), self.sampled, self.shape)
+    def rows_alone(self) -> DraftTree:
+        """What a forward over the tree reads, tokens, depths and ancestors; the same for trees of all kinds."""
+        tokens, depths, ancestors = map(_packed, (self.token_ids, self.depths, self.ancestor_mask))
+        shape = TreeShape((), tokens, depths, ancestors, tokens)
+        return DraftTree(tokens, tokens, depths, tokens, 0, shape=shape)
 
     def to(self, device: torch.device) -> DraftTree:
         """The tree on another device."""

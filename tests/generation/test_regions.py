@@ -9,6 +9,7 @@ from support.stubs import counted
 from support.targets import own_target, plain, prompt
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from hf_specheads.cache.slots import OwnSlots
 from hf_specheads.generation import compiled, regions
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.tree.config import DraftTreeConfig
@@ -46,7 +47,7 @@ def test_layers_alike_are_one_piece_of_code(family):
         ids = prompt(length, seed=length)
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
     assert steps_of(heads, target).layers_once
-    assert sorted(calls_of_regions(graphs)) == [0, 4], "one draft step, one verifying forward of four layers"
+    assert calls_of_regions(graphs)[0] == 4 and len(graphs) == 2, "one verifying forward of four layers, one draft step"
     for name, module in target.named_modules():
         assert type(module) is modules[name][0] and "region" not in vars(module), "the target is not touched"
 
@@ -88,7 +89,7 @@ def test_a_region_that_cannot_be_traced_is_done_without(monkeypatch):
     def update(self, *args, **kwargs):
         raise RuntimeError("not here")
 
-    monkeypatch.setattr(regions._OwnSlots, "update", update)
+    monkeypatch.setattr(OwnSlots, "update", update)
     target = own_target("llama", num_hidden_layers=3)
     heads, ids = heads_of(target), prompt()
     graphs = counted(target, heads)
