@@ -12,6 +12,7 @@ import torch
 from support.batches import batch_of, greedy
 from support.heads import random_heads
 from support.targets import own_target, prompt
+from support.trees import TREES
 from torch._inductor.utils import get_code, run_and_get_code
 
 from hf_specheads.cache.slots import write_rows
@@ -69,14 +70,27 @@ def test_a_copy_would_be_found():
 
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 4)])
-def test_a_round_copies_no_cache(lengths):
+@pytest.mark.parametrize("tree", ["dynamic", "chain"])
+def test_a_round_copies_no_cache(tree, lengths):
     target = own_target("llama")
     config = target.config
     assert (config.num_key_value_heads, config.hidden_size // config.num_attention_heads) == (HEADS, WIDTH)
-    heads = random_heads(target, "eagle")
+    heads = random_heads(target, "poss" if tree == "chain" else "eagle", TREES[tree])
     heads.compiled, heads.adaptive = True, False
     inputs = {"input_ids": prompt(9)} if len(lengths) == 1 else batch_of(lengths)[0]
     _, codes = run_and_get_code(lambda: greedy(target, inputs, assistant_model=heads))
     assert len(codes) >= 2, "one draft step, one verifying forward, and others once a sequence of a batch has ended"
     assert f", {CAPACITY}, {WIDTH})" in "".join(codes), "other caches than looked for"
     assert not cache_sized(codes, len(lengths))
+
+
+def test_longer_chains_need_no_more_kernels():
+    """Links are alike to the compiler, whatever their number."""
+    target, kernels = own_target("llama"), []
+    for depth in (6, 9):
+        torch._dynamo.reset()
+        heads = random_heads(target, "poss", TREES["chain"].replace(depth=depth))
+        heads.compiled, heads.adaptive = True, False
+        _, codes = run_and_get_code(lambda: greedy(target, {"input_ids": prompt(9)}, assistant_model=heads))  # noqa: B023
+        kernels.append([len(re.findall(r"= async_compile.cpp_pybinding", code)) for code in codes])
+    assert len(kernels[0]) == len(kernels[1]) == 2 and sum(kernels[1]) <= sum(kernels[0])

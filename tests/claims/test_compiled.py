@@ -151,7 +151,9 @@ def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_othe
         for depth in (2, 3, 4):
             heads.tree_config = heads.tree_config.replace(depth=depth)
             assert torch.equal(plain(each, prompt(), 12, assistant_model=heads), expected)
-            assert len(graphs) == 1 + min(depth - 1, 2), "two draft steps and what verifies all, whatever other pairs do"
+            assert len(graphs) == 1 + min(depth - 1, 2), (
+                "two draft steps and what verifies all, whatever other pairs do"
+            )
     assert set(warnings) == {compiled.TOO_MANY}
 
 

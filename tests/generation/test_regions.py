@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.heads import random_heads
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.heads import random_heads, scrambled_heads
 from support.stubs import counted
 from support.targets import own_target, plain, prompt
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from hf_specheads.cache.slots import OwnSlots
 from hf_specheads.generation import compiled, regions
 from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.heads.layers import DraftDecoderLayer
 from hf_specheads.tree.config import DraftTreeConfig
 
 NEW = 16
@@ -47,9 +49,118 @@ def test_layers_alike_are_one_piece_of_code(family):
         ids = prompt(length, seed=length)
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
     assert steps_of(heads, target).layers_once
-    assert calls_of_regions(graphs)[0] == 4 and len(graphs) == 2, "one verifying forward of four layers, one draft step"
+    assert calls_of_regions(graphs)[0] == 4 and len(graphs) == 2, (
+        "one verifying forward of four layers, one draft step"
+    )
     for name, module in target.named_modules():
         assert type(module) is modules[name][0] and "region" not in vars(module), "the target is not touched"
+
+
+def regions_called(graph) -> list[str]:
+    """The pieces of code that a graph calls, in this order."""
+    wanted = torch.ops.higher_order.invoke_subgraph
+    return [node.args[1] for node in graph.graph.nodes if node.target is wanted]
+
+
+def chain_heads(target, method="poss", depth=8, **options):
+    heads = scrambled_heads(target, method, **options)
+    heads.tree_config, heads.adaptive = DraftTreeConfig(kind="chain", depth=depth), False
+    return heads
+
+
+@needs_regions
+@pytest.mark.parametrize("lengths", [(9,), pytest.param((9, 4), marks=SLOW)])
+@pytest.mark.parametrize(
+    ("method", "late"), [("poss", 1), *(pytest.param(*each, marks=SLOW) for each in (("eagle", 0), ("eagle3", 0),
+    ("poss-eagle3", 1)))],
+)  # fmt: skip
+def test_links_alike_are_one_piece_of_code(method, late, lengths):
+    """Of specialists with weights of their own too; only where one starts later it takes in several rows first."""
+    target = own_target("llama")
+    inputs, alone = batch_of(lengths)
+    specialists = {"num_specialists": 2, "positions_per_specialist": 3} if late else {}
+    levels = {"feature_layers": (0, 1, -1)} if "eagle3" in method else {}
+    heads = chain_heads(target, method, **specialists, **levels)
+    texts = alone_texts(target, alone, max_new_tokens=NEW)
+    graphs = counted(target, heads)
+    assert_rows(greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads), max(lengths), texts)
+    assert steps_of(heads, target).links_once, "and draft what uncompiled steps draft"
+    drafting = [called for graph in graphs if len(set(called := regions_called(graph))) == 2]
+    assert drafting
+    for called in drafting:
+        assert sorted(map(called.count, set(called))) == [7 - late, 8], "links, and best children of every level"
+
+
+class CountsLinks(DraftDecoderLayer):
+    """A specialist whose number is part of what it computes."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) * (1 + self.self_attn.layer_idx)
+
+
+@needs_regions
+def test_links_that_use_their_number_are_found_out(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(compiled.logger, "warning_once", said.append)
+    target = own_target("llama")
+    heads, ids = chain_heads(target, num_specialists=2, positions_per_specialist=3), prompt()
+    for layer in heads.layers:
+        layer.__class__ = CountsLinks
+    graphs = counted(target, heads)
+    for _ in range(2):
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+    assert not steps_of(heads, target).links_once
+    assert len(said) == 1 and "log-probabilities" in said[0]
+    assert len(graphs) == 3, "found at once, then compiled link by link"
+
+
+@needs_regions
+@SLOW
+def test_planted_bug_nobody_looks_at_links(monkeypatch):
+    monkeypatch.setattr(compiled, "drafts_problem", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_links_that_use_their_number_are_found_out(monkeypatch)
+
+
+@pytest.mark.parametrize("lengths", [(9,), pytest.param((9, 4), marks=SLOW)])
+def test_trees_of_all_sizes_share_a_graph(lengths):
+    target = own_target("llama")
+    inputs, alone = batch_of(lengths)
+    heads = heads_of(target)
+    texts = alone_texts(target, alone, max_new_tokens=NEW)
+    graphs, known = counted(target, heads), []
+    for tree in (CHAIN, CHAIN.replace(depth=5), DraftTreeConfig(depth=3, top_k=3, total_tokens=7), CHAIN):
+        heads.tree_config = tree
+        assert_rows(greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads), max(lengths), texts)
+        known.append(len(graphs))
+    assert steps_of(heads, target).rows_once
+    assert known[3] == known[2]
+    if len(lengths) == 1:
+        assert known == [2, 3, 4, 4], "a draft step each"
+
+
+class LooksRowsUp(LlamaRMSNorm):
+    """A module that wants to know how many rows there are."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * dict.fromkeys(range(100), 1.0)[hidden_states.shape[1]]
+
+
+@SLOW
+def test_a_target_without_code_for_any_number_of_rows(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(compiled.logger, "warning_once", said.append)
+    target = own_target("llama")
+
+    target.model.norm.__class__ = LooksRowsUp
+    heads, ids = heads_of(target), prompt()
+    graphs = counted(target, heads)
+    for depth in (2, 4):
+        heads.tree_config = CHAIN.replace(depth=depth)
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+    assert not steps_of(heads, target).rows_once and steps_of(heads, target).layers_once
+    assert len(said) == 1 and "any number of rows" in said[0]
+    assert len(graphs) == 5, "two steps of each tree, and the one that was given up"
 
 
 class CountsItself(LlamaDecoderLayer):
