@@ -1,19 +1,17 @@
 """What the next round drafts: the tree, of a small menu, that has given most tokens per second, or nothing.
 
 A round that drafts costs a draft and a forward over a tree, and pays in accepted tokens; a plain step is a forward
-over one token. Both are known from the rounds themselves: what rounds of every tree cost, and how often drafts at each
-position of a chain were accepted. From these every tree of the menu has an expected rate in tokens per plain step, its
-own where it was tried, else an optimistic one. Each round takes the best; now and then another one that may be better,
-or worth it again, is tried. Trials cost no more than [`TRIAL_SHARE`] of the time, and
-[`PLAIN_TRIAL_SHARE`] where drafts do not pay.
+over one token. Both are known from the rounds themselves: what rounds of every tree cost ([`Costs`]), and how often
+drafts at each position were accepted ([`Acceptance`], [`Siblings`]). From these every tree of the menu has an expected
+rate in tokens per plain step, the less certain the fewer rounds there were of it. Each round takes the best; now and
+then another one that may be better, or worth it again, is tried. Trials cost no more than [`TRIAL_SHARE`] of the time,
+and [`PLAIN_TRIAL_SHARE`] where drafts do not pay.
 
-Only what a round always costs counts. Rounds that compile a step or take in a whole prompt are not counted, and of the
-others the median: a page fault or a busy scheduler decides nothing.
+Only what a round always costs counts: rounds that compile a step or take in a whole prompt are not counted.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,26 +20,31 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..contract import DraftingContract, Memory
 from ..tree.config import DraftTreeConfig
+from .costs import PLAIN, Costs
 from .menu import trees_to_choose
 from .options import DraftingOptions
-from .tallies import ROUNDS_BEFORE_A_VERDICT, Acceptance, Tried, recent
+from .tallies import Acceptance, Siblings, Tried, tokens_of
 
-PLAIN = -1  # in the place of a tree of the menu
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
-PLAIN_TRIAL_SHARE = 0.01  # the same of plain steps
+PLAIN_TRIAL_SHARE = 0.006  # the same of plain steps
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
-PLAIN_STEPS_BEFORE_A_VERDICT = 2
 FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give
-ROUNDS_BETWEEN_PLAIN_STEPS = 64  # plain steps are timed again, as the machine may have become faster or slower
-HOPED_ROUNDS = 2  # as many as that an unknown tree is taken to have done well: its real ones may be bad luck
+PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
+ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
+CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
+ROUNDS_BEFORE_A_VERDICT = 2  # of a tree
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
-HOPE = 0.4  # of a chain's rejections that siblings may leave at best
-CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that was never tried
-WORTH_ANOTHER_LOOK = 0.85  # of the best rate, for one that was
+CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that is tried
+BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
+CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
+# What follows from the rounds so far is worked out again after each of the first ones, later now and then.
+ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 48, 5
+FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
+
 ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
 
-Group = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
+Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
 
 
 class Pace:
@@ -52,9 +55,10 @@ class Pace:
         before: Of another number of sequences: drafts are worth as much here, and trials may lose as much.
 
     Attributes:
-        plain: Wall seconds of the latest plain steps.
+        costs: Of rounds and plain steps.
         tried: Per tree of the menu, see [`Tried`].
-        acceptance: Of chains, by [`group_of`].
+        acceptance: Of chains, by how children are chosen; what is copied comes after all that was drafted.
+        siblings: What they add to chains.
         rounds: Rounds that drafted.
         debt: Plain steps' worth of time lost to trials, less what has been earned for further ones.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
@@ -62,76 +66,76 @@ class Pace:
 
     def __init__(self, menu: Sequence[DraftTreeConfig], before: Pace | None = None):
         self.menu = tuple(menu)
-        self.plain = recent()
+        self.costs: Costs = Costs(self.menu, None if before is None else before.costs)
         self.tried = [Tried() for _ in self.menu]
-        self.acceptance: defaultdict[Group, Acceptance] = (
+        self.acceptance: defaultdict[str, Acceptance] = (
             defaultdict(Acceptance) if before is None else before.acceptance
         )
+        self.siblings: Siblings = Siblings() if before is None else before.siblings
         self.rounds = 0
         self.debt: float = -FIRST_TRIALS if before is None else before.debt
         self.context = 0
         self._plain_due = 0
-        self._rates: dict[int, float] = {}  # what follows from the rounds so far, until the next one
-        self._slopes: tuple[float, float] | None = None
-        self._chains_known: set[Group] | None = None
+        self._look_again = 0
+        self._deepest = max(tree.depth for tree in self.menu)
+        self._work_out_again()
+
+    def _work_out_again(self) -> None:
+        """Forgets what followed from the rounds until now."""
+        self._rates: dict[int, float] = {}
+        self._chains: dict[str, list[float]] = {}
+        self._chains_known: set[Way] | None = None
+        self._best: int | None = None
+        self.costs.work_out_again()
 
     # ------------------------------------------------------------------ what is known
     @property
-    def plain_seconds(self) -> float:
-        """Of a plain step. While there are two at most the faster counts: the first warms up what the second finds
-        warm."""
-        plain = list(self.plain)
-        if not plain:
-            return float("inf")
-        return min(plain) if len(plain) <= PLAIN_STEPS_BEFORE_A_VERDICT else statistics.median(plain)
-
-    @property
     def best(self) -> int:
         """The best of the menu that is known well enough, or [`PLAIN`]."""
-        best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
-        return best if self.rate(best) > CLEARLY else PLAIN
+        if self._best is None:
+            best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
+            self._best = best if self.rate(best) > CLEARLY else PLAIN
+        return self._best
 
     def is_known(self, choice: int) -> bool:
         """Whether a tree was tried, or is a chain among others that were: their costs and gains tell its own."""
         if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT:
             return True
         if self._chains_known is None:
-            self._chains_known = self._known_kinds()
-        return self._is_plain_chain(choice) and group_of(self.menu[choice]) in self._chains_known
+            self._chains_known = self._known_ways()
+        return self._is_plain_chain(choice) and way_of(self.menu[choice]) in self._chains_known
 
-    def _known_kinds(self) -> set[Group]:
-        """Groups of which a chain was tried, where two chains of any tell what chains cost."""
-        timed = [group_of(self.menu[choice]) for choice, tried in enumerate(self.tried)
+    def _known_ways(self) -> set[Way]:
+        """Ways of which a chain was tried, where two chains of any tell what chains cost."""
+        timed = [way_of(self.menu[choice]) for choice, tried in enumerate(self.tried)
                  if tried.rounds > 1 and self._is_plain_chain(choice)]  # fmt: skip
         return set(timed) if len(timed) > 1 else set()
 
     def rate(self, choice: int) -> float:
-        """Tokens per plain step's time: what a tree that was tried has given, else what it may give."""
+        """Tokens per plain step's time: what rounds over a tree have given, and others let expect of it."""
         if choice == PLAIN:
             return 1.0
         if choice not in self._rates:
-            self._rates[choice] = self.tokens(choice) / max(self.cost(choice), 1e-9)
+            self._rates[choice] = self.tokens(choice) / max(self.costs.cost(choice), 1e-9)
         return self._rates[choice]
 
     def promise(self, choice: int) -> float:
-        """The rate that a tree may turn out to have: its rounds so far may have been bad luck, the less likely the
-        more they were."""
-        return self._hoped_tokens(choice) / max(self.cost(choice), 1e-9)
+        """The rate that a tree may turn out to have: the fewer rounds there were, and the longer ago, the higher."""
+        tried = self.tried[choice]
+        seen = tried.rounds * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
+        if self.is_known(choice) and self._is_plain_chain(choice):
+            seen += CHAINS_TELL
+        return self.rate(choice) * (1 + BETTER_BY_LUCK / (1 + seen) ** 0.5)
 
     def tokens(self, choice: int) -> float:
-        """Tokens of a round over a tree: on average so far, or expected where it was never tried."""
+        """Expected tokens of a round over a tree."""
+        tree = self.menu[choice]
+        if tree.children not in self._chains:
+            self._chains[tree.children] = self.acceptance[tree.children].rates(self._deepest)
+        rates = self._chains[tree.children][: tree.depth]
         if self._is_plain_chain(choice):
-            return self._of_chain(choice).tokens(self.menu[choice].depth) + self._copied(choice)
-        tried = self.tried[choice]
-        return tried.tokens if tried.rounds else self._hoped_tokens(choice)
-
-    def _hoped_tokens(self, choice: int) -> float:
-        """As if [`HOPED_ROUNDS`] more had gone as well as they can."""
-        tried, depth = self.tried[choice], self.menu[choice].depth
-        if self._is_plain_chain(choice):
-            return self._of_chain(choice).tokens(depth) + self._copied(choice)
-        hoped = max(self._of_chain(choice).tokens(depth, HOPE), tried.tokens)
-        return (tried.rounds * tried.tokens + HOPED_ROUNDS * hoped) / (tried.rounds + HOPED_ROUNDS)
+            return tokens_of(rates) + self._copied(choice)
+        return self.tried[choice].tokens_given(self.siblings.tokens(tree, rates))
 
     def _copied(self, choice: int) -> float:
         """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
@@ -144,41 +148,9 @@ class Pace:
         nearest = min(alike, key=lambda other: abs(self.menu[other].depth - depth), default=choice)
         return self.tried[nearest].copied
 
-    def cost(self, choice: int) -> float:
-        """Expected time of a round over a tree, in plain steps: by its own rounds, else by those of others."""
-        if self.tried[choice].rounds:
-            return self.tried[choice].cost
-        tree = self.menu[choice]
-        if self._slopes is None:
-            self._slopes = self._fit_slopes()
-        level, node = self._slopes
-        return 1.0 + level * tree.depth + node * (tree.most_nodes - 1)
-
-    def _of_chain(self, choice: int) -> Acceptance:
-        """Of chains whose nodes are chosen like those of a tree."""
-        return self.acceptance[group_of(self.menu[choice])]
-
     def _is_plain_chain(self, choice: int) -> bool:
         tree = self.menu[choice]
         return tree.kind == "chain" and not tree.stop_below
-
-    def _fit_slopes(self) -> tuple[float, float]:
-        """What a draft level and a node add to a plain step, by least squares over what was tried. Chains alone do not
-        tell them apart: then a chain has all of it in its levels, and so have trees, which may cost more."""
-        rows = [(tree.depth, tree.most_nodes - 1, tried.cost - 1.0)
-                for tree, tried in zip(self.menu, self.tried, strict=True) if tried.rounds]  # fmt: skip
-        dd = sum(d * d for d, _, _ in rows)
-        dn = sum(d * n for d, n, _ in rows)
-        nn = sum(n * n for _, n, _ in rows)
-        dc = sum(d * c for d, _, c in rows)
-        nc = sum(n * c for _, n, c in rows)
-        determinant = dd * nn - dn * dn
-        if determinant <= 1e-6 * dd * nn:
-            return max(dc / dd, 0.0) if dd else 0.0, 0.0
-        level, node = (dc * nn - nc * dn) / determinant, (nc * dd - dc * dn) / determinant
-        if level < 0:
-            return 0.0, max(nc / nn, 0.0)
-        return (level, node) if node >= 0 else (max(dc / dd, 0.0), 0.0)
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self) -> None:
@@ -192,47 +164,46 @@ class Pace:
             context: Tokens in the context.
         """
         if context > GROWN * self.context:
-            self._plain_due, self.context = PLAIN_STEPS_BEFORE_A_VERDICT, context
-            self.plain.clear()  # timed for another context: what was known before tells little
+            self._plain_due, self.context = 1, context
+            self.costs.begin_context()
         if self._plain_due > 0:
             return PLAIN
         best = self.best
         return best if self.debt > 0 else self._trial(best)
 
     def _trial(self, best: int) -> int:
-        """A tree that may be better than the best; else one that was not looked at for long; the best itself where
-        there is nothing to learn."""
+        """A tree that may be better than the best; the best itself where there is nothing to learn."""
         if (first := self._first_chain()) is not None:
             return first
-        rate = self.rate(best)
-        new = [choice for choice in range(len(self.menu))
-               if not self.is_known(choice) and self.promise(choice) > CLEARLY * rate]  # fmt: skip
-        if new:  # the smallest tells what more nodes cost
-            return min(new, key=lambda choice: (not self.tried[choice].rounds, self.menu[choice].num_nodes))
-        near = [
-            choice
-            for choice, tried in enumerate(self.tried)
-            if choice != best and tried.rounds and self.promise(choice) > WORTH_ANOTHER_LOOK * rate
-        ]
-        if best == PLAIN and not near:
-            near = [max(range(len(self.menu)), key=self.promise)]
-        return min(near, key=lambda choice: self.tried[choice].last) if near else best
+        others = [choice for choice in range(len(self.menu))
+                  if choice != best and self._loss(choice, best) <= FIRST_TRIALS]  # fmt: skip
+        trial = max(others, key=self.promise, default=best)
+        if trial == best or self._loss(trial, best) > -self.debt:
+            return best  # until so much may be lost
+        if self.promise(trial) > CLEARLY * self.rate(best):
+            return trial
+        # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
+        return trial if best == PLAIN and self.debt <= -FIRST_TRIALS else best
+
+    def _loss(self, choice: int, best: int) -> float:
+        """What a round over a tree loses to the best, by all that is known, in plain steps."""
+        return max(self.costs.cost(choice) * self.rate(best) - self.tokens(choice), 0.0)
 
     def _first_chain(self) -> int | None:
-        """What tells most about all others: a chain of some depth and the shortest, of which there may be one; and of
-        chains whose nodes are chosen in another way one of some depth."""
-        wanted: list[int] = []
+        """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
+        every way in which nodes are chosen."""
         chains_of = defaultdict(list)
         for choice in sorted(filter(self._is_plain_chain, range(len(self.menu))), key=lambda c: self.menu[c].depth):
-            chains_of[group_of(self.menu[choice])].append(choice)
-        for chains in chains_of.values():
-            wanted += [*chains[len(chains) // 2 :][:1], *(chains[:1] if not wanted else [])]
-        return next((choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS), None)
+            chains_of[way_of(self.menu[choice])].append(choice)
+        wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
+        unknown = (choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS)
+        return next((choice for choice in unknown if self.promise(choice) > CLEARLY), None)
 
     # ------------------------------------------------------------------ what rounds tell
     def record_plain(self, seconds: float) -> None:
         """Adds a plain step."""
-        self.plain.append(seconds)
+        self.costs.record(PLAIN, seconds)
+        self._work_out_again()
         self._plain_due = max(self._plain_due - 1, 0)
         self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
 
@@ -244,21 +215,28 @@ class Pace:
             seconds: Wall seconds.
             num_accepted: Accepted tokens per sequence.
         """
-        if not self.plain:
+        if not self.costs.unit:
             return  # another thread, in a longer context, has just asked for new times: there is no measure
         best, best_rate = self.best, self.rate(self.best)
         tried, tree = self.tried[choice], self.menu[choice]
-        cost, tokens = seconds / self.plain_seconds, 1 + sum(num_accepted) / len(num_accepted)
+        tokens = 1 + sum(num_accepted) / len(num_accepted)
         copied = sum(max(number - tree.depth, 0) for number in num_accepted) / len(num_accepted)
         self.rounds += 1
-        tried.record(self.rounds, cost, tokens, copied)
+        self.costs.record(choice, seconds)
+        tried.record(self.rounds, tokens, copied)
         if self._is_plain_chain(choice):
-            self._of_chain(choice).record(tree.depth, num_accepted)
-        self._rates, self._slopes, self._chains_known = {}, None, None
-        # What a trial loses is told by what such rounds usually give: luck levels out.
-        lost = 0.0 if choice == best else max(min(cost, 2 * tried.cost) * best_rate - self.tokens(choice), 0.0)
-        self.debt = max(min(self.debt + lost, MOST_DEBT) - TRIAL_SHARE * tried.cost, -FIRST_TRIALS)
-        if self.rounds % ROUNDS_BETWEEN_PLAIN_STEPS == 0:
+            self.acceptance[tree.children].record(tree.depth, num_accepted)
+        else:
+            self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
+        if self.rounds >= self._look_again:
+            self._look_again = self.rounds + 1 + min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS)
+            self._work_out_again()
+        # What a trial loses is told by what such rounds usually cost and give: luck levels out.
+        lost = 0.0 if choice == best else self._loss(choice, best)
+        earned = TRIAL_SHARE * self.costs.cost(choice)
+        self.debt = max(min(self.debt + lost, MOST_DEBT) - earned, -FIRST_TRIALS)
+        pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)
+        if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:
             self._plain_due = 1
 
     def why_plain(self) -> str:
@@ -271,8 +249,8 @@ class Pace:
         return f"because a drafted round gave {gain:.2f} of the tokens per second of plain steps"
 
 
-def group_of(tree: DraftTreeConfig) -> Group:
-    """How the nodes of a tree are chosen: chains of one group tell of each other how often they are accepted."""
+def way_of(tree: DraftTreeConfig) -> Way:
+    """How the nodes of a tree are chosen."""
     return tree.children, tree.lookup > 0
 
 
@@ -334,5 +312,5 @@ def lesson_of(memory: Memory) -> Lesson | None:
     pace = max(paces, key=lambda pace: pace.rounds, default=None)
     if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
         return None
-    plain = 1 / pace.plain_seconds
+    plain = 1 / pace.costs.plain_seconds
     return Lesson(pace.menu[best], pace.rate(best) * plain, plain, pace.rounds)

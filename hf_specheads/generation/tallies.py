@@ -1,22 +1,22 @@
-"""What rounds have cost and given: counts that forget, by tree and by draft position."""
+"""How often drafts were accepted: counts that forget, of chains by position, and of what siblings add to them."""
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ROUNDS_BEFORE_A_VERDICT = 3  # of a tree; the first of them may be slow for reasons of its own
-REMEMBERED = 9  # rounds of a tree, and plain steps, whose median counts
+from ..tree.config import DraftTreeConfig
+
 TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
 ROUNDS_OF_A_MEAN = 24  # tokens of a tree's rounds are a running mean over about so many
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
-
-
-def recent() -> deque[float]:
-    """The latest of some times."""
-    return deque(maxlen=REMEMBERED)
+# How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
+NEGLIGIBLE = 0.01  # of the weight of the likeliest
+HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
+SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 
 
 @dataclass
@@ -28,60 +28,121 @@ class Acceptance:
 
     def record(self, depth: int, num_accepted: Sequence[int]) -> None:
         """Adds a round of chains of a depth, one entry per sequence."""
-        for counts in (self.tried, self.accepted):
-            counts[:] = [count * TALLY_KEEPS for count in counts] + [0.0] * (depth - len(counts))
+        self._make_room(depth)
         for number in num_accepted:
             for position in range(min(number + 1, depth)):
                 self.tried[position] += 1 / len(num_accepted)
                 self.accepted[position] += (position < number) / len(num_accepted)
 
+    def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
+        """Adds a round of trees with so many `tries` at every position, one entry per sequence: where one of the
+        candidates was accepted, it was the favourite as often as that is to be expected."""
+        rates = self.rates(depth)
+        self._make_room(depth)
+        for number in num_accepted:
+            reached = HEARSAY / len(num_accepted)
+            for position in range(min(number + 1, depth)):
+                self.tried[position] += reached
+                if position == number:
+                    break
+                reached *= rates[position] / (1 - (1 - rates[position]) ** tries)
+                self.accepted[position] += reached
+
+    def _make_room(self, depth: int) -> None:
+        """Older rounds count less, for positions down to a depth."""
+        for counts in (self.tried, self.accepted):
+            counts[:] = [count * TALLY_KEEPS for count in counts] + [0.0] * (depth - len(counts))
+
     def rates(self, depth: int) -> list[float]:
         """Per position; of one that was hardly tried, close to that of the position before."""
         rates, before = [], UNKNOWN
         for position in range(depth):
-            tried = self.tried[position] if position < len(self.tried) else 0.0
-            accepted = self.accepted[position] if position < len(self.accepted) else 0.0
-            before = (accepted + before) / (tried + 1)
+            if position < len(self.tried):
+                before = (self.accepted[position] + before) / (self.tried[position] + 1)
             rates.append(before)
         return rates
 
-    def tokens(self, depth: int, hope: float = 1.0) -> float:
-        """Expected tokens of a round over a chain, the bonus token included; `hope` scales the rejections."""
-        tokens = reached = 1.0
-        for rate in self.rates(depth):
-            reached *= 1 - hope * (1 - rate)
-            tokens += reached
-        return tokens
+
+def tokens_of(rates: Sequence[float], tries: float = 1.0) -> float:
+    """Expected tokens of a round over a chain, the bonus token included: with so many `tries` at every position, of
+    which each is accepted at these rates."""
+    tokens = reached = 1.0
+    for rate in rates:
+        reached *= rate if tries == 1 else 1 - (1 - rate) ** tries
+        tokens += reached
+    return tokens
+
+
+class Siblings:
+    """What siblings add to a chain: how well each of the exponents [`SIBLINGS`] has told what trees gave."""
+
+    def __init__(self) -> None:
+        self.fits = [0.0] * len(SIBLINGS)
+
+    def record(self, tree: DraftTreeConfig, chain: Acceptance, num_accepted: Sequence[int]) -> None:
+        """Adds a round of a tree, one entry per sequence."""
+        rates, candidates = chain.rates(tree.depth), candidates_of(tree)
+        for place, exponent in enumerate(SIBLINGS):
+            stops = [min(max((1 - rate) ** candidates**exponent, 1e-3), 1 - 1e-3) for rate in rates]
+            goes = [0.0, *itertools.accumulate(math.log(1 - stop) for stop in stops)]
+            told = sum(
+                goes[min(number, tree.depth)] + (math.log(stops[number]) if number < tree.depth else 0.0)
+                for number in num_accepted
+            )
+            self.fits[place] = self.fits[place] * TALLY_KEEPS + told / len(num_accepted)
+        chain.record_tree(tree.depth, candidates**self.exponent, num_accepted)
+
+    @property
+    def exponent(self) -> float:
+        """Of which to expect most."""
+        weights = self._weights()
+        return sum(weight * exponent for weight, exponent in zip(weights, SIBLINGS, strict=True)) / sum(weights)
+
+    def _weights(self) -> list[float]:
+        most = max(self.fits)
+        return [math.exp(fit - most) for fit in self.fits]
+
+    def tokens(self, tree: DraftTreeConfig, rates: Sequence[float]) -> float:
+        """Expected tokens of a round over a tree, from the rates of a chain of its depth."""
+        candidates = candidates_of(tree)
+        weights = self._weights()
+        expected = sum(
+            weight * tokens_of(rates, candidates**exponent)
+            for exponent, weight in zip(SIBLINGS, weights, strict=True)
+            if weight > NEGLIGIBLE
+        )
+        return expected / sum(weight for weight in weights if weight > NEGLIGIBLE)
+
+
+def candidates_of(tree: DraftTreeConfig) -> float:
+    """Of a position of a tree, on average: 1 of a chain."""
+    return min(tree.top_k, max((tree.num_nodes - 1) / tree.depth, 1.0))
 
 
 @dataclass
 class Tried:
-    """What rounds of one tree have cost and given.
+    """What rounds of one tree have given.
 
     Attributes:
-        costs: Wall time of the latest rounds, in plain steps.
         tokens: Tokens per round and sequence, bonus token included, running mean.
         rounds: How many there were.
         last: Number of the newest, counted over all rounds.
         copied: Tokens per round and sequence that were copied from the text after all drafted ones, running mean.
     """
 
-    costs: deque[float] = field(default_factory=recent)
     tokens: float = 0.0
     rounds: int = 0
     last: int = 0
     copied: float = 0.0
 
-    def record(self, number: int, cost: float, tokens: float, copied: float) -> None:
+    def record(self, number: int, tokens: float, copied: float) -> None:
         """Adds a round: its number, and the latest of everything else that is kept."""
         self.rounds, self.last = self.rounds + 1, number
-        self.costs.append(cost)
         share = max(1 / ROUNDS_OF_A_MEAN, 1 / self.rounds)
         self.tokens += (tokens - self.tokens) * share
         self.copied += (copied - self.copied) * share
 
-    @property
-    def cost(self) -> float:
-        """Of a round, in plain steps. While there are two at most the faster counts."""
-        costs = list(self.costs)  # another thread may add to it
-        return min(costs) if len(costs) < ROUNDS_BEFORE_A_VERDICT else statistics.median(costs)
+    def tokens_given(self, expected: float) -> float:
+        """Tokens of a round: on average so far, the more rounds there were the less what was `expected`."""
+        rounds = min(self.rounds, ROUNDS_OF_A_MEAN)
+        return (rounds * self.tokens + BELIEVED * expected) / (rounds + BELIEVED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,8 @@ from transformers import CompileConfig, DynamicCache
 from hf_specheads import DraftLanguageModel, UnsupportedGenerationError
 from hf_specheads.generation import compiled, loop
 from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bucket
-from hf_specheads.generation.pace import Pace, Tried
+from hf_specheads.generation.costs import _Kind
+from hf_specheads.generation.pace import Pace
 
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "jetspec", "dspark", "dflash2",
@@ -200,18 +200,22 @@ def test_planted_bug_compiling_counts_as_a_round(monkeypatch):
     """As it was once: means over all rounds, and a debt without bounds."""
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(CompiledRounds, "compiles", never, raising=False)
-    monkeypatch.setattr(Tried, "cost", property(lambda self: statistics.fmean(self.all_costs)))
+    monkeypatch.setattr(_Kind, "record", mean_of_all)
     monkeypatch.setattr(Pace, "begin_call", lambda self: None)
     monkeypatch.setattr(Pace, "record_round", mean_of_all_rounds(Pace.record_round))
     assert plain_share(monkeypatch) > 0.8
 
 
+def mean_of_all(kind: _Kind, cost: float) -> None:
+    kind.count = kind.weight = kind.count + 1
+    kind.mean += (cost - kind.mean) / kind.count
+
+
 def mean_of_all_rounds(record: Callable) -> Callable:
     def recorded(pace: Pace, choice: int, seconds: float, num_accepted: list[int]) -> None:
-        tried, debt = pace.tried[choice], max(pace.debt, 0.0)
-        tried.all_costs = [*getattr(tried, "all_costs", ()), seconds / pace.plain_seconds]
+        debt = max(pace.debt, 0.0)
         record(pace, choice, seconds, num_accepted)
-        pace.debt = debt + max(seconds / pace.plain_seconds - 1 - num_accepted[0], 0.0)
+        pace.debt = debt + max(seconds / pace.costs.plain_seconds - 1 - num_accepted[0], 0.0)
 
     return recorded
 

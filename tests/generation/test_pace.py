@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import (
     MOST_DEBT,
     PLAIN,
-    PLAIN_STEPS_BEFORE_A_VERDICT,
+    PLAIN_STEPS_AFTER,
     ROUNDS_BETWEEN_PLAIN_STEPS,
     TRIAL_SHARE,
     Acceptance,
@@ -117,6 +118,11 @@ def test_never_far_below_plain_steps(accepted, level, node, seed):
     assert tokens / seconds >= 0.965
 
 
+def evenly(mean: float, place: int) -> int:
+    """Whole numbers of a mean, without luck."""
+    return int(mean * (place + 1)) - int(mean * place)
+
+
 @settings(max_examples=20, deadline=None)
 @example(cost=1.5, tau=1.46875)  # hardly dearer than what it gives
 @given(cost=st.floats(1.2, 6.0), tau=st.floats(1.0, 3.0))
@@ -129,11 +135,12 @@ def test_one_tree_that_always_costs_and_gives_the_same(cost, tau):
         if choice == PLAIN:
             pace.record_plain(spent)
         else:
-            pace.record_round(choice, spent, [tau - 1])
+            pace.record_round(choice, spent, [evenly(tau - 1, drafted)])
+            won = 1 + evenly(tau - 1, drafted)
             drafted += 1
         tokens, seconds = tokens + won, seconds + spent
     assert seconds * (1 - TRIAL_SHARE) <= tokens + 5 * max(cost - tau, 0) + cost
-    timed = PLAIN_STEPS_BEFORE_A_VERDICT + steps / ROUNDS_BETWEEN_PLAIN_STEPS
+    timed = 1 + len(PLAIN_STEPS_AFTER) + steps / ROUNDS_BETWEEN_PLAIN_STEPS
     if tau > 1.05 * cost:
         assert drafted >= steps - timed - 1, "drafting pays: every other step drafts"
     if tau < 0.95 * cost:
@@ -170,20 +177,39 @@ def test_drafting_comes_back_when_it_pays_again():
 
 def test_plain_steps_are_timed_again_when_the_context_has_grown():
     pace, world = Pace(menu_of(CPU_TREE)), World(0.8, *CHEAP)
-    simulate(pace, 20, world)
-    assert len(pace.plain) == PLAIN_STEPS_BEFORE_A_VERDICT
+    simulate(pace, 40, world)
+    before = pace.rate(pace.best)
+    assert pace.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER)
     assert pace.choose(100_000) == PLAIN
     pace.record_plain(9.0)
-    assert pace.choose(100_001) == PLAIN
-    pace.record_plain(90.0)  # a stall
-    assert pace.plain_seconds == 9.0 and pace.choose(100_002) != PLAIN
+    assert pace.costs.plain_seconds == 9.0 and pace.choose(100_001) != PLAIN
+    assert pace.rate(pace.best) == pytest.approx(before, rel=0.05), "until rounds tell another cost"
 
 
 def test_plain_steps_are_timed_now_and_then():
-    """Or a machine that has become slower would look like rounds that have."""
-    pace, world = Pace((CPU_TREE,)), World(0.8, *CHEAP)
-    simulate(pace, 3 * ROUNDS_BETWEEN_PLAIN_STEPS + 10, world)
-    assert len(pace.plain) == PLAIN_STEPS_BEFORE_A_VERDICT + 3
+    """Or a machine that has become slower would look like rounds that have; the less often, the clearer it is."""
+    close, clear = Pace((CPU_TREE,)), Pace((CPU_TREE,))
+    for _ in range(4 * ROUNDS_BETWEEN_PLAIN_STEPS + 10):
+        for pace, tokens in ((close, 1.4), (clear, 3.0)):
+            if pace.choose(100) == PLAIN:
+                pace.record_plain(1.0)
+            else:
+                pace.record_round(0, 1.1, [evenly(tokens - 1, pace.rounds)])
+    assert close.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER) + 4
+    assert clear.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER) + 1
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_a_machine_that_has_become_slower_changes_nothing(factor):
+    """Rounds and steps are compared with those right before and after, not with those of another hour."""
+    pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, noise=0.02)
+    simulate(pace, 150, world)
+    costs = [pace.costs.cost(choice) for choice in range(len(pace.menu))]
+    best, seconds = pace.best, world.seconds
+    world.seconds = lambda tree: factor * seconds(tree)
+    simulate(pace, 30, world)
+    again = [pace.costs.cost(choice) for choice in range(len(pace.menu))]
+    assert again == pytest.approx(costs, rel=0.15) and pace.rate(best) > 1
 
 
 @pytest.mark.parametrize("stall", [100.0, 1e4])
@@ -211,7 +237,7 @@ def test_few_dear_rounds_are_the_reason_for_plain_steps():
     pace = Pace(menu_of(CPU_TREE))
     assert pace.why_plain().startswith("to time them")
     simulate(pace, 12, World(0.0, 20.0, 20.0, noise=0))
-    assert pace.debt > 0 and max(tried.rounds for tried in pace.tried) < 3
+    assert pace.debt > 0 and max(tried.rounds for tried in pace.tried) < 3 and pace.best == PLAIN
     assert pace.why_plain().startswith("because a drafted round gave 0.")
 
 
@@ -269,7 +295,7 @@ def test_a_few_sequences_left_of_a_batch_tell_nothing_of_what_all_of_it_costs():
     assert pace(8) is pace(8, active=5) and pace(8) is not pace(8, active=4)
     assert pace(8, active=3) is pace(4) and pace(8, active=1) is pace(2) and pace(1) is not pace(2)
     simulate(pace(8), 10, World(0.8, *CHEAP))
-    assert pace(8).plain and not pace(2).plain
+    assert pace(8).costs.unit and not pace(2).costs.unit
     assert pace(2).acceptance is pace(8).acceptance, "what is accepted does not depend on how many there are"
 
 
@@ -389,7 +415,6 @@ def test_the_text_does_not_depend_on_which_trees_are_drafted(method, do_sample, 
         return choice
 
     monkeypatch.setattr(Pace, "choose", choose_next)
-    monkeypatch.setattr(Pace, "plain_seconds", 1.0)
     for seed in range(3):
         torch.manual_seed(seed)
         expected = target.generate(ids, **options)
@@ -456,7 +481,8 @@ def test_batches_with_copies(do_sample, monkeypatch):
     heads, drafted = random_heads(target, "poss", CHAIN.replace(lookup=3)), set()
     heads.adaptive = True
     heads.on_round = lambda step: drafted.add(step.tree and step.tree.num_nodes)
-    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
+    monkeypatch.setattr(Pace, "choose", lambda pace, context: next(turns) % (len(pace.menu) + 1) + PLAIN)
+    turns = itertools.count()
     for seed in range(4):
         torch.manual_seed(seed)
         text = greedy(target, inputs, assistant_model=heads, do_sample=do_sample)

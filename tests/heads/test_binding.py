@@ -16,7 +16,7 @@ from support.trees import TREES
 from transformers import CompileConfig
 
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace import PLAIN, Pace
 
 KEPT = torch.arange(3, 99, 3)
 NEW = 12
@@ -122,7 +122,7 @@ def test_what_is_known_of_speeds_is_found_by_every_copy(monkeypatch):
     ((key, pace),) = heads.memory[target].items()
     plain(target, ids, NEW, assistant_model=heads.with_tree())
     assert isinstance(pace, Pace) and heads.memory[target] == {key: pace}
-    assert len(pace.plain) > 2
+    assert pace.costs.rounds(PLAIN) > 2
 
 
 def test_a_target_loaded_under_inference_mode():

@@ -1,0 +1,124 @@
+"""A target that the shipped pair knows nothing of: another family, tokenizer and kind of text.
+
+    python -m benchmarks.targets.foreign --output runs/foreign --minutes 20
+
+trains a small Qwen3 on the Python standard library's source and writes, next to it, what heads are trained on
+(`texts.jsonl`) and asked (`prompts.jsonl`, beginnings of held-out files); then, for example,
+
+    python -m hf_specheads.trainer --target runs/foreign --method eagle --train_data runs/foreign/texts.jsonl ...
+    python -m benchmarks default --target runs/foreign --prompts runs/foreign/prompts.jsonl --heads runs/foreign_eagle
+
+It learns little in that time: sharp where code repeats itself, unsure elsewhere, as targets are that no heads follow
+for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_specheads.trainer.shipped_pair.corpus import read_split
+from hf_specheads.trainer.shipped_pair.target import TimeLimit
+
+END = "<|endoftext|>"
+VOCABULARY, LENGTH = 8192, 256
+PROMPT_TOKENS, PROMPTS = (48, 160), 64
+
+
+def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of the texts."""
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=END, pad_token=END)
+
+
+def build_target(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
+    """Random weights: eight layers with query and key norms, and heads wider than their share of the width."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
+            num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+            tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+    )
+
+
+def blocks(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
+    """Training rows of one length, files one after the other."""
+    encoded = tokenizer([text + END for text in texts])["input_ids"]
+    stream = torch.tensor(list(itertools.chain.from_iterable(encoded)))
+    rows = stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def pieces(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[str]:
+    """Texts cut to about so many tokens, at ends of lines."""
+    for text in texts:
+        piece: list[str] = []
+        length = 0
+        for line in text.splitlines(keepends=True):
+            piece.append(line)
+            length += len(tokenizer(line)["input_ids"])
+            if length >= tokens:
+                yield "".join(piece)
+                piece, length = [], 0
+
+
+def prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Excerpts of held-out files, of different lengths, spread over the files."""
+    found: list[str] = []
+    for place, text in enumerate(texts):
+        tokens = PROMPT_TOKENS[0] + (37 * place) % (PROMPT_TOKENS[1] - PROMPT_TOKENS[0])
+        found += itertools.islice(pieces([text], tokenizer, tokens), 1, 8, 3)
+    return [text.rstrip() for text in found[:PROMPTS]]
+
+
+def write_rows(path: Path, column: str, texts: Sequence[str]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.targets.foreign", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training")
+    parser.add_argument("--max_steps", type=int, default=1500)
+    parser.add_argument("--bf16", action="store_true", help="where the processor multiplies it faster")
+    args = parser.parse_args()
+    set_seed(0)
+    texts = read_split(held_out=False)
+    tokenizer = train_tokenizer(texts)
+    target = build_target(tokenizer)
+    rows = blocks(texts, tokenizer)
+    print(f"{target.num_parameters() / 1e6:.1f} M parameters, {len(rows)} rows of {LENGTH} tokens", file=sys.stderr)
+    options = TrainingArguments(
+        str(args.output / "training"), max_steps=args.max_steps, per_device_train_batch_size=16, learning_rate=2e-3,
+        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.1, adam_beta2=0.95, logging_steps=25,
+        save_strategy="no", report_to=[], use_cpu=True, bf16=args.bf16, dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(target, options, train_dataset=rows, callbacks=[TimeLimit(args.minutes)]).train()
+    target.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    write_rows(args.output / "texts.jsonl", "text", list(pieces(texts, tokenizer, LENGTH - 8)))
+    write_rows(args.output / "prompts.jsonl", "prompt", prompts(read_split(held_out=True), tokenizer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What rounds cost, in plain steps: measured next to each other, and expected of trees that were never tried."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..tree.config import DraftTreeConfig
+
+PLAIN = -1  # in the place of a tree of the menu
+RECENT = 5  # rounds and steps whose median tells how fast the machine is just now
+REMEMBERED = 32  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
+STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
+FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
+# What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
+# off that may be.
+EXPECTED = np.array([0.05, 0.12, 0.02])
+SPREAD = np.array([0.3, 0.12, 0.04])
+SCATTER = 0.15  # of the cost of one round, as a share
+MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
+BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
+
+
+class _Kind:
+    """Cost of plain steps, or of rounds over one tree, in a unit of time of its own; a mean that forgets."""
+
+    def __init__(self, mean: float = 0.0):
+        self.mean, self.count, self.weight = mean, 0, 0
+
+    def record(self, cost: float) -> None:
+        self.count, self.weight = self.count + 1, self.weight + 1
+        if self.weight <= FEW:
+            self.mean = cost if self.weight == 1 else min(self.mean, cost)
+            return
+        cost = min(max(cost, self.mean / STALL), self.mean * STALL)
+        self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
+
+
+class Costs:
+    """Costs of a menu's trees in plain steps.
+
+    The machine may be faster now and slower then, by more than two trees differ. So times are compared with those
+    right before and after: in a unit that follows the machine, the median of what the latest rounds took over what
+    such rounds usually take.
+
+    Args:
+        menu: The trees.
+        before: Of another number of sequences: expected to be as high, until rounds tell.
+    """
+
+    def __init__(self, menu: Sequence[DraftTreeConfig], before: Costs | None = None):
+        self._rows = np.array([[1.0, tree.depth, tree.most_nodes - 1] for tree in menu])
+        self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(menu))}
+        self._units: deque[float] = deque(maxlen=RECENT)
+        self._prior = EXPECTED if before is None else before._fit()
+        self._expectation: np.ndarray | None = None
+
+    @property
+    def unit(self) -> float:
+        """Seconds; 0 where nothing was timed yet."""
+        units = list(self._units)  # another thread may add to them
+        if not units:
+            return 0.0
+        return min(units) if len(units) <= FEW else statistics.median(units)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a plain step, now; infinite where none was timed."""
+        return self.unit * self._kinds[PLAIN].mean or float("inf")
+
+    def begin_context(self) -> None:
+        """In a context of another length all is different: plain steps are timed anew, and costs learnt quickly."""
+        self._units.clear()
+        for kind in self._kinds.values():
+            kind.weight = min(kind.weight, 3)
+
+    def rounds(self, choice: int) -> int:
+        """That were timed of a tree."""
+        return self._kinds[choice].count
+
+    def record(self, choice: int, seconds: float) -> None:
+        """Adds a round, or a plain step."""
+        kind, unit = self._kinds[choice], self.unit
+        if unit:
+            kind.record(seconds / unit)
+        else:
+            kind.count += 1
+        self._units.append(seconds / kind.mean)
+
+    def work_out_again(self) -> None:
+        """Forgets what followed from the rounds until now."""
+        self._expectation = None
+
+    def cost(self, choice: int) -> float:
+        """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes."""
+        if choice == PLAIN:
+            return 1.0
+        expected = float(self._expected()[choice])
+        count = min(self._kinds[choice].weight, REMEMBERED)
+        return (count * self._own(choice) + BELIEVED * expected) / (count + BELIEVED)
+
+    def _own(self, choice: int) -> float:
+        return self._kinds[choice].mean / self._kinds[PLAIN].mean
+
+    def _expected(self) -> np.ndarray:
+        """By what the trees that were tried tell of a round that drafts, of levels and of nodes; float [menu]."""
+        if self._expectation is None:
+            self._expectation = 1.0 + self._rows @ self._fit()
+        return self._expectation
+
+    def _fit(self) -> np.ndarray:
+        """What a round adds to a plain step at all, per level and per node; float [3]."""
+        kinds = [self._kinds[choice] for choice in range(len(self._rows))]
+        tried = np.array([kind.count > 0 for kind in kinds])
+        own = np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
+        count = np.array([min(max(kind.weight, 1), REMEMBERED) for kind in kinds])[tried]
+        weights = own**-2 / (SCATTER**2 / count + MISFIT**2)
+        return _fitted(self._rows[tried], own - 1.0, weights, self._prior)
+
+
+def _fitted(rows: np.ndarray, added: np.ndarray, weights: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """Weighted least squares over trees [N, 3], drawn to a prior; float [3], none of it negative."""
+    matrix = np.diag(SPREAD**-2) + (rows.T * weights) @ rows
+    right = prior / SPREAD**2 + (rows.T * weights) @ added
+    kept, fitted = [0, 1, 2], np.zeros(3)
+    while kept:
+        found = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])
+        if (found >= 0).all():
+            fitted[kept] = found
+            break
+        kept.remove(kept[int(found.argmin())])
+    return fitted
