@@ -18,7 +18,7 @@ FEW = 2  # of a kind: the first warms up what the second finds warm, so the fast
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
 # off that may be.
 EXPECTED = np.array([0.05, 0.12, 0.02])
-SPREAD = np.array([0.3, 0.12, 0.04])
+SPREAD = np.array([0.4, 0.3, 0.15])
 SCATTER = 0.15  # of the cost of one round, as a share
 MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
 BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
@@ -55,8 +55,8 @@ class Costs:
         self._rows = np.array([[1.0, tree.depth, tree.most_nodes - 1] for tree in menu])
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(menu))}
         self._units: deque[float] = deque(maxlen=RECENT)
-        self._prior = EXPECTED if before is None else before._fit()
-        self._expectation: np.ndarray | None = None
+        self._prior = EXPECTED if before is None else _without_negative(*before._equations())
+        self._expectation: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def unit(self) -> float:
@@ -94,42 +94,50 @@ class Costs:
         """Forgets what followed from the rounds until now."""
         self._expectation = None
 
-    def cost(self, choice: int) -> float:
-        """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes."""
+    def cost(self, choice: int, unsure: bool = False) -> float:
+        """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
+
+        Args:
+            choice: The tree, or [`PLAIN`].
+            unsure: What it may well be instead, where that is not known yet: the standard deviation more.
+        """
         if choice == PLAIN:
             return 1.0
-        expected = float(self._expected()[choice])
+        if self._expectation is None:
+            self._expectation = self._expected()
+        expected, spread = (float(numbers[choice]) for numbers in self._expectation)
         count = min(self._kinds[choice].weight, REMEMBERED)
-        return (count * self._own(choice) + BELIEVED * expected) / (count + BELIEVED)
+        expected += spread if unsure else 0.0
+        return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
 
-    def _own(self, choice: int) -> float:
+    def own(self, choice: int) -> float:
+        """By its own rounds alone; 0 where there were none."""
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
-    def _expected(self) -> np.ndarray:
-        """By what the trees that were tried tell of a round that drafts, of levels and of nodes; float [menu]."""
-        if self._expectation is None:
-            self._expectation = 1.0 + self._rows @ self._fit()
-        return self._expectation
+    def _expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
+        standard deviations, float [menu] each."""
+        matrix, right = self._equations()
+        spread = np.sqrt(np.einsum("ni,ij,nj->n", self._rows, np.linalg.inv(matrix), self._rows))
+        return 1.0 + self._rows @ _without_negative(matrix, right), spread
 
-    def _fit(self) -> np.ndarray:
-        """What a round adds to a plain step at all, per level and per node; float [3]."""
+    def _equations(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of weighted least squares over the trees that were tried, drawn to what was expected: [3, 3] and [3]."""
         kinds = [self._kinds[choice] for choice in range(len(self._rows))]
         tried = np.array([kind.count > 0 for kind in kinds])
-        own = np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
+        rows, own = self._rows[tried], np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
         count = np.array([min(max(kind.weight, 1), REMEMBERED) for kind in kinds])[tried]
-        weights = own**-2 / (SCATTER**2 / count + MISFIT**2)
-        return _fitted(self._rows[tried], own - 1.0, weights, self._prior)
+        weighted = rows.T * (own**-2 / (SCATTER**2 / count + MISFIT**2))
+        return np.diag(SPREAD**-2) + weighted @ rows, self._prior / SPREAD**2 + weighted @ (own - 1.0)
 
 
-def _fitted(rows: np.ndarray, added: np.ndarray, weights: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Weighted least squares over trees [N, 3], drawn to a prior; float [3], none of it negative."""
-    matrix = np.diag(SPREAD**-2) + (rows.T * weights) @ rows
-    right = prior / SPREAD**2 + (rows.T * weights) @ added
-    kept, fitted = [0, 1, 2], np.zeros(3)
+def _without_negative(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solves for three numbers; one that would be negative is 0, and the others are solved for again."""
+    kept, found = [0, 1, 2], np.zeros(3)
     while kept:
-        found = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])
-        if (found >= 0).all():
-            fitted[kept] = found
+        solved = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])
+        if (solved >= 0).all():
+            found[kept] = solved
             break
-        kept.remove(kept[int(found.argmin())])
-    return fitted
+        kept.remove(kept[int(solved.argmin())])
+    return found

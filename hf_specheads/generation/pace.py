@@ -186,8 +186,8 @@ class Pace:
         return trial if best == PLAIN and self.debt <= -FIRST_TRIALS else best
 
     def _loss(self, choice: int, best: int) -> float:
-        """What a round over a tree loses to the best, by all that is known, in plain steps."""
-        return max(self.costs.cost(choice) * self.rate(best) - self.tokens(choice), 0.0)
+        """What a round over a tree may lose to the best, in plain steps."""
+        return max(self.costs.cost(choice, unsure=True) * self.rate(best) - self.tokens(choice), 0.0)
 
     def _first_chain(self) -> int | None:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
@@ -232,7 +232,7 @@ class Pace:
             self._look_again = self.rounds + 1 + min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS)
             self._work_out_again()
         # What a trial loses is told by what such rounds usually cost and give: luck levels out.
-        lost = 0.0 if choice == best else self._loss(choice, best)
+        lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
         earned = TRIAL_SHARE * self.costs.cost(choice)
         self.debt = max(min(self.debt + lost, MOST_DEBT) - earned, -FIRST_TRIALS)
         pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)

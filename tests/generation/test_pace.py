@@ -113,9 +113,9 @@ def test_close_to_the_best_of_the_menu(start, accepted, costs):
 def test_never_far_below_plain_steps(accepted, level, node, seed):
     pace, world = Pace(menu_of(CPU_TREE)), World(accepted, level, node, seed, noise=0)
     tokens, seconds = simulate(pace, 400, world)
-    assert tokens / seconds >= 0.93
+    assert tokens / seconds >= 0.95
     tokens, seconds = simulate(pace, 800, world)
-    assert tokens / seconds >= 0.965
+    assert tokens / seconds >= 0.975
 
 
 def evenly(mean: float, place: int) -> int:
