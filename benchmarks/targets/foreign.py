@@ -50,14 +50,12 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def build_target(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """Random weights: eight layers with query and key norms, and heads wider than their share of the width."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
-            num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
-            tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-    )
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
 
 
 def blocks(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
