@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,12 +20,15 @@ class NewRows:
         valid: bool [B, M], which of the rows are real; `None` if all are. Rows of a batch that accepted fewer tokens
             than others, or have padding, start with columns of no meaning.
         counts: Real rows, per sequence; `None` where all are.
+        later: Features [B, 1, F] of plain steps since, with which `features` ends once they are [`joined`]: a prompt's
+            are not copied with every step.
     """
 
     token_ids: torch.Tensor
     features: torch.Tensor | None
     valid: torch.Tensor | None = None
     counts: list[int] | None = None
+    later: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of_prompt(
@@ -59,13 +62,17 @@ class NewRows:
     def followed_by(self, newer: NewRows) -> NewRows:
         """These rows and those of a plain step after them, which has committed one for every sequence."""
         token_ids = torch.cat([self.token_ids, newer.token_ids[:, -1:]], dim=1)
-        features = None
-        if self.features is not None and newer.features is not None:
-            features = torch.cat([self.features, newer.features[:, -1:]], dim=1)
+        later = self.later if newer.features is None else [*self.later, newer.features[:, -1:]]
         if self.valid is None or self.counts is None:
-            return NewRows(token_ids, features)
+            return NewRows(token_ids, self.features, later=later)
         valid = torch.nn.functional.pad(self.valid, (0, 1), value=True)
-        return NewRows(token_ids, features, valid, [count + 1 for count in self.counts])
+        return NewRows(token_ids, self.features, valid, [count + 1 for count in self.counts], later)
+
+    def joined(self) -> NewRows:
+        """The same, with all features in one tensor."""
+        if not self.later or self.features is None:
+            return self
+        return replace(self, features=torch.cat([self.features, *self.later], dim=1), later=[])
 
     def with_validity(self) -> NewRows:
         """The same, saying of every row whether it is real."""
@@ -77,7 +84,8 @@ class NewRows:
 
     def with_sequence(self, place: int, newcomer: NewRows) -> NewRows:
         """These rows, with those of another sequence in the place of one of these, or after the last."""
-        parts = [self.select_sequences([sequence]).of_one_sequence() for sequence in range(len(self.token_ids))]
+        whole = self.joined()
+        parts = [whole.select_sequences([sequence]).of_one_sequence() for sequence in range(len(self.token_ids))]
         parts[place : place + 1] = [newcomer]
         counts = [part.token_ids.shape[1] - 1 for part in parts]
         most = max(counts)
@@ -103,8 +111,8 @@ class NewRows:
 
     def select_sequences(self, kept: list[int]) -> NewRows:
         """Those of some sequences of the batch."""
-        index = to_device(kept, self.token_ids.device)
-        features = None if self.features is None else self.features[index.to(self.features.device)]
+        index, all_features = to_device(kept, self.token_ids.device), self.joined().features
+        features = None if all_features is None else all_features[index.to(all_features.device)]
         valid = None if self.valid is None else self.valid[index.to(self.valid.device)]
         counts = None if self.counts is None else [self.counts[sequence] for sequence in kept]
         return NewRows(self.token_ids[index], features, valid, counts)
@@ -144,6 +152,9 @@ class PackedPaths:
         """
         counts = [len(result.nodes) for result in results]
         most = longest or max(counts)
+        if counts == [1] and most == 1:  # a plain step of one sequence
+            ids = to_device([[0, roots[0], *results[0].token_ids, 1]], device)
+            return cls(ids[:, :1], ids[:, :1], ids[:, 1:3], ids[:, 3], counts, True)
         packed = []
         for root, result, count in zip(roots, results, counts, strict=True):
             fill = [0] * (most - count)
@@ -163,6 +174,6 @@ class PackedPaths:
 
 def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
     """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]."""
-    if features is None:
-        return None
+    if features is None or features.shape[1] == nodes.shape[1] == 1:
+        return features
     return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

@@ -227,7 +227,7 @@ class RoundLoop:
         drafts = self.begin_round()
         with self.stats.stage("draft"):
             drafts = drafts and self.candidates.has_drafts
-            tree = self.draft(rows) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
+            tree = self.draft(rows.joined()) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
         with self.stats.stage("target"):
             outputs = self.verify(tree)
         with self.stats.stage("accept"):

@@ -65,10 +65,13 @@ def accepted_paths(
         lengths: Tokens committed so far, per sequence.
         stop: Criteria that need not see every token; others are ignored.
     """
-    path = tree.path_to(best)  # [B, D + 1]
-    depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
-    numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
-    width = path.shape[1]
+    width = tree.max_depth + 1
+    if tree.num_nodes == 1:  # a plain step
+        numbers = [[0, 0, 0, token] for token in bonus.tolist()]
+    else:
+        path = tree.path_to(best)  # [B, D + 1]
+        depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
+        numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
     results: list[Accepted] = []
     for sequence, (num_accepted, *values) in enumerate(numbers):
         refuse_no_distribution(values[-1])

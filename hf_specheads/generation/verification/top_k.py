@@ -53,6 +53,8 @@ def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [B], node index; 0 (the root) when no draft token is accepted.
     """
+    if tree.num_nodes == 1:
+        return choices.new_zeros(len(choices))
     agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
     return torch.where(accepted_nodes(tree, agrees), tree.depths, -1).argmax(dim=1)
 
