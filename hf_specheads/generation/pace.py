@@ -39,7 +39,7 @@ CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tre
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
 # What follows from the rounds so far is worked out again after each of the first ones, later now and then.
-ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 48, 5
+ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 48, 7
 FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
 
 ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
@@ -76,9 +76,16 @@ class Pace:
         self.debt: float = -FIRST_TRIALS if before is None else before.debt
         self.context = 0
         self._plain_due = 0
-        self._look_again = 0
+        self._seen = self._look_again = 0
         self._deepest = max(tree.depth for tree in self.menu)
         self._work_out_again()
+
+    def _look(self) -> None:
+        """After every round or step: whether it is time to work out again what follows from them."""
+        self._seen += 1
+        if self._seen >= self._look_again:
+            self._look_again = self._seen + 1 + min(self._seen // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS)
+            self._work_out_again()
 
     def _work_out_again(self) -> None:
         """Forgets what followed from the rounds until now."""
@@ -86,6 +93,7 @@ class Pace:
         self._chains: dict[str, list[float]] = {}
         self._chains_known: set[Way] | None = None
         self._best: int | None = None
+        self._planned: tuple[int, float, bool] | None = None
         self.costs.work_out_again()
 
     # ------------------------------------------------------------------ what is known
@@ -173,17 +181,21 @@ class Pace:
 
     def _trial(self, best: int) -> int:
         """A tree that may be better than the best; the best itself where there is nothing to learn."""
+        if self._planned is None:
+            self._planned = self._plan(best)
+        trial, loss, promising = self._planned
+        # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
+        saved_up = best == PLAIN and self.debt <= -FIRST_TRIALS
+        return trial if loss <= -self.debt and (promising or saved_up) else best
+
+    def _plan(self, best: int) -> tuple[int, float, bool]:
+        """The tree to try next, what that may lose, and whether it promises to be better than the best."""
         if (first := self._first_chain()) is not None:
-            return first
+            return first, 0.0, True
         others = [choice for choice in range(len(self.menu))
                   if choice != best and self._loss(choice, best) <= FIRST_TRIALS]  # fmt: skip
         trial = max(others, key=self.promise, default=best)
-        if trial == best or self._loss(trial, best) > -self.debt:
-            return best  # until so much may be lost
-        if self.promise(trial) > CLEARLY * self.rate(best):
-            return trial
-        # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
-        return trial if best == PLAIN and self.debt <= -FIRST_TRIALS else best
+        return trial, self._loss(trial, best), self.promise(trial) > CLEARLY * self.rate(best)
 
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
@@ -203,7 +215,7 @@ class Pace:
     def record_plain(self, seconds: float) -> None:
         """Adds a plain step."""
         self.costs.record(PLAIN, seconds)
-        self._work_out_again()
+        self._look()
         self._plain_due = max(self._plain_due - 1, 0)
         self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
 
@@ -228,9 +240,7 @@ class Pace:
             self.acceptance[tree.children].record(tree.depth, num_accepted)
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
-        if self.rounds >= self._look_again:
-            self._look_again = self.rounds + 1 + min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS)
-            self._work_out_again()
+        self._look()
         # What a trial loses is told by what such rounds usually cost and give: luck levels out.
         lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
         earned = TRIAL_SHARE * self.costs.cost(choice)
