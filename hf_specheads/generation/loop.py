@@ -344,19 +344,19 @@ class RoundLoop:
         self.candidates.extend_text([result.token_ids for result in accepted.values()])
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
-        """What the round cost and bought, for the choice of the next trees. Rounds that compile, the first of a call,
-        which takes in the prompt, and those cut short by the budget are no measure."""
-        if self.compiled is not None and self.compiled.compiles:
-            return
-        if isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up:
-            return  # neither a plain step nor a round
+        """What the round cost and bought, for the choice of the next trees; rounds cut short are no measure."""
+        caught_up = isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up
+        if caught_up or (self.compiled is not None and self.compiled.compiles):
+            return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
+        drafted, num_accepted = self.candidates.tree, [result.num_accepted for result in accepted.values()]
+        whole = tree.max_depth >= drafted.depth or drafted.stop_below > 0
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
-            return
-        whole = tree.max_depth >= self.candidates.tree.depth or self.candidates.tree.stop_below > 0
-        if self.stats.rounds > 1 and whole and not any(result.cut for result in accepted.values()):
-            pace.record_round(self.choice, seconds, [result.num_accepted for result in accepted.values()])
+        elif self.stats.rounds == 1:
+            pace.record_intake(seconds, num_accepted)
+        elif whole and not any(result.cut for result in accepted.values()):
+            pace.record_round(self.choice, seconds, num_accepted)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

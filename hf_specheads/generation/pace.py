@@ -26,7 +26,7 @@ from .options import DraftingOptions
 from .tallies import Acceptance, Siblings, Tried, tokens_of
 
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
-PLAIN_TRIAL_SHARE = 0.006  # the same of plain steps
+PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
 FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
@@ -38,8 +38,10 @@ GROWN = 2.0  # plain steps are timed again when the context has grown by this fa
 CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that is tried
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
-# What follows from the rounds so far is worked out again after each of the first ones, later now and then.
-ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 48, 7
+# What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
+# pause grows by a round whenever there were so many more, up to so many,
+ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 3
+PAUSE_IN_PLAIN_STEPS = 8  # and is so long between plain steps
 FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
 
 ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
@@ -76,15 +78,13 @@ class Pace:
         self.debt: float = -FIRST_TRIALS if before is None else before.debt
         self.context = 0
         self._plain_due = 0
-        self._seen = self._look_again = 0
         self._deepest = max(tree.depth for tree in self.menu)
         self._work_out_again()
 
-    def _look(self) -> None:
-        """After every round or step: whether it is time to work out again what follows from them."""
-        self._seen += 1
-        if self._seen >= self._look_again:
-            self._look_again = self._seen + 1 + min(self._seen // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS)
+    def _look(self, pause: int) -> None:
+        """After every round or step: works out again what follows from them, if there were more than so many since."""
+        self._unseen += 1
+        if self._unseen > pause:
             self._work_out_again()
 
     def _work_out_again(self) -> None:
@@ -94,6 +94,7 @@ class Pace:
         self._chains_known: set[Way] | None = None
         self._best: int | None = None
         self._planned: tuple[int, float, bool] | None = None
+        self._unseen = 0
         self.costs.work_out_again()
 
     # ------------------------------------------------------------------ what is known
@@ -215,7 +216,7 @@ class Pace:
     def record_plain(self, seconds: float) -> None:
         """Adds a plain step."""
         self.costs.record(PLAIN, seconds)
-        self._look()
+        self._look(PAUSE_IN_PLAIN_STEPS if self.costs.rounds(PLAIN) > len(PLAIN_STEPS_AFTER) else 0)
         self._plain_due = max(self._plain_due - 1, 0)
         self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
 
@@ -240,7 +241,7 @@ class Pace:
             self.acceptance[tree.children].record(tree.depth, num_accepted)
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
-        self._look()
+        self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
         # What a trial loses is told by what such rounds usually cost and give: luck levels out.
         lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
         earned = TRIAL_SHARE * self.costs.cost(choice)
@@ -248,6 +249,14 @@ class Pace:
         pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)
         if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:
             self._plain_due = 1
+
+    def record_intake(self, seconds: float, num_accepted: Sequence[int]) -> None:
+        """Adds a round that took in a whole prompt: no measure of others, but a loss where plain steps are best.
+        Arguments as in [`record_round`]."""
+        if self.costs.unit and self.best == PLAIN:
+            tokens = 1 + sum(num_accepted) / len(num_accepted)
+            lost = min(seconds / self.costs.plain_seconds - tokens, FIRST_TRIALS)
+            self.debt = min(self.debt + max(lost, 0.0), MOST_DEBT)
 
     def why_plain(self) -> str:
         """What plain steps were taken for, in one sentence."""

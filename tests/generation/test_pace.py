@@ -299,6 +299,17 @@ def test_a_few_sequences_left_of_a_batch_tell_nothing_of_what_all_of_it_costs():
     assert pace(2).acceptance is pace(8).acceptance, "what is accepted does not depend on how many there are"
 
 
+def test_taking_in_a_prompt_is_a_loss_where_drafts_do_not_pay():
+    """Heads that are of no use were tried once in every call, and took in its prompt each time."""
+    useless, useful = Pace(menu_of(CPU_TREE)), Pace(menu_of(CPU_TREE))
+    simulate(useless, 400, World(0.0, *DEAR, noise=0))
+    simulate(useful, 400, World(0.9, *CHEAP, noise=0))
+    for pace in (useless, useful):
+        before = pace.debt
+        pace.record_intake(4 * pace.costs.plain_seconds, [0])
+        assert pace.debt == pytest.approx(before + 3.0 * (pace is useless))
+
+
 def test_where_drafts_did_not_pay_fewer_sequences_are_no_reason_to_try_all_again():
     menu = menu_of(CPU_TREE)
     before = Pace(menu)
