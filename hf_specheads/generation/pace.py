@@ -33,9 +33,11 @@ PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
 CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
 ROUNDS_BEFORE_A_VERDICT = 2  # of a tree
+FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
-CLEARLY = 1.02  # better: than plain steps, for drafts; than the best, for a tree that is tried
+CLEARLY = 1.02  # better than the best, for a tree that is tried
+PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
 # What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
@@ -103,7 +105,7 @@ class Pace:
         """The best of the menu that is known well enough, or [`PLAIN`]."""
         if self._best is None:
             best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
-            self._best = best if self.rate(best) > CLEARLY else PLAIN
+            self._best = best if self.rate(best) > PAYS else PLAIN
         return self._best
 
     def is_known(self, choice: int) -> bool:
@@ -163,8 +165,8 @@ class Pace:
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self) -> None:
-        """Another text may be drafted better: half of what was lost is forgotten."""
-        self.debt = min(self.debt, self.debt / 2)
+        """Another text may be drafted better: some of what was lost is forgotten."""
+        self.debt = min(self.debt, max(self.debt - FORGIVEN, 0.0))
 
     def choose(self, context: int) -> int:
         """What the next round drafts: a place in the menu, or [`PLAIN`].
@@ -196,7 +198,8 @@ class Pace:
         others = [choice for choice in range(len(self.menu))
                   if choice != best and self._loss(choice, best) <= FIRST_TRIALS]  # fmt: skip
         trial = max(others, key=self.promise, default=best)
-        return trial, self._loss(trial, best), self.promise(trial) > CLEARLY * self.rate(best)
+        better = PAYS if best == PLAIN else CLEARLY * self.rate(best)
+        return trial, self._loss(trial, best), self.promise(trial) > better
 
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
@@ -210,7 +213,7 @@ class Pace:
             chains_of[way_of(self.menu[choice])].append(choice)
         wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
         unknown = (choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS)
-        return next((choice for choice in unknown if self.promise(choice) > CLEARLY), None)
+        return next((choice for choice in unknown if self.promise(choice) > PAYS), None)
 
     # ------------------------------------------------------------------ what rounds tell
     def record_plain(self, seconds: float) -> None:
