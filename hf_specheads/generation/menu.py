@@ -11,7 +11,7 @@ from .options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
-DYNAMIC_TREES = ((1, 5, 6), (2, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
+DYNAMIC_TREES = ((1, 5, 6), (3, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
 
 
 def trees_to_choose(
