@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -81,7 +82,8 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     state = {"owed": 0.0}
 
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
-        tree = draft(self, rows, lengths, *others).packed()
+        tree = draft(self, rows, lengths, *others)
+        tree = replace(tree, token_ids=tree.token_ids.clone())
         state["owed"] += tau - 1
         said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
         state["owed"] -= said
