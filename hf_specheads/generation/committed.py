@@ -173,7 +173,8 @@ class PackedPaths:
 
 
 def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
-    """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]."""
-    if features is None or features.shape[1] == nodes.shape[1] == 1:
-        return features
+    """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]: a copy, as the next replay of a CUDA graph
+    writes over what the last one has left."""
+    if features is None:
+        return None
     return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

@@ -82,12 +82,14 @@ class Costs:
         return self._kinds[choice].count
 
     def record(self, choice: int, seconds: float) -> None:
-        """Adds a round, or a plain step."""
+        """Adds a round, or a plain step, which alone counts where another thread has just begun a context."""
         kind, unit = self._kinds[choice], self.unit
         if unit:
             kind.record(seconds / unit)
-        else:
+        elif choice == PLAIN:
             kind.count += 1
+        else:
+            return
         self._units.append(seconds / kind.mean)
 
     def work_out_again(self) -> None:

@@ -12,9 +12,9 @@ from ..tree.config import DraftTreeConfig
 TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
 ROUNDS_OF_A_MEAN = 24  # tokens of a tree's rounds are a running mean over about so many
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
-# How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
-NEGLIGIBLE = 0.01  # of the weight of the likeliest
 HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
+NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent
+# How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 

@@ -155,6 +155,9 @@ def test_a_round_without_a_measure_of_plain_steps_tells_nothing():
     assert pace.choose(100_000) == PLAIN  # of a call in another thread
     pace.record_round(0, 1.0, [4])
     assert (pace.rate(0), pace.rounds) == before
+    costs = Pace((CPU_TREE,)).costs
+    costs.record(0, 1.0)  # the context began in the middle of it
+    assert not costs.unit and costs.rounds(0) == 0
 
 
 def test_an_assigned_tree_is_the_only_one_on_the_menu():
