@@ -90,7 +90,7 @@ class TargetDistribution:
             mass = (logits.float().logsumexp(dim=-1) - whole).exp().clamp_max(1)
             place = torch.searchsorted(vocabulary, labels).clamp_max(len(vocabulary) - 1)
             labels = torch.where(vocabulary[place] == labels, place, IGNORED)
-        probs = torch.softmax(logits.float(), dim=-1)  # [R, V]
+        probs = torch.softmax(logits, dim=-1, dtype=torch.float32)  # [R, V]
         top_k_probs, top_k_ids = probs.topk(min(top_k, probs.shape[-1]), dim=-1)  # [R, K] each
         return cls(probs, top_k_probs, top_k_ids, labels, weight, mass)
 
@@ -135,7 +135,7 @@ class DraftedRows:
         base: torch.Tensor | None = None,
     ):
         self.confidence, self.selected, self.base = confidence, selected, base
-        self.logits, self.target, self.features = logits.float(), target, features
+        self.logits, self.target, self.features = logits, target, features
         self.lk_decay = lk_decay
 
     @property
@@ -181,7 +181,7 @@ class _CrossEntropies(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(logits.device.type, enabled=False):
             token, normaliser = cross_entropy(logits, probs)
-            top_k = (top_k_probs * (normaliser[:, None] - logits.gather(-1, top_k_ids))).sum(dim=-1)
+            top_k = (top_k_probs * (normaliser[:, None] - logits.gather(-1, top_k_ids).float())).sum(dim=-1)
         ctx.save_for_backward(logits, normaliser, probs, top_k_probs, top_k_ids)
         return token, top_k
 
@@ -190,8 +190,11 @@ class _CrossEntropies(torch.autograd.Function):
     def backward(ctx: Any, token_grad: torch.Tensor, top_k_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, normaliser, probs, top_k_probs, top_k_ids = ctx.saved_tensors
         draft_grad = token_grad + top_k_grad * top_k_probs.sum(dim=-1)
+        # Whole before it is rounded to the dtype of the logits, as everywhere else.
+        at_top_k = (logits.gather(-1, top_k_ids).float() - normaliser[:, None]).exp() * draft_grad[:, None]
+        at_top_k -= (token_grad + top_k_grad)[:, None] * top_k_probs
         grad = cross_entropy_gradient(logits, normaliser, probs, draft_grad, token_grad)
-        grad.scatter_add_(-1, top_k_ids, -top_k_grad[:, None] * top_k_probs)
+        grad.scatter_(-1, top_k_ids, at_top_k.to(grad.dtype))
         return grad, None, None, None
 
 
@@ -205,7 +208,7 @@ def token_and_top_k_loss(logits: torch.Tensor, target: TargetDistribution) -> tu
         logits: Draft logits [R, V].
         target: The target's distribution at the same rows.
     """
-    return _CrossEntropies.apply(logits.float(), target.probs, target.top_k_probs, target.top_k_ids)
+    return _CrossEntropies.apply(logits, target.probs, target.top_k_probs, target.top_k_ids)
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

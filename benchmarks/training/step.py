@@ -2,6 +2,7 @@
 
     python -m benchmarks step  # POSS at four lengths and three depths, EAGLE-3 at two lengths
     python -m benchmarks step --cells hass,2048,8 eagle,1024,1
+    python -m benchmarks step --cells poss,2048,6 --vocab_size 131072 --bf16  # a large vocabulary, mixed precision
 
 Both sides compute the same gradients of the same heads (`naive_step.py` is the other side), forward and backward of
 one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own grows during
@@ -45,13 +46,17 @@ MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
 GRID = [("poss", rows, passes) for rows in (512, 1024, 2048, 4096) for passes in (1, 3, 6)]
 GRID += [("eagle3", rows, 6) for rows in (1024, 2048)]
 
-Cell = dict[str, Any]  # family, rows (T), passes (D), and the sizes of the target
+Cell = dict[str, Any]  # family, rows (T), passes (D), dtype, and the sizes of the target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which steps."""
     said = "heads, rows T of a batch and draft positions D, instead of the default grid"
     parser.add_argument("--cells", nargs="+", type=cell_of, default=GRID, metavar="FAMILY,T,D", help=said)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the target")
+    said = "target in bf16, heads in fp32 under autocast, as `bf16=true` trains; default fp32"
+    parser.add_argument("--bf16", action="store_true", help=said)
     parser.add_argument("--repeats", type=int, default=3)
 
 
@@ -67,6 +72,7 @@ def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
     width = cell["hidden_size"]
     sizes = {"num_hidden_layers": 8, "num_attention_heads": max(width // 64, 1), "intermediate_size": 8 * width // 3}
     target = random_llama(vocab_size=cell["vocab_size"], hidden_size=width, **sizes).requires_grad_(False)
+    target.to(getattr(torch, cell["dtype"]))
     return target, AutoDraftHead.from_target(target, cell["family"], **FAMILIES[cell["family"]]).bind(target).train()
 
 
@@ -79,7 +85,7 @@ def make_steps(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> dict[st
     batch = {
         "features": torch.randn(1, rows, levels * width, generator=generator),
         "next_token_ids": torch.randint(0, cell["vocab_size"], (1, rows), generator=generator),
-        "target_features": torch.randn(1, rows, width, generator=generator),
+        "target_features": torch.randn(1, rows, width, generator=generator).to(target.dtype),
         "embed_tokens": target.get_input_embeddings(),
         "lm_head": target.lm_head,
         "num_passes": passes,
@@ -90,7 +96,12 @@ def make_steps(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> dict[st
     }
     if heads.passes_are_detached:
         steps["per_pass"] = partial(our_step, heads, batch, 1)
-    return steps
+    return {side: partial(_in_precision, cell, step) for side, step in steps.items()}
+
+
+def _in_precision(cell: Cell, step: Callable[[], Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=cell["dtype"] == "bfloat16"):
+        step()
 
 
 def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
@@ -114,7 +125,9 @@ def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> f
     chunks = [min(CHUNK, cell["rows"] - at) for at in range(0, cell["rows"], CHUNK)]
     products = [(weight, cell["rows"], True) for weight in (*layers, heads.fc.weight)]
     products += [(output, chunk, own is not None) for chunk in chunks]
-    rows = {size: torch.randn(cell["rows"], size) for weight, *_ in products for size in weight.shape}
+    dtype = target.dtype
+    products = [(weight.to(dtype), *others) for weight, *others in products]
+    rows = {size: torch.randn(cell["rows"], size, dtype=dtype) for weight, *_ in products for size in weight.shape}
 
     @torch.no_grad()
     def run() -> None:
@@ -198,8 +211,9 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All cells."""
     cells = []
+    common = {"dtype": "bfloat16" if args.bf16 else "float32", **{name: getattr(args, name) for name in SIZES}}
     for family, rows, passes in args.cells:
-        cells.append(measure_cell({"family": family, "rows": rows, "passes": passes, **SIZES}, args.repeats))
+        cells.append(measure_cell({"family": family, "rows": rows, "passes": passes, **common}, args.repeats))
         print(cells[-1], file=sys.stderr, flush=True)
     return {"batch": 1, "weights": WEIGHTS, "chunk_rows": CHUNK, "cells": cells}
 
@@ -219,8 +233,8 @@ def table(result: Result) -> str:
         "products / ours": lambda cell: percent(cell["products_seconds"] / cell["sides"]["ours"]["seconds"]["median"]),
     }  # fmt: skip
     return column_table(columns, result["cells"]) + footnote(
-        result, "Forward and backward, batch {batch}, hidden size {cells[0][hidden_size]}, vocabulary "
-        "{cells[0][vocab_size]}, median of {repeats} alternating repeats",
+        result, "Forward and backward, batch {batch}, {cells[0][dtype]}, hidden size {cells[0][hidden_size]}, "
+        "vocabulary {cells[0][vocab_size]}, median of {repeats} alternating repeats",
         "a dash: the dense step needs more memory than the machine has",
     )  # fmt: skip
 

@@ -99,10 +99,21 @@ def test_end_to_end(measure, monkeypatch):
     assert "| poss | 40 | 3 |" in step.table(result)
 
 
+@pytest.mark.slow
+def test_mixed_precision_and_another_vocabulary(measure):
+    words = ["--cells", "poss,40,2", "--repeats", "1", "--vocab_size", "96", "--hidden_size", "32", "--bf16"]
+    result = measure("step", *words)
+    (cell,) = result["cells"]
+    assert (cell["dtype"], cell["vocab_size"], cell["hidden_size"]) == ("bfloat16", 96, 32)
+    assert 1e-4 < cell["gradient_difference"] < 0.1
+    assert "bfloat16, hidden size 32, vocabulary 96" in step.table(result)
+
+
 def test_a_step_that_does_not_fit(monkeypatch):
     """It is left out of the timing and of the ratios, and the table has dashes."""
     monkeypatch.setattr(step, "peak_apart", lambda cell, side: None if side == "dense" else 1000)
-    measured = step.measure_cell({"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64}, 1)
+    cell = {"family": "poss", "rows": 16, "passes": 1, "hidden_size": 32, "vocab_size": 64, "dtype": "float32"}
+    measured = step.measure_cell(cell, 1)
     assert measured["sides"]["dense"] == {"seconds": None, "peak_bytes": None}
     assert "speed_up" not in measured["sides"]["ours"]
     assert "gradient_difference" not in measured

@@ -34,6 +34,21 @@ def test_blocks_of_any_size(block: int, spread: float, monkeypatch) -> None:
     check(fused._forward, fused._backward, *rows(7, 40, spread))
 
 
+@pytest.mark.parametrize("block", [1, 100])
+def test_logits_of_half_precision_are_computed_with_in_fp32(block: int, monkeypatch) -> None:
+    """Loss and gradient are those of the same numbers in fp32, the gradient rounded once, top-k part included."""
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", block)
+    half = rows(7, 40)[0].bfloat16()
+    target = TargetDistribution.from_logits(rows(7, 40)[0].flip(0), 5)
+    found, wanted = (logits.requires_grad_() for logits in (half.clone(), half.float()))
+    losses = [token_and_top_k_loss(logits.clone(), target) for logits in (found, wanted)]
+    for ours, theirs in zip(*losses, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+    for token, top_k in losses:
+        (0.3 * token + 0.7 * top_k).sum().backward()
+    assert found.grad.dtype == torch.bfloat16 and torch.equal(found.grad, wanted.grad.bfloat16())
+
+
 def test_no_rows() -> None:
     token, normaliser = fused.cross_entropy(torch.zeros(0, 40), torch.zeros(0, 40))
     assert token.shape == normaliser.shape == (0,)
