@@ -56,7 +56,7 @@ class Costs:
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(menu))}
         self._units: deque[float] = deque(maxlen=RECENT)
         self._prior = EXPECTED if before is None else _without_negative(*before._equations())
-        self._expectation: tuple[np.ndarray, np.ndarray] | None = None
+        self._expectation: list[tuple[float, float]] | None = None
 
     @property
     def unit(self) -> float:
@@ -76,6 +76,7 @@ class Costs:
         self._units.clear()
         for kind in self._kinds.values():
             kind.weight = min(kind.weight, 3)
+        self._expectation = None
 
     def rounds(self, choice: int) -> int:
         """That were timed of a tree."""
@@ -91,10 +92,8 @@ class Costs:
         else:
             return
         self._units.append(seconds / kind.mean)
-
-    def work_out_again(self) -> None:
-        """Forgets what followed from the rounds until now."""
-        self._expectation = None
+        if kind.count & (kind.count - 1) == 0 or kind.count % REMEMBERED == 0:  # others tell nothing new
+            self._expectation = None
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -107,7 +106,7 @@ class Costs:
             return 1.0
         if self._expectation is None:
             self._expectation = self._expected()
-        expected, spread = (float(numbers[choice]) for numbers in self._expectation)
+        expected, spread = self._expectation[choice]
         count = min(self._kinds[choice].weight, REMEMBERED)
         expected += spread if unsure else 0.0
         return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
@@ -116,12 +115,13 @@ class Costs:
         """By its own rounds alone; 0 where there were none."""
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
-    def _expected(self) -> tuple[np.ndarray, np.ndarray]:
+    def _expected(self) -> list[tuple[float, float]]:
         """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
-        standard deviations, float [menu] each."""
+        standard deviations, per tree of the menu."""
         matrix, right = self._equations()
         spread = np.sqrt(np.einsum("ni,ij,nj->n", self._rows, np.linalg.inv(matrix), self._rows))
-        return 1.0 + self._rows @ _without_negative(matrix, right), spread
+        costs = 1.0 + self._rows @ _without_negative(matrix, right)
+        return list(zip(costs.tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
         """Of weighted least squares over the trees that were tried, drawn to what was expected: [3, 3] and [3]."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -42,7 +43,7 @@ BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never trie
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
 # What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
 # pause grows by a round whenever there were so many more, up to so many,
-ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 3
+ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 15
 PAUSE_IN_PLAIN_STEPS = 8  # and is so long between plain steps
 FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
 
@@ -56,7 +57,8 @@ class Pace:
 
     Args:
         menu: Trees to choose from, the one in force first.
-        before: Of another number of sequences: drafts are worth as much here, and trials may lose as much.
+        before: Of another number of sequences: drafts are worth as much here, trials may lose as much, and chains
+            that are known there are here.
 
     Attributes:
         costs: Of rounds and plain steps.
@@ -81,6 +83,9 @@ class Pace:
         self.context = 0
         self._plain_due = 0
         self._deepest = max(tree.depth for tree in self.menu)
+        self._known_before: set[int] = set()
+        if before is not None:
+            self._known_before = {c for c in range(len(self.menu)) if self._is_plain_chain(c) and before.is_known(c)}
         self._work_out_again()
 
     def _look(self, pause: int) -> None:
@@ -97,7 +102,6 @@ class Pace:
         self._best: int | None = None
         self._planned: tuple[int, float, bool] | None = None
         self._unseen = 0
-        self.costs.work_out_again()
 
     # ------------------------------------------------------------------ what is known
     @property
@@ -110,7 +114,7 @@ class Pace:
 
     def is_known(self, choice: int) -> bool:
         """Whether a tree was tried, or is a chain among others that were: their costs and gains tell its own."""
-        if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT:
+        if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT or choice in self._known_before:
             return True
         if self._chains_known is None:
             self._chains_known = self._known_ways()
@@ -305,8 +309,10 @@ def pace_of(
     known = heads.memory.setdefault(target, {})
     if (key := (Pace, octave, *settings)) in known:
         return known[key]
-    alike = (pace for other, pace in list(known.items()) if other[0] is Pace and other[2:] == settings)
-    return known.setdefault(key, Pace(menu, next(alike, None)))
+    alike = [(abs(other[1] - octave), pace) for other, pace in list(known.items())
+             if other[0] is Pace and other[2:] == settings]  # fmt: skip
+    _, nearest = min(alike, key=itemgetter(0), default=(0, None))
+    return known.setdefault(key, Pace(menu, nearest))
 
 
 @dataclass(frozen=True)

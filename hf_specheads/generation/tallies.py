@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..tree.config import DraftTreeConfig
 
 TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
-ROUNDS_OF_A_MEAN = 24  # tokens of a tree's rounds are a running mean over about so many
+ROUNDS_OF_A_MEAN = 64  # tokens of a tree's rounds are a running mean over about so many
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
 NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent

@@ -325,6 +325,18 @@ def test_where_drafts_did_not_pay_fewer_sequences_are_no_reason_to_try_all_again
     assert tokens / seconds < 0.95
 
 
+def test_what_is_left_of_a_batch_drafts_on_though_trials_have_cost_much():
+    """What more sequences have tried is known of fewer: they took plain steps until debts were paid."""
+    menu = menu_of(CPU_TREE)
+    before = Pace(menu)
+    simulate(before, 100, World(0.9, *CHEAP))
+    before.debt = MOST_DEBT
+    after = Pace(menu, before)
+    assert after.choose(100) == PLAIN, "to time it"
+    after.record_plain(0.5)
+    assert menu[after.choose(100)].kind == "chain"
+
+
 @pytest.mark.parametrize(("accepted", "drawn"), [(0.3, 0.8), (0.8, 0.3), (0.55, 0.6)])
 def test_children_are_drawn_where_that_is_accepted_more(accepted, drawn):
     menu = trees_to_choose(CHAIN, None, lambda tree: None, drawn=True)
