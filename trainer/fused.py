@@ -101,7 +101,8 @@ def _of_device(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def compiled_or_plain(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Both functions compiled, after they have agreed with the plain ones on a few rows; the plain ones otherwise."""
-    values, probs = torch.randn(3, 40, device=kind), torch.rand(3, 40, device=kind).softmax(dim=-1)
+    values = torch.randn(3, 40, dtype=torch.float32, device=kind)
+    probs = torch.rand(3, 40, dtype=torch.float32, device=kind).softmax(dim=-1)
     plain = _forward, _backward
     try:
         compiled = torch.compile(_forward, dynamic=True), torch.compile(_backward, dynamic=True)

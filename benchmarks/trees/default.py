@@ -55,7 +55,7 @@ def measure_setting(
     target: PreTrainedModel, make_heads: Callable[[], DraftHead], batches: list[Inputs], temperature: float,
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """The grid, then its best, the default and plain generation, on a first pass over the prompts and on later ones."""
+    """The grid, then its best, the default and plain generation: a first pass over the prompts, and later ones."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafting, left_alone = make_heads(), make_heads()
     drafting.adaptive, left_alone.adaptive = False, True
@@ -151,7 +151,8 @@ def table(result: Result) -> str:
         "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
         "learnt": lambda one: "-" if one["learnt"] is None else draft_tree(one["learnt"]),
-        "default / best": ("default_over_grid", 3), "on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
+        "default / best": ("default_over_grid", 3),
+        "on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
         "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
     }  # fmt: skip
     return column_table(columns, result["measured"]) + footnote(

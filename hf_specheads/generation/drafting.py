@@ -239,12 +239,35 @@ def grow_fixed(
     """
     shape = fixed_shape(tree.paths, depth, token_ids.device) if shape is None else shape
     sampler = sampler if tree.children == "sampled" else None
-    batch = token_ids.shape[0]
-    states, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
-    if gives_up(head, cache, tree, 0, token_ids[:, -1:], logits):
+    drafted = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
+    if gives_up(head, cache, tree, 0, token_ids[:, -1:], drafted[1]):
         return DraftTree.root_only(token_ids[:, -1])
+    if sampler is None and tree.stop_below == 0 and cache.links is None and shape.is_chain:
+        return _grow_chain(head, cache, tree, token_ids[:, -1:], drafted, shape)
+    return _grow_levels(head, cache, tree, token_ids[:, -1:], drafted, shape, sampler)
+
+
+def _grow_levels(
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    root: torch.Tensor,
+    drafted: tuple[torch.Tensor, torch.Tensor],
+    shape: TreeShape,
+    sampler: DraftSampler | None,
+) -> DraftTree:
+    """Any tree of a fixed shape, level by level.
+
+    Args:
+        head, cache, tree: As in [`grow_tree`].
+        root: int64 [B, 1].
+        drafted: State and draft logits of the root, from `start_draft`.
+        shape: The tree's.
+        sampler: Draws the children; `None` for the most probable ones.
+    """
+    (states, logits), batch = drafted, len(root)
     parent_scores = logits.new_zeros(batch, 1)
-    paths = token_ids[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
+    paths = root[:, :1, None][..., :0]  # [B, K, d], tokens drafted down to each node about to be expanded
     parts, drawn_from = [], []
     for position, level in enumerate(shape.levels, start=1):
         width = min(level.width, logits.shape[-1])
@@ -272,12 +295,38 @@ def grow_fixed(
         visible = None if in_step else level.visible[None].expand(batch, -1, -1)
         states, logits = head.extend_draft(cache, position, frontier, states, visible)
     if len(parts) < len(shape.levels):
-        shape = fixed_shape(tree.paths, len(parts), token_ids.device)
+        shape = fixed_shape(tree.paths, len(parts), root.device)
     sampled = None
     if sampler is not None:
-        children = fixed_children(tree.paths, len(parts), token_ids.device)
+        children = fixed_children(tree.paths, len(parts), root.device)
         sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
-    return _fixed_tree(token_ids[:, -1:], parts, shape, sampled)
+    return _fixed_tree(root, parts, shape, sampled)
+
+
+def _grow_chain(
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    root: torch.Tensor,
+    drafted: tuple[torch.Tensor, torch.Tensor],
+    shape: TreeShape,
+) -> DraftTree:
+    """A chain of favourites, all of them whatever they score: the scores are worked out for all links together.
+
+    Args:
+        head, cache, tree, root, drafted: As in [`_grow_levels`].
+        shape: The chain's.
+    """
+    (states, logits), links, of_links = drafted, [], []
+    for position, level in enumerate(shape.levels, start=1):
+        of_links.append(logits)
+        token = logits[:, 0].argmax(dim=-1, keepdim=True)  # [B, 1]
+        links.append(token if head.draft_vocabulary is None else head.draft_vocabulary[token])
+        if position < len(shape.levels):
+            visible = None if cache.lengths is None else level.visible[None].expand(len(root), -1, -1)
+            states, logits = head.extend_draft(cache, position, links[-1], states, visible)
+    scores, _ = top_children(head, torch.cat(of_links, dim=1), 1, tree.draft_temperature)  # [B, D, 1]
+    return _fixed_tree(root, list(zip(links, scores.cumsum(1).unbind(1), strict=True)), shape, None)
 
 
 def _fixed_tree(

@@ -99,7 +99,8 @@ def probe_problem(target: PreTrainedModel, kind: RoundKind) -> str | None:
     if target.training:
         return None  # dropout: nothing to compare
     config = target.config.get_text_config(decoder=True)
-    key = (type(target), config.to_json_string(), config._attn_implementation, target.dtype, kind)
+    settings = repr(vars(config))  # `to_json_string` takes 25 times as long, in every call
+    key = (type(target), settings, config._attn_implementation, target.dtype, kind)
     if key not in _verdicts:
         doing = "decode from tokens, mask and positions alone"
         try:

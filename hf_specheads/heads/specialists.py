@@ -183,7 +183,7 @@ class SpecialistHead(DraftHead):
         # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
         first = cache.take_level(specialist)
         before, levels = cache.drafted_inputs[:first], cache.drafted_inputs[first:]
-        rows = torch.cat(levels, dim=1)
+        rows = fused if len(levels) == 1 else torch.cat(levels, dim=1)
         cache.place(sum(level.shape[1] for level in before), rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
         drafted = self(rows, self._level_positions(cache, first, levels), mask, cache, specialist, num_queries=nodes)

@@ -53,6 +53,11 @@ class TreeShape:
     ancestor_mask: torch.Tensor
     paths: torch.Tensor
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every level is a link of a chain."""
+        return all(level.link for level in self.levels)
+
     def to(self, device: torch.device) -> TreeShape:
         """The same for verification on another device; levels, which only drafting needs, stay."""
         tensors = (self.parents, self.depths, self.ancestor_mask, self.paths)
