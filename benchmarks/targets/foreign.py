@@ -3,7 +3,8 @@
     python -m benchmarks.targets.foreign --output runs/foreign --minutes 20
 
 trains a small Qwen3 on the Python standard library's source and writes, next to it, what heads are trained on
-(`texts.jsonl`) and asked (`prompts.jsonl`, beginnings of held-out files); then, for example,
+(`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of the long
+ones); then, for example,
 
     python -m hf_specheads.trainer --target runs/foreign --method eagle --train_data runs/foreign/texts.jsonl ...
     python -m benchmarks default --target runs/foreign --prompts runs/foreign/prompts.jsonl --heads runs/foreign_eagle
@@ -39,6 +40,7 @@ from hf_specheads.trainer.shipped_pair.target import TimeLimit
 END = "<|endoftext|>"
 VOCABULARY, LENGTH = 8192, 256
 PROMPT_TOKENS, PROMPTS = (48, 160), 64
+LONG_TOKENS, LONG_PROMPTS = 3968, 8
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -88,6 +90,12 @@ def prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[st
     return [text.rstrip() for text in found[:PROMPTS]]
 
 
+def long_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Beginnings of held-out files that have so many tokens."""
+    found = (next(pieces([text], tokenizer, LONG_TOKENS), None) for text in texts)
+    return list(itertools.islice(filter(None, found), LONG_PROMPTS))
+
+
 def write_rows(path: Path, column: str, texts: Sequence[str]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
@@ -115,7 +123,9 @@ def main() -> None:
     target.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     write_rows(args.output / "texts.jsonl", "text", list(pieces(texts, tokenizer, LENGTH - 8)))
-    write_rows(args.output / "prompts.jsonl", "prompt", prompts(read_split(held_out=True), tokenizer))
+    held_out = read_split(held_out=True)
+    write_rows(args.output / "prompts.jsonl", "prompt", prompts(held_out, tokenizer))
+    write_rows(args.output / "long_prompts.jsonl", "prompt", long_prompts(held_out, tokenizer))
 
 
 if __name__ == "__main__":
