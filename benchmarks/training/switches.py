@@ -5,7 +5,8 @@
 All start from the same EAGLE heads and see the same batches in the same order; each is trained with several seeds. tau
 is of greedy trees on held-out prompts. The authors' trainer (arXiv 2506.03566, their code) differs from the recipe in
 that it clips gradients by value, counts masked scores as 0, and runs a backward per pass. The latter has the same
-gradients but for rounding: differences of its size mean nothing. Nothing is timed, so the machine may be busy.
+gradients but for rounding: differences of its size mean nothing. "Total variation" adds 1 - a to the losses, of which
+the authors' trainer has none. Nothing is timed, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "the authors' masks": {"upstream_masking": True},
     "no warm-up": {"warmup_steps": 0},
     "longer warm-up": {"warmup_steps": 0.1},
+    "total variation": {"total_variation_loss_weight": 1.0},
     "all as the authors": {"max_grad_norm": 0.0, "max_grad_value": 0.5, "backward": "per_pass",
                            "upstream_masking": True, "warmup_steps": 0},
 }  # fmt: skip
