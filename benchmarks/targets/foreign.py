@@ -3,7 +3,7 @@
     python -m benchmarks.targets.foreign --output runs/foreign --minutes 20
 
 trains a small Qwen3 on the Python standard library's source and writes, next to it, what heads are trained on
-(`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of the long
+(`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of long
 ones); then, for example,
 
     python -m hf_specheads.trainer --target runs/foreign --method eagle --train_data runs/foreign/texts.jsonl ...
