@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import HeadLoadError
+from ..generation.toolchain import warm_up_toolchain
 from ..heads.auto import HEADS
 from ..heads.base import DraftHead
 from ..heads.placement import Placement, announce
@@ -77,6 +78,8 @@ def load_heads(
     announce(f"{name_of(repo_or_path)}: {stored}")
     _remember_source(heads, repo_or_path, folder)
     heads.compiled = compile
+    if compile and not torch.accelerator.is_available():
+        warm_up_toolchain()  # meanwhile the target is loaded
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
     return heads.eval()

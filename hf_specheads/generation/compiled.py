@@ -26,6 +26,7 @@ from ..tree.shape import TreeShape, fixed_shape
 from .drafting import grow_dynamic, grow_fixed
 from .probe import difference, drafts_problem
 from .regions import links_of, with_regions
+from .toolchain import warm_up_toolchain
 
 logger = logging.get_logger(__name__)
 
@@ -183,10 +184,12 @@ class CompiledRounds:
         self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
     ) -> ModelOutput:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
+        # On other devices shapes are captured as well, or kernels chosen by them.
+        any_rows = self.rows_once and tree.token_ids.device.type == "cpu"
+        if any_rows and tree.num_nodes == 1:
+            return _of_root(self.verify(target, cache, _root_twice(tree), hidden_states))
         rows = tree.rows_alone()
         batch, nodes = rows.token_ids.shape
-        # On other devices shapes are captured as well, or kernels chosen by them.
-        any_rows = self.rows_once and nodes > 1 and rows.token_ids.device.type == "cpu"
         shapes = (batch, "any" if any_rows else nodes, cache.capacity, repr(hidden_states))
         if self.layers_once and cache.regions is None:
             cache.regions = (with_regions(target, cache),)
@@ -226,6 +229,19 @@ class CompiledRounds:
         return None
 
 
+def _root_twice(tree: DraftTree) -> DraftTree:
+    """A tree of nothing but its root, for the graph of larger ones: the compiler takes one row for a case of its own.
+    On CPUs two rows take no longer."""
+    tokens, parents, depths, scores = (torch.cat([each, each], dim=1) for each in
+                                       (tree.token_ids, tree.parents, tree.depths, tree.scores))  # fmt: skip
+    return DraftTree(tokens, parents, depths, scores, 0)
+
+
+def _of_root(outputs: ModelOutput) -> ModelOutput:
+    outputs.logits = outputs.logits[:, :1]
+    return outputs
+
+
 def _mark_rows(tree: DraftTree) -> None:
     """Tells the compiler that its code is to be for trees of any number of nodes."""
     torch._dynamo.mark_dynamic(tree.token_ids, 1)
@@ -256,5 +272,7 @@ def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: Ge
     key = (CompiledRounds, repr(sorted(options.items())))
     known = heads.memory.setdefault(target, {})
     if key not in known:
+        if options.get("backend", "inductor") == "inductor" and target.device.type == "cpu":
+            warm_up_toolchain()
         known[key] = CompiledRounds(options)
     return known[key]
