@@ -77,9 +77,7 @@ def load_heads(
         heads, stored = _build(stored, dtype, device_map)
     announce(f"{name_of(repo_or_path)}: {stored}")
     _remember_source(heads, repo_or_path, folder)
-    heads.compiled = compile
-    if compile and not torch.accelerator.is_available():
-        warm_up_toolchain()  # meanwhile the target is loaded
+    _will_be_compiled(heads, compile)
     if tree_overrides:
         heads.tree_config = heads.tree_config.replace(**tree_overrides)
     return heads.eval()
@@ -98,6 +96,12 @@ def _remember_source(heads: DraftHead, repo_or_path: str | os.PathLike[str], fol
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     if folder != Path(repo_or_path):
         heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
+
+
+def _will_be_compiled(heads: DraftHead, chosen: bool) -> None:
+    heads.compiled = chosen
+    if chosen and not torch.accelerator.is_available():
+        warm_up_toolchain()  # while the target is loaded
 
 
 def _build(stored: StoredHeads, dtype: torch.dtype | str | None, device_map: Any) -> tuple[DraftHead, StoredHeads]:

@@ -12,7 +12,7 @@ from ..tree.config import DraftTreeConfig
 
 PLAIN = -1  # in the place of a tree of the menu
 RECENT = 5  # rounds and steps whose median tells how fast the machine is just now
-REMEMBERED = 32  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
+REMEMBERED = 128  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
 STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -37,6 +38,7 @@ ROUNDS_BEFORE_A_VERDICT = 2  # of a tree
 FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
+STAYS = 1.04  # times as fast a tree must be as the best until now, to be the best instead: of near ties luck decides
 CLEARLY = 1.02  # better than the best, for a tree that is tried
 PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
@@ -74,15 +76,16 @@ class Pace:
         self.menu = tuple(menu)
         self.costs: Costs = Costs(self.menu, None if before is None else before.costs)
         self.tried = [Tried() for _ in self.menu]
+        self._deepest = max(tree.depth for tree in self.menu)
         self.acceptance: defaultdict[str, Acceptance] = (
-            defaultdict(Acceptance) if before is None else before.acceptance
+            defaultdict(partial(Acceptance, self._deepest)) if before is None else before.acceptance
         )
         self.siblings: Siblings = Siblings() if before is None else before.siblings
         self.rounds = 0
         self.debt: float = -FIRST_TRIALS if before is None else before.debt
         self.context = 0
         self._plain_due = 0
-        self._deepest = max(tree.depth for tree in self.menu)
+        self._best_before = PLAIN
         self._known_before: set[int] = set()
         if before is not None:
             self._known_before = {c for c in range(len(self.menu)) if self._is_plain_chain(c) and before.is_known(c)}
@@ -109,6 +112,9 @@ class Pace:
         """The best of the menu that is known well enough, or [`PLAIN`]."""
         if self._best is None:
             best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
+            if self._best_before != PLAIN and self.rate(best) < STAYS * self.rate(self._best_before):
+                best = self._best_before
+            self._best_before = best
             self._best = best if self.rate(best) > PAYS else PLAIN
         return self._best
 

@@ -1,46 +1,118 @@
-"""How often drafts were accepted: counts that forget, of chains by position, and of what siblings add to them."""
+"""How often drafts were accepted: counts that forget, of chains by depth, and of what siblings add to them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 from ..tree.config import DraftTreeConfig
 
-TALLY_KEEPS = 1 - 1 / 64  # of the acceptance of drafts so far, with every round
-ROUNDS_OF_A_MEAN = 64  # tokens of a tree's rounds are a running mean over about so many
+MEMORIES = (1 / 16, 1 / 1024)  # of what was seen, forgotten with every round: for texts that change, and that do not
+FIT_KEEPS = 1 - 1 / 128  # of how well each of them, or of exponents, has told what came, with every round
+ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about so many
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
-NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent
+OWN_WORD = 2.0  # rounds' worth: what acceptance by position tells of a chain, next to how many rounds it would need
+SURE = 0.99  # that a draft is accepted, or rejected: more than this nothing is taken for
+NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent or memory
+HEAVY = 1e9  # weight of a round at which all are made lighter
 # How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 
 
-@dataclass
 class Acceptance:
-    """How often drafts of a chain are accepted, by position, given that all before were; newer rounds count more."""
+    """How often drafts of a chain are accepted, as several memories have it, the better they tell what comes the more.
 
-    tried: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
+    Args:
+        deepest: Positions of the deepest chain.
+    """
+
+    def __init__(self, deepest: int) -> None:
+        self.memories = [_Memory(forgets, deepest) for forgets in MEMORIES]
 
     def record(self, depth: int, num_accepted: Sequence[int]) -> None:
         """Adds a round of chains of a depth, one entry per sequence."""
-        self._make_room(depth)
-        for number in num_accepted:
-            for position in range(min(number + 1, depth)):
-                self.tried[position] += 1 / len(num_accepted)
-                self.accepted[position] += (position < number) / len(num_accepted)
+        for memory in self.memories:
+            memory.record(depth, num_accepted)
 
     def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
         """Adds a round of trees with so many `tries` at every position, one entry per sequence: where one of the
         candidates was accepted, it was the favourite as often as that is to be expected."""
-        rates = self.rates(depth)
-        self._make_room(depth)
+        for memory in self.memories:
+            memory.record_tree(depth, tries, num_accepted)
+
+    def rates(self, depth: int) -> list[float]:
+        """Per position: those at which chains of any depth give, by [`tokens_of`], what is expected of them."""
+        likeliest = max(memory.fit for memory in self.memories)
+        weights = [math.exp(memory.fit - likeliest) / math.sqrt(memory.forgets) for memory in self.memories]
+        heard = [(weight, memory.rates(depth)) for weight, memory in zip(weights, self.memories, strict=True)
+                 if weight > NEGLIGIBLE * max(weights)]  # fmt: skip
+        total = sum(weight for weight, _ in heard)
+        return [sum(weight * rates[place] for weight, rates in heard) / total for place in range(depth)]
+
+
+class _Memory:
+    """Counts of chains' rounds in which every round weighs more than the one before it.
+
+    What is easy to guess comes in runs. A deep chain takes a run at once, of which a shallow one would make several
+    rounds, most of them accepted as a whole; so its rounds tell less of a shallow chain by how often their first
+    positions were accepted than by how many rounds that would have needed for the same tokens.
+
+    Args:
+        forgets: By how much, as a share, a round weighs less than the next.
+        deepest: Positions of the deepest chain.
+
+    Attributes:
+        fit: Log-likelihood of the latest rounds, each by what was known before it.
+        weight: Of the latest round.
+        tried, accepted: Rounds that came to a position, and of these, that went on. By position.
+        tokens: What rounds gave.
+        rounds: In how many a chain would have given it, by depth from 1; with what it would have given `beyond` it.
+    """
+
+    def __init__(self, forgets: float, deepest: int) -> None:
+        self.forgets, self.fit, self.weight, self.tokens = forgets, 0.0, 1.0, 0.0
+        self.tried, self.accepted, self.rounds, self.beyond = ([0.0] * deepest for _ in range(4))
+
+    def record(self, depth: int, num_accepted: Sequence[int]) -> None:
+        """As [`Acceptance.record`]."""
+        rates = self._by_position(len(self.rounds))
+        self._forget()
+        told, share = 0.0, self.weight / len(num_accepted)
         for number in num_accepted:
-            reached = HEARSAY / len(num_accepted)
+            number = min(number, depth)
+            for position in range(number):
+                self.tried[position] += share
+                self.accepted[position] += share
+                told += math.log(min(max(rates[position], 1 - SURE), SURE))
+            if number < depth:
+                self.tried[number] += share
+                told += math.log(1 - min(max(rates[number], 1 - SURE), SURE))
+            else:
+                self._go_beyond(depth, rates, share)
+            self.tokens += (number + 1) * share
+            for place, rounds in enumerate(_rounds_for(depth, number, len(self.rounds))):
+                self.rounds[place] += rounds * share
+        self.fit = self.fit * FIT_KEEPS + told / len(num_accepted)
+
+    def _go_beyond(self, depth: int, rates: Sequence[float], share: float) -> None:
+        """A chain of a depth was accepted as a whole: deeper ones are expected to give more."""
+        reached, more = 1.0, 0.0
+        for place in range(depth, len(rates)):
+            reached *= rates[place]
+            more += reached
+            self.beyond[place] += more * share
+
+    def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
+        """As [`Acceptance.record_tree`]."""
+        rates = self._by_position(depth)
+        self._forget()
+        for number in num_accepted:
+            reached = HEARSAY * self.weight / len(num_accepted)
             for position in range(min(number + 1, depth)):
                 self.tried[position] += reached
                 if position == number:
@@ -48,19 +120,44 @@ class Acceptance:
                 reached *= rates[position] / (1 - (1 - rates[position]) ** tries)
                 self.accepted[position] += reached
 
-    def _make_room(self, depth: int) -> None:
-        """Older rounds count less, for positions down to a depth."""
-        for counts in (self.tried, self.accepted):
-            counts[:] = [count * TALLY_KEEPS for count in counts] + [0.0] * (depth - len(counts))
+    def _forget(self) -> None:
+        self.weight /= 1 - self.forgets
+        if self.weight < HEAVY:
+            return
+        for counts in (self.tried, self.accepted, self.rounds, self.beyond):
+            counts[:] = [count / self.weight for count in counts]
+        self.tokens, self.weight = self.tokens / self.weight, 1.0
 
-    def rates(self, depth: int) -> list[float]:
-        """Per position; of one that was hardly tried, close to that of the position before."""
-        rates, before = [], UNKNOWN
-        for position in range(depth):
-            if position < len(self.tried):
-                before = (self.accepted[position] + before) / (self.tried[position] + 1)
+    def _by_position(self, depth: int) -> list[float]:
+        """Given that all before were accepted; of a position hardly tried, close to that of the one before."""
+        rates, before, weight = [], UNKNOWN, self.weight
+        for accepted, tried in zip(self.accepted[:depth], self.tried, strict=False):
+            before = (accepted + before * weight) / (tried + weight)
             rates.append(before)
         return rates
+
+    def rates(self, depth: int) -> list[float]:
+        """As [`Acceptance.rates`]."""
+        rates, said = [], OWN_WORD * self.weight
+        told = reached = 1.0  # tokens by position, and how likely it is to come so far
+        given = comes = 1.0  # the same by all that is known
+        for place, rate in enumerate(self._by_position(depth)):
+            reached *= rate
+            told += reached
+            tokens = (self.tokens + self.beyond[place] + said * told) / (self.rounds[place] + said)
+            rates.append(min(max((tokens - given) / comes, 1e-3), 1 - 1e-3))
+            comes *= rates[-1]
+            given += comes
+        return rates
+
+
+@lru_cache(maxsize=512)
+def _rounds_for(depth: int, number: int, deepest: int) -> tuple[float, ...]:
+    """In how many rounds chains of every depth from 1 on would have given the tokens of one of this `depth`, of which
+    a `number` was accepted: what is accepted in one round would be in several, and where all was, it goes on so."""
+    if number < depth:
+        return tuple(float(-(-(number + 1) // (chain + 1))) for chain in range(1, deepest + 1))
+    return tuple(max((depth + 1) / (chain + 1), 1.0) for chain in range(1, deepest + 1))
 
 
 def tokens_of(rates: Sequence[float], tries: float = 1.0) -> float:
@@ -89,7 +186,7 @@ class Siblings:
                 goes[min(number, tree.depth)] + (math.log(stops[number]) if number < tree.depth else 0.0)
                 for number in num_accepted
             )
-            self.fits[place] = self.fits[place] * TALLY_KEEPS + told / len(num_accepted)
+            self.fits[place] = self.fits[place] * FIT_KEEPS + told / len(num_accepted)
         chain.record_tree(tree.depth, candidates**self.exponent, num_accepted)
 
     @property

@@ -28,7 +28,6 @@ from hf_specheads.generation.pace import (
     PLAIN_STEPS_AFTER,
     ROUNDS_BETWEEN_PLAIN_STEPS,
     TRIAL_SHARE,
-    Acceptance,
     Pace,
     pace_of,
 )
@@ -251,7 +250,6 @@ def test_a_chain_tells_of_others():
     pace = Pace(menu)
     simulate(pace, 60, World(0.95, 0.05, 0.05))
     assert menu[pace.best].depth >= 5
-    assert [round(rate, 1) for rate in Acceptance([50.0, 40.0], [40.0, 10.0]).rates(2)] == [0.8, 0.3]
 
 
 CHAIN = CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5)

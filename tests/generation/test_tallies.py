@@ -1,0 +1,99 @@
+"""What rounds of one chain tell of others, and how long."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specheads.generation import tallies
+from hf_specheads.generation.tallies import Acceptance, tokens_of
+
+DEEPEST = 8
+
+
+def text_in_runs(positions: int, stays: float, seed: int) -> list[bool]:
+    """Whether a draft of each token is right: easy and hard stretches take turns."""
+    chance, easy, right = random.Random(seed), True, []
+    for _ in range(positions):
+        easy = easy if chance.random() < stays else not easy
+        right.append(chance.random() < (0.97 if easy else 0.25))
+    return right
+
+
+def rounds_of(right: list[bool], depth: int) -> list[int]:
+    """Accepted drafts of every round of a chain over a text: the bonus token is right whatever the draft would be."""
+    found, place = [], 0
+    while place + depth < len(right):
+        number = next((number for number in range(depth) if not right[place + number]), depth)
+        found.append(number)
+        place += number + 1
+    return found
+
+
+def mean_tokens(right: list[bool], depth: int) -> float:
+    numbers = rounds_of(right, depth)
+    return 1 + sum(numbers) / len(numbers)
+
+
+@pytest.mark.parametrize("depth", [3, 6, 8])
+@pytest.mark.parametrize("stays", [0.8, 0.97])
+def test_deep_chains_tell_of_shallow_ones(depth, stays):
+    """By position alone, they would be said to give up to an eighth less than they do."""
+    right = text_in_runs(60_000, stays, seed=depth)
+    acceptance = Acceptance(DEEPEST)
+    for number in rounds_of(right, depth):
+        acceptance.record(depth, [number])
+    for shallow in range(1, depth + 1):
+        expected = tokens_of(acceptance.memories[-1].rates(DEEPEST)[:shallow])  # others know the last stretch best
+        assert expected == pytest.approx(mean_tokens(right, shallow), rel=0.08), shallow
+
+
+def test_shallow_chains_tell_of_deep_ones_what_positions_let_expect():
+    acceptance, chance = Acceptance(DEEPEST), random.Random(0)
+    for _ in range(4000):
+        depth = chance.choice([2, 2, 2, 4])
+        acceptance.record(depth, [next((n for n in range(depth) if chance.random() > 0.7), depth)])
+    for depth in (1, 2, 4, 8):
+        assert tokens_of(acceptance.rates(DEEPEST)[:depth]) == pytest.approx(tokens_of([0.7] * depth), rel=0.1)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, DEEPEST), st.lists(st.integers(0, DEEPEST), min_size=1, max_size=4)),
+                max_size=60))  # fmt: skip
+def test_rates_are_rates(rounds):
+    acceptance = Acceptance(DEEPEST)
+    for depth, numbers in rounds:
+        acceptance.record(depth, numbers)
+        acceptance.record_tree(depth, 1.7, [min(number, depth) for number in numbers])
+    assert all(0 < rate < 1 for rate in acceptance.rates(DEEPEST))
+    assert acceptance.rates(3) == acceptance.rates(DEEPEST)[:3]
+
+
+def test_a_text_that_changes_is_noticed_and_one_that_does_not_is_known_well():
+    acceptance, chance = Acceptance(DEEPEST), random.Random(1)
+
+    def read(rate: float, rounds: int) -> float:
+        for _ in range(rounds):
+            acceptance.record(2, [next((n for n in range(2) if chance.random() > rate), 2)])
+        return acceptance.rates(1)[0]
+
+    steady = [read(0.5, 50) for _ in range(40)][10:]
+    assert max(steady) - min(steady) < 0.12, "sixteen rounds alone swing by four times as much"
+    assert read(0.95, 40) > 0.8
+
+
+def test_weights_that_grow_are_made_lighter(monkeypatch):
+    numbers = [n % 5 for n in range(300)]
+    rates = []
+    for heavy in (tallies.HEAVY, 3.0):
+        monkeypatch.setattr(tallies, "HEAVY", heavy)
+        acceptance = Acceptance(DEEPEST)
+        for number in numbers:
+            acceptance.record(4, [number])
+            acceptance.record_tree(3, 1.5, [number % 4])
+        rates.append(acceptance.rates(DEEPEST))
+        assert max(memory.weight for memory in acceptance.memories) <= 1.1 * heavy
+    assert rates[0] == pytest.approx(rates[1])
