@@ -23,7 +23,7 @@ from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
 from .setup import settings
-from .speed import batch, cache, compiled, context, hybrid, quantised, speedup, stream, vocabulary
+from .speed import batch, cache, compiled, context, first_call, hybrid, quantised, speedup, stream, vocabulary
 from .speed import round as round_
 from .targets import families
 from .training import memory, step, switches
@@ -34,8 +34,8 @@ from .trees import default, kinds, tune
 # for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, stream, compiled, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune, default,
-    acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
+    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune,
+    default, acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.targets import plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import setup, sides
-from benchmarks.speed import cache, compiled, quantised, speedup, vocabulary
+from benchmarks.speed import cache, compiled, first_call, quantised, speedup, vocabulary
 from hf_specheads import load_heads
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
@@ -94,6 +95,33 @@ def test_compiled_rounds(measure_pair, eager_backend):
     assert all(side["identical"] for side in found.values())
     assert found[compiled.PLAIN]["over_plain_eager"] == found[compiled.PLAIN_COMPILED]["over_plain_compiled"] == 1
     assert set(result["compile_seconds"]) == {compiled.PLAIN_COMPILED, "poss, compiled"}
+
+
+@pytest.mark.slow
+def test_first_calls(measure_pair):
+    """In processes of their own, by the real compiler: the second finds what the first has compiled."""
+    result = measure_pair("first_call", ["poss"], "--repeats", "1")
+    assert list(result["sides"]) == [first_call.ONE_LINE, compiled.PLAIN_COMPILED, "poss"]
+    for side in result["sides"].values():
+        assert side["identical"] and side["cold"] > side["warm"] > side["later"] > 0
+
+
+def test_every_first_call_finds_its_own_caches_empty(monkeypatch):
+    """The first process of a repeat meets an empty folder, the second that of the first; none is left behind."""
+    seen = []
+
+    def call(caches, *others):
+        seen.append((caches, sorted(os.listdir(caches))))
+        Path(caches, "compiled").touch()
+        return {"first": float(len(seen)), "later": 0.5, "identical": True}
+
+    monkeypatch.setattr(first_call, "in_its_own_process", call)
+    found = first_call.measure_side(2, first_call.calls_of_one_line)
+    assert [left for _, left in seen] == [[], ["compiled"], [], ["compiled"]]
+    assert seen[0][0] == seen[1][0] != seen[2][0] == seen[3][0] and not any(
+        Path(caches).exists() for caches, _ in seen
+    )
+    assert found == {"cold": 2.0, "warm": 3.0, "later": 0.5, "identical": True}
 
 
 @pytest.mark.parametrize(

@@ -487,6 +487,21 @@ def test_plain_steps_share_the_graph_of_trees(monkeypatch):
     assert len(graphs) == 2 and plain_steps > 0
 
 
+def test_rounds_that_compile_are_no_measure(monkeypatch):
+    target, ids = own_target("llama"), prompt()
+    heads = random_heads(target, "poss")
+    heads.adaptive, graphs = True, counted(target, heads)
+    measured, known = [], []  # rounds that were, and graphs after every round
+    for name in ("record_plain", "record_round", "record_intake"):
+        record = getattr(Pace, name)
+        monkeypatch.setattr(Pace, name, lambda *call, record=record: measured.append(len(known)) or record(*call))
+    heads.on_round = lambda step: known.append(len(graphs))
+    plain(target, ids, NEW, assistant_model=heads)
+    compiling = {number for number in range(1, len(known)) if known[number] > known[number - 1]}
+    assert len(compiling) == 2 and len(measured) > 3
+    assert not compiling & set(measured)
+
+
 def test_sampling_with_a_seed(monkeypatch):
     target, ids = shared_target("llama"), prompt()
     heads = random_heads(target, "poss")

@@ -1,0 +1,106 @@
+"""Seconds of the first compiled call of a process: with nothing compiled before, and with everything.
+
+    python -m benchmarks first_call --heads model_cards/poss3-longer model_cards/eagle
+
+Every side has processes and caches of its own, so that none finds what another has compiled. The first process finds
+nothing at all, not even the headers that torch reads in advance for every compilation; the second finds what the first
+has left on disk. Loading models is not part of the call. What compiling costs whoever compiles, a function of one line
+tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hf_specheads.tuning.turns import generate_text
+
+from .. import setup
+from ..results import Result, column_table, footnote, same_text
+from ..sides import TO_THE_END, generate_once
+from .compiled import PLAIN_COMPILED, build_sides
+
+ONE_LINE = "a function of one line"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair, and a prompt."""
+    setup.add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
+    parser.set_defaults(limit=1, max_new_tokens=64, repeats=1)
+
+
+def calls_of_one_line() -> dict[str, Any]:
+    """The first and a later call of a function of one line, which has no text."""
+    compiled, numbers = torch.compile(lambda x: torch.nn.functional.silu(x) * x.exp()), torch.ones(64, 64)
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        compiled(numbers)
+        seconds.append(time.perf_counter() - started)
+    return {"first": seconds[0], "later": seconds[1], "identical": True}
+
+
+def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
+    """The first and a later call with the heads of a folder, of plain generation for `None`."""
+    target, tokenizer = setup.load_target(args)
+    inputs = setup.load_prompts(args.prompts, tokenizer, 1)[0]
+    text = generate_text(target, inputs, max_new_tokens=args.max_new_tokens, **TO_THE_END)
+    heads = {} if folder is None else setup.load_all_heads(target, [folder])
+    options = build_sides(target, heads, text.shape[1])
+    side = options[PLAIN_COMPILED if folder is None else f"{next(iter(heads))}, compiled"]
+    first = generate_once(target, side, inputs, args.max_new_tokens)
+    if folder is None:
+        side["past_key_values"].reset()
+    later = generate_once(target, side, inputs, args.max_new_tokens)
+    same = all(torch.equal(run.ids, text) for run in (first, later))
+    return {"first": first.seconds, "later": later.seconds, "identical": same}
+
+
+def in_its_own_process(caches: str, call: Any, *args: Any) -> dict[str, Any]:
+    """What a function returns in a new process whose caches lie in a folder."""
+    places = {"TMPDIR": caches, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "inductor")}
+    with mock.patch.dict(os.environ, places), multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(call, args)
+
+
+def measure_side(repeats: int, call: Any, *args: Any) -> dict[str, Any]:
+    """Medians over repeats, each with empty caches first."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as caches:
+            found.append((in_its_own_process(caches, call, *args), in_its_own_process(caches, call, *args)))
+    return {
+        "cold": statistics.median(cold["first"] for cold, _ in found),
+        "warm": statistics.median(warm["first"] for _, warm in found),
+        "later": statistics.median(one["later"] for pair in found for one in pair),
+        "identical": all(one["identical"] for pair in found for one in pair),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """A function of one line, plain generation, and every head."""
+    sides = {ONE_LINE: measure_side(args.repeats, calls_of_one_line)}
+    sides[PLAIN_COMPILED] = measure_side(args.repeats, calls_of, args, None)
+    for folder in args.heads:
+        sides[setup.display_name(folder)] = measure_side(args.repeats, calls_of, args, folder)
+    return {"sides": sides}
+
+
+def table(result: Result) -> str:
+    """A row per side."""
+    columns = {
+        "nothing compiled before, s": ("cold", 1), "compiled by an earlier process, s": ("warm", 1),
+        "a later call, s": ("later", 2), "same text": same_text,
+    }  # fmt: skip
+    return column_table(columns, result["sides"], "first call") + footnote(
+        result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, median of {repeats} repeats",
+        "every call in a process of its own, models loaded before",
+    )  # fmt: skip
