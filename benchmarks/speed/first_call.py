@@ -21,8 +21,6 @@ from unittest import mock
 
 import torch
 
-from hf_specheads.tuning.turns import generate_text
-
 from .. import setup
 from ..results import Result, column_table, footnote, same_text
 from ..sides import TO_THE_END, generate_once
@@ -52,15 +50,15 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
     """The first and a later call with the heads of a folder, of plain generation for `None`."""
     target, tokenizer = setup.load_target(args)
     inputs = setup.load_prompts(args.prompts, tokenizer, 1)[0]
-    text = generate_text(target, inputs, max_new_tokens=args.max_new_tokens, **TO_THE_END)
+    plain = generate_once(target, TO_THE_END, inputs, args.max_new_tokens)
     heads = {} if folder is None else setup.load_all_heads(target, [folder])
-    options = build_sides(target, heads, text.shape[1])
+    options = build_sides(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens)
     side = options[PLAIN_COMPILED if folder is None else f"{next(iter(heads))}, compiled"]
     first = generate_once(target, side, inputs, args.max_new_tokens)
     if folder is None:
         side["past_key_values"].reset()
     later = generate_once(target, side, inputs, args.max_new_tokens)
-    same = all(torch.equal(run.ids, text) for run in (first, later))
+    same = first.token_ids == later.token_ids == plain.token_ids
     return {"first": first.seconds, "later": later.seconds, "identical": same}
 
 
