@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -65,8 +66,9 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
 def in_its_own_process(caches: str, call: Any, *args: Any) -> dict[str, Any]:
     """What a function returns in a new process whose caches lie in a folder."""
     places = {"TMPDIR": caches, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "inductor")}
-    with mock.patch.dict(os.environ, places), multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(call, args)
+    spawn = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, places), ProcessPoolExecutor(1, mp_context=spawn) as processes:
+        return processes.submit(call, *args).result()
 
 
 def measure_side(repeats: int, call: Any, *args: Any) -> dict[str, Any]:
