@@ -22,9 +22,11 @@ from unittest import mock
 
 import torch
 
+from hf_specheads.tuning.turns import timed_generation
+
 from .. import setup
 from ..results import Result, column_table, footnote, same_text
-from ..sides import TO_THE_END, generate_once
+from ..sides import TO_THE_END
 from .compiled import PLAIN_COMPILED, build_sides
 
 ONE_LINE = "a function of one line"
@@ -51,16 +53,16 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
     """The first and a later call with the heads of a folder, of plain generation for `None`."""
     target, tokenizer = setup.load_target(args)
     inputs = setup.load_prompts(args.prompts, tokenizer, 1)[0]
-    plain = generate_once(target, TO_THE_END, inputs, args.max_new_tokens)
+    length = {"max_new_tokens": args.max_new_tokens}
+    text, _ = timed_generation(target, inputs, **length, **TO_THE_END)
     heads = {} if folder is None else setup.load_all_heads(target, [folder])
     options = build_sides(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens)
     side = options[PLAIN_COMPILED if folder is None else f"{next(iter(heads))}, compiled"]
-    first = generate_once(target, side, inputs, args.max_new_tokens)
+    first, first_seconds = timed_generation(target, inputs, **length, **side)  # uncounted: a count would be compiled
     if folder is None:
         side["past_key_values"].reset()
-    later = generate_once(target, side, inputs, args.max_new_tokens)
-    same = first.token_ids == later.token_ids == plain.token_ids
-    return {"first": first.seconds, "later": later.seconds, "identical": same}
+    later, later_seconds = timed_generation(target, inputs, **length, **side)
+    return {"first": first_seconds, "later": later_seconds, "identical": first == later == text}
 
 
 def in_its_own_process(caches: str, call: Any, *args: Any) -> dict[str, Any]:
