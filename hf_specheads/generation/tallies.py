@@ -18,6 +18,7 @@ HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
 OWN_WORD = 2.0  # rounds' worth: what acceptance by position tells of a chain, next to how many rounds it would need
 SURE = 0.99  # that a draft is accepted, or rejected: more than this nothing is taken for
 NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent or memory
+NEVER = 1e-9  # how likely it is, at the least, to come to a position: nothing is divided by less
 HEAVY = 1e9  # weight of a round at which all are made lighter
 # How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -146,7 +147,7 @@ class _Memory:
             told += reached
             tokens = (self.tokens + self.beyond[place] + said * told) / (self.rounds[place] + said)
             rates.append(min(max((tokens - given) / comes, 1e-3), 1 - 1e-3))
-            comes *= rates[-1]
+            comes = max(comes * rates[-1], NEVER)
             given += comes
         return rates
 

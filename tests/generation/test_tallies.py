@@ -72,6 +72,15 @@ def test_rates_are_rates(rounds):
     assert acceptance.rates(3) == acceptance.rates(DEEPEST)[:3]
 
 
+@pytest.mark.parametrize("depth", [2, 150])
+def test_heads_of_no_use_and_very_deep_chains(depth):
+    """So unlikely are their last positions that they are no number any more."""
+    acceptance = Acceptance(150)
+    for _ in range(300):
+        acceptance.record(depth, [0])
+    assert 1 < tokens_of(acceptance.rates(150)) < 1.1
+
+
 def test_a_text_that_changes_is_noticed_and_one_that_does_not_is_known_well():
     acceptance, chance = Acceptance(DEEPEST), random.Random(1)
 
