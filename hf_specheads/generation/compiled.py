@@ -230,7 +230,7 @@ class CompiledRounds:
 
 
 def _root_twice(tree: DraftTree) -> DraftTree:
-    """A tree of nothing but its root, for the graph of larger ones: the compiler takes one row for a case of its own."""
+    """A tree of nothing but its root, for the graph of larger ones: one row is a case of its own to the compiler."""
     tokens, parents, depths, scores = (torch.cat([each, each], dim=1) for each in
                                        (tree.token_ids, tree.parents, tree.depths, tree.scores))  # fmt: skip
     return DraftTree(tokens, parents, depths, scores, 0)
