@@ -20,10 +20,11 @@ from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
+from .foresight import Reach
 from .lookup import TextLookup
 from .menu import deepest_draft
 from .options import DraftingOptions
-from .pace import Pace
+from .pace import PLAIN, Pace
 from .sampling import DraftSampler
 
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
@@ -61,11 +62,13 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.head = head if options is not None else head.bind(target)
         self.options = options or DraftingOptions.of(head)
         self.tree = self.options.tree  # of the round: the loop may take another one
+        self.reach: Reach | None = None  # of the round
+        self.moods: list[float | None] = []  # of the sequences, see [`Reach`]; `None` of new ones
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
         self.draft_cache = head.new_draft_cache()
-        self.draft_cache.deepest = deepest_draft(head, self.options)
+        self.draft_cache.deepest = deepest_draft(head, target, self.options)
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)
@@ -126,7 +129,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
         tree = self._grow(rows, depth, input_ids)
-        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else tree.max_depth
+        levels = tree.max_depth if self.reach is None else self.reach.drafted
+        self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else levels
         if self.tree.stop_below > 0:
             first = 0 if self.head.predicts_acceptance else 1  # of the levels that were asked whether
             self.stats.host_syncs += min(tree.max_depth + 1, depth) - first
@@ -149,8 +153,17 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """Whether there is anything to draft: heads that only copy have nothing where the text does not repeat."""
         return self.head.copied_ngrams is None or self.lookup is None or self.lookup.found
 
+    def choose(self, pace: Pace, choice: int) -> None:
+        """The next round drafts what a pace has chosen."""
+        tree = self.options.tree if choice == PLAIN else pace.menu[choice]
+        # The tree in force is always the same object: compiled steps are made for it.
+        self.tree = self.options.tree if tree == self.options.tree else tree
+        drafts = choice != PLAIN
+        self.reach = pace.reach(choice, self.moods, self.head.drafts_in_one_forward) if drafts else None
+
     def begin_text(self, prompt: torch.Tensor) -> None:
         """Takes in the prompts [B, T] of a call, where copies are looked for in them."""
+        self.moods = [None] * len(prompt)
         if self.lookup is not None:
             self.lookup.begin(prompt, self.padding_mask)
 
@@ -168,6 +181,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""
         self.draft_cache.select_sequences(kept)
+        self.moods = [self.moods[sequence] for sequence in kept]
         if self.lookup is not None:
             self.lookup.select_sequences(kept)
 
@@ -184,6 +198,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:
         """Takes over the only sequence of another, in the place of one of `batch`, or after the last."""
         self.draft_cache.put_sequence(place, other.draft_cache, batch, self.head.device)
+        self.moods[place : place + 1] = other.moods
         if self.lookup is not None and other.lookup is not None:
             self.lookup.put_sequence(place, other.lookup)
 
@@ -200,7 +215,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
         if self.compiled is not None and sampler is None and token_ids.shape[1] == self.tree.most_levels + 2:
             return self.compiled.grow(self.head, self.draft_cache, self.tree, token_ids, features, depth)
-        return grow_tree(self.head, self.draft_cache, self.tree, token_ids, features, depth, sampler)
+        return grow_tree(self.head, self.draft_cache, self.tree, token_ids, features, depth, sampler, self.reach)
 
     def get_candidates(
         self,

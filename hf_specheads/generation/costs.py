@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ PLAIN = -1  # in the place of a tree of the menu
 RECENT = 5  # rounds and steps whose median tells how fast the machine is just now
 REMEMBERED = 128  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
 STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
+USUAL_LEVELS = 3  # of chains that end where they like, before any was drafted
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
 # off that may be.
@@ -30,13 +31,20 @@ class _Kind:
     def __init__(self, mean: float = 0.0):
         self.mean, self.count, self.weight = mean, 0, 0
 
-    def record(self, cost: float) -> None:
+    def record(self, cost: float) -> float:
+        """Adds one; returns what it counts as."""
         self.count, self.weight = self.count + 1, self.weight + 1
         if self.weight <= FEW:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
-            return
+            return self.mean
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
+        return cost
+
+    def mix(self, cost: float) -> None:
+        """Adds one of several sorts, of which the costs differ by more than by luck."""
+        self.count, self.weight = self.count + 1, self.weight + 1
+        self.mean += (cost - self.mean) / min(self.weight, REMEMBERED)
 
 
 class Costs:
@@ -49,14 +57,28 @@ class Costs:
     Args:
         menu: The trees.
         before: Of another number of sequences: expected to be as high, until rounds tell.
+        ending: Chains of the menu, by place, that end where they like. Those of as many levels cost the same.
+
+    Attributes:
+        levels: Of the chains that end where they like: how many they had, on average. By place.
     """
 
-    def __init__(self, menu: Sequence[DraftTreeConfig], before: Costs | None = None):
-        self._rows = np.array([[1.0, tree.depth, tree.most_nodes - 1] for tree in menu])
-        self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(menu))}
+    def __init__(self, menu: Sequence[DraftTreeConfig], before: Costs | None = None, ending: Collection[int] = ()):
+        rows = [[1.0, tree.depth, tree.most_nodes - 1] for tree in menu]
+        self._places: dict[tuple[int, int], int] = {}  # of the chains of every number of levels, after the menu
+        for choice in ending:
+            for levels in range(1, menu[choice].depth + 1):
+                self._places[choice, levels] = len(rows)
+                rows.append([1.0, levels, levels + menu[choice].lookup])
+        self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
+        self._rows = np.array(rows)
+        self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
+        for choice in ending:
+            self._rows[choice] = self._rows[self._places[choice, int(self.levels[choice])]]
         self._units: deque[float] = deque(maxlen=RECENT)
         self._prior = EXPECTED if before is None else _without_negative(*before._equations())
         self._expectation: list[tuple[float, float]] | None = None
+        self._marginal = (0.0, 0.0)
 
     @property
     def unit(self) -> float:
@@ -82,18 +104,34 @@ class Costs:
         """That were timed of a tree."""
         return self._kinds[choice].count
 
-    def record(self, choice: int, seconds: float) -> None:
-        """Adds a round, or a plain step, which alone counts where another thread has just begun a context."""
-        kind, unit = self._kinds[choice], self.unit
+    def record(self, choice: int, seconds: float, levels: int | None = None) -> None:
+        """Adds a round, or a plain step, which alone counts where another thread has just begun a context.
+
+        Args:
+            choice: The tree, or [`PLAIN`].
+            seconds: Wall seconds.
+            levels: Of a chain that ends where it likes.
+        """
+        kind, unit = self._kinds[choice if levels is None else self._places[choice, levels]], self.unit
         if unit:
-            kind.record(seconds / unit)
+            cost = kind.record(seconds / unit)
+            if levels is not None:
+                self._kinds[choice].mix(cost)
+                self._follow(choice, levels)
         elif choice == PLAIN:
             kind.count += 1
         else:
             return
         self._units.append(seconds / kind.mean)
-        if kind.count & (kind.count - 1) == 0 or kind.count % REMEMBERED == 0:  # others tell nothing new
+        count = self._kinds[choice].count
+        if count & (count - 1) == 0 or count % REMEMBERED == 0:  # others tell nothing new
             self._expectation = None
+
+    def _follow(self, choice: int, levels: int) -> None:
+        """A chain that ends where it likes is expected to cost what one of as many levels would."""
+        share = 1 / min(self._kinds[choice].weight, REMEMBERED)
+        self.levels[choice] += (levels - self.levels[choice]) * share
+        self._rows[choice] += (self._rows[self._places[choice, levels]] - self._rows[choice]) * share
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -111,6 +149,17 @@ class Costs:
         expected += spread if unsure else 0.0
         return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
 
+    def of_levels(self, choice: int, levels: int) -> float:
+        """Of a chain that ends where it likes, where it has so many levels; in plain steps."""
+        return self.cost(self._places[choice, levels])
+
+    @property
+    def marginal(self) -> tuple[float, float]:
+        """What another draft level and another node cost, in plain steps."""
+        if self._expectation is None:
+            self._expectation = self._expected()
+        return self._marginal
+
     def own(self, choice: int) -> float:
         """By its own rounds alone; 0 where there were none."""
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
@@ -120,13 +169,14 @@ class Costs:
         standard deviations, per tree of the menu."""
         matrix, right = self._equations()
         spread = np.sqrt(np.einsum("ni,ij,nj->n", self._rows, np.linalg.inv(matrix), self._rows))
-        costs = 1.0 + self._rows @ _without_negative(matrix, right)
-        return list(zip(costs.tolist(), spread.tolist(), strict=True))
+        found = _without_negative(matrix, right)
+        self._marginal = float(found[1]), float(found[2])
+        return list(zip((1.0 + self._rows @ found).tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
         """Of weighted least squares over the trees that were tried, drawn to what was expected: [3, 3] and [3]."""
         kinds = [self._kinds[choice] for choice in range(len(self._rows))]
-        tried = np.array([kind.count > 0 for kind in kinds])
+        tried = np.array([kind.count > 0 and choice not in self.levels for choice, kind in enumerate(kinds)])
         rows, own = self._rows[tried], np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
         count = np.array([min(max(kind.weight, 1), REMEMBERED) for kind in kinds])[tried]
         weighted = rows.T * (own**-2 / (SCATTER**2 / count + MISFIT**2))

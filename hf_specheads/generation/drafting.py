@@ -13,6 +13,7 @@ from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren, select_nodes
 from ..tree.shape import FixedLevel, TreeShape, fixed_children, fixed_shape
+from .foresight import Reach
 from .sampling import DraftSampler
 
 
@@ -24,6 +25,7 @@ def grow_tree(
     features: torch.Tensor | None,
     depth: int,
     sampler: DraftSampler | None = None,
+    reach: Reach | None = None,
 ) -> DraftTree:
     """One round of drafting: takes in the newly committed rows, then grows a tree level by level. No host sync.
 
@@ -36,10 +38,11 @@ def grow_tree(
         depth: Draft positions D of this round, at least 1.
         sampler: Draws the children of trees that ask for sampled ones; without it (greedy decoding, where a drawn
             child could only be worse than the most probable one) they are the top-k.
+        reach: Decides where a chain ends before its depth; a host sync per level.
     """
     if tree.kind == "dynamic":
         return grow_dynamic(head, cache, tree, token_ids, features, depth)
-    return grow_fixed(head, cache, tree, token_ids, features, depth, sampler)
+    return grow_fixed(head, cache, tree, token_ids, features, depth, sampler, reach=reach)
 
 
 def top_children(
@@ -230,6 +233,7 @@ def grow_fixed(
     depth: int,
     sampler: DraftSampler | None = None,
     shape: TreeShape | None = None,
+    reach: Reach | None = None,
 ) -> DraftTree:
     """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
 
@@ -243,8 +247,8 @@ def grow_fixed(
     if gives_up(head, cache, tree, 0, token_ids[:, -1:], drafted[1]):
         return DraftTree.root_only(token_ids[:, -1])
     if sampler is None and tree.stop_below == 0 and cache.links is None and shape.is_chain:
-        return _grow_chain(head, cache, tree, token_ids[:, -1:], drafted, shape)
-    return _grow_levels(head, cache, tree, token_ids[:, -1:], drafted, shape, sampler)
+        return _grow_chain(head, cache, tree, token_ids[:, -1:], drafted, shape, reach)
+    return _grow_levels(head, cache, tree, token_ids[:, -1:], drafted, shape, sampler, reach)
 
 
 def _grow_levels(
@@ -255,6 +259,7 @@ def _grow_levels(
     drafted: tuple[torch.Tensor, torch.Tensor],
     shape: TreeShape,
     sampler: DraftSampler | None,
+    reach: Reach | None = None,
 ) -> DraftTree:
     """Any tree of a fixed shape, level by level.
 
@@ -264,6 +269,7 @@ def _grow_levels(
         drafted: State and draft logits of the root, from `start_draft`.
         shape: The tree's.
         sampler: Draws the children; `None` for the most probable ones.
+        reach: As in [`grow_tree`]; of drawn chains.
     """
     (states, logits), batch = drafted, len(root)
     parent_scores = logits.new_zeros(batch, 1)
@@ -279,7 +285,9 @@ def _grow_levels(
             drawn_from.append(probs)
         tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
         parts.append((tokens, scores))
-        if len(level.expanded) == 0:
+        if reach is not None:
+            reach.keeps((scores - parent_scores)[:, 0].tolist())  # drawn ones always
+        if len(level.expanded) == 0 or (reach is not None and not reach.goes_on()):
             break
         chosen = slice(None) if level.link else level.expanded
         if gives_up(head, cache, tree, position, tokens[:, chosen], scores[:, chosen]):
@@ -310,23 +318,30 @@ def _grow_chain(
     root: torch.Tensor,
     drafted: tuple[torch.Tensor, torch.Tensor],
     shape: TreeShape,
+    reach: Reach | None,
 ) -> DraftTree:
-    """A chain of favourites, all of them whatever they score: the scores are worked out for all links together.
+    """A chain of favourites, all of them whatever they score unless a reach ends it.
 
     Args:
         head, cache, tree, root, drafted: As in [`_grow_levels`].
         shape: The chain's.
+        reach: As in [`grow_tree`].
     """
-    (states, logits), links, of_links = drafted, [], []
+    (states, logits), links, scores = drafted, [], []
     for position, level in enumerate(shape.levels, start=1):
-        of_links.append(logits)
-        token = logits[:, 0].argmax(dim=-1, keepdim=True)  # [B, 1]
-        links.append(token if head.draft_vocabulary is None else head.draft_vocabulary[token])
-        if position < len(shape.levels):
-            visible = None if cache.lengths is None else level.visible[None].expand(len(root), -1, -1)
-            states, logits = head.extend_draft(cache, position, links[-1], states, visible)
-    scores, _ = top_children(head, torch.cat(of_links, dim=1), 1, tree.draft_temperature)  # [B, D, 1]
-    return _fixed_tree(root, list(zip(links, scores.cumsum(1).unbind(1), strict=True)), shape, None)
+        score, token = top_children(head, logits[:, 0], 1, tree.draft_temperature)  # [B, 1]
+        if reach is not None and not reach.keeps(score[:, 0].tolist()):
+            break
+        links.append(token)
+        scores.append(score)
+        if position == len(shape.levels) or (reach is not None and not reach.goes_on()):
+            break
+        visible = None if cache.lengths is None else level.visible[None].expand(len(root), -1, -1)
+        states, logits = head.extend_draft(cache, position, token, states, visible)
+    if len(links) < len(shape.levels):
+        shape = fixed_shape(tree.paths, len(links), root.device)
+    totals = torch.cat(scores, dim=1).cumsum(1).split(1, dim=1)
+    return _fixed_tree(root, list(zip(links, totals, strict=True)), shape, None)
 
 
 def _fixed_tree(

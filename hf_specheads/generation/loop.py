@@ -290,8 +290,7 @@ class RoundLoop:
         self.choice = self.pace.choose(max(self.target_cache.counts))
         if self.group is not None:
             self.choice = number_of_first(self.choice, self.group, self.target.device)
-        # The tree in force is always the same object: compiled steps are made for it.
-        self.candidates.tree = self.pace.menu[self.choice] if self.choice > 0 else self.options.tree
+        self.candidates.choose(self.pace, self.choice)
         return self.choice != PLAIN
 
     def draft(self, rows: NewRows) -> DraftTree:
@@ -350,13 +349,16 @@ class RoundLoop:
             return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
         drafted, num_accepted = self.candidates.tree, [result.num_accepted for result in accepted.values()]
-        whole = tree.max_depth >= drafted.depth or drafted.stop_below > 0
+        reach, cut = self.candidates.reach, any(result.cut for result in accepted.values())
+        whole = tree.max_depth >= drafted.depth or drafted.stop_below > 0 or reach is not None
+        if reach is not None and not cut:
+            reach.learn(num_accepted)
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
         elif self.stats.rounds == 1:
             pace.record_intake(seconds, num_accepted)
-        elif whole and not any(result.cut for result in accepted.values()):
-            pace.record_round(self.choice, seconds, num_accepted)
+        elif whole and not cut:
+            pace.record_round(self.choice, seconds, num_accepted, reach)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..contract import DraftingContract
+from ..target.parallel import parallel_group
 from ..tree.config import CHILDREN, DraftTreeConfig
 from .options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
+FARTHEST = 16  # levels of a chain that ends where it likes
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
 DYNAMIC_TREES = ((1, 5, 6), (3, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
 
@@ -19,8 +23,10 @@ def trees_to_choose(
     deepest: int | None,
     problem: Callable[[DraftTreeConfig], str | None],
     drawn: bool = False,
+    ending: bool = False,
 ) -> tuple[DraftTreeConfig, ...]:
-    """The menu of a call: the tree in force first, then chains by depth, then trees by size.
+    """The menu of a call: the tree in force first, then chains by depth, then trees by size. Of chains that end where
+    they like one is in the place of one in force.
 
     Trees besides chains are offered only beside a dynamic tree: where a chain is in force, nothing says that the
     target can verify more, and fixed trees were chosen with care. Chains that copy from the text are offered without
@@ -33,10 +39,15 @@ def trees_to_choose(
         drawn: Tokens are sampled, and which random numbers they take is nobody's business: chains that are drawn from
             the draft are offered beside those of its favourites. (Of a chain's drafts x ~ q the target accepts
             sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
+        ending: Chains end where another link would not pay, so there is one instead of several depths.
     """
     ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
     ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
-    depths = sorted({*CHAIN_DEPTHS, *([tree.depth] if tree.kind == "chain" else [])})
+    in_force = {tree.depth} if tree.kind == "chain" else set()
+    depths = sorted({*CHAIN_DEPTHS, *in_force})
+    if ending:
+        depths = [min(max(FARTHEST, 0, *in_force), deepest or FARTHEST)]
+        ways = [{"stop_below": 0.0, **way} for way in ways]
     chains = [
         tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, **way)
         for way in ways
@@ -48,14 +59,24 @@ def trees_to_choose(
         for depth, top_k, nodes in (DYNAMIC_TREES if tree.kind == "dynamic" else ())
         if depth <= (deepest or depth)
     ]
-    menu = [tree, *(one for one in (*chains, *wider) if problem(one) is None)]
+    menu = [one for one in (*chains, *wider) if problem(one) is None]
+    if not (ending and in_force and menu):
+        menu = [tree, *menu]
     return tuple(dict.fromkeys(menu))
 
 
-def deepest_draft(heads: DraftingContract, options: DraftingOptions) -> int:
+def chains_end(heads: DraftingContract, target: PreTrainedModel) -> bool:
+    """Whether chains may end where they like: it is decided link by link on the host, which an accelerator would have
+    to wait for, and by what clocks say, which are not the same in several processes."""
+    on_host = {heads.device.type, target.device.type} == {"cpu"}
+    return on_host and parallel_group(target) is None and heads.copied_ngrams is None
+
+
+def deepest_draft(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> int:
     """Draft positions of the deepest tree that a round of a call may draft."""
     chooses = (options.adaptive or options.in_stream) and options.free_tree and not options.compiled
     if not chooses:
         return options.tree.depth
-    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem)
+    ending = chains_end(heads, target)
+    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, ending=ending)
     return max(tree.depth for tree in menu)

@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import cast
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..contract import DraftingContract, Memory
 from ..tree.config import DraftTreeConfig
 from .costs import PLAIN, Costs
-from .menu import trees_to_choose
+from .foresight import Foresight, Reach
+from .menu import chains_end, trees_to_choose
 from .options import DraftingOptions
 from .tallies import Acceptance, Siblings, Tried, tokens_of
 
@@ -61,10 +63,12 @@ class Pace:
         menu: Trees to choose from, the one in force first.
         before: Of another number of sequences: drafts are worth as much here, trials may lose as much, and chains
             that are known there are here.
+        ending: Chains of the menu end where another link would not pay.
 
     Attributes:
         costs: Of rounds and plain steps.
         tried: Per tree of the menu, see [`Tried`].
+        foresight: How likely the links of such chains are to be accepted, by how children are chosen.
         acceptance: Of chains, by how children are chosen; what is copied comes after all that was drafted.
         siblings: What they add to chains.
         rounds: Rounds that drafted.
@@ -72,9 +76,13 @@ class Pace:
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
     """
 
-    def __init__(self, menu: Sequence[DraftTreeConfig], before: Pace | None = None):
+    def __init__(self, menu: Sequence[DraftTreeConfig], before: Pace | None = None, ending: bool = False):
         self.menu = tuple(menu)
-        self.costs: Costs = Costs(self.menu, None if before is None else before.costs)
+        self._ending = {choice for choice, tree in enumerate(self.menu) if ending and tree.kind == "chain"}
+        self.costs: Costs = Costs(self.menu, None if before is None else before.costs, self._ending)
+        self.foresight: defaultdict[str, Foresight] = (
+            defaultdict(Foresight) if before is None else before.foresight
+        )
         self.tried = [Tried() for _ in self.menu]
         self._deepest = max(tree.depth for tree in self.menu)
         self.acceptance: defaultdict[str, Acceptance] = (
@@ -154,9 +162,30 @@ class Pace:
         if tree.children not in self._chains:
             self._chains[tree.children] = self.acceptance[tree.children].rates(self._deepest)
         rates = self._chains[tree.children][: tree.depth]
+        if choice in self._ending:
+            return self._tokens_of_ending(choice, rates)
         if self._is_plain_chain(choice):
             return tokens_of(rates) + self._copied(choice)
         return self.tried[choice].tokens_given(self.siblings.tokens(tree, rates))
+
+    def _tokens_of_ending(self, choice: int, rates: Sequence[float]) -> float:
+        """Tokens of a round of chains that end where they like: by their own rounds, and no fewer per second than those
+        of the best depth would give, if they ended there always."""
+        own = self.tried[choice].tokens_given(tokens_of(rates[: round(self.costs.levels[choice])]))
+        rate, tokens, reached = 0.0, 1.0, 1.0
+        for level, chance in enumerate(rates, start=1):
+            reached *= chance
+            tokens += reached
+            rate = max(rate, tokens / self.costs.of_levels(choice, level))
+        return max(own, rate * self.costs.cost(choice))
+
+    def usual_tree(self, choice: int) -> DraftTreeConfig:
+        """A tree of the menu; of chains that end where they like, one as deep as they usually were."""
+        tree = self.menu[choice]
+        if choice not in self._ending:
+            return tree
+        depth = max(round(self.costs.levels[choice]), 1)
+        return tree.replace(depth=depth, total_tokens=depth + 1)
 
     def _copied(self, choice: int) -> float:
         """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
@@ -171,7 +200,7 @@ class Pace:
 
     def _is_plain_chain(self, choice: int) -> bool:
         tree = self.menu[choice]
-        return tree.kind == "chain" and not tree.stop_below
+        return tree.kind == "chain" and not tree.stop_below and choice not in self._ending
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self) -> None:
@@ -219,11 +248,30 @@ class Pace:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
         every way in which nodes are chosen."""
         chains_of = defaultdict(list)
-        for choice in sorted(filter(self._is_plain_chain, range(len(self.menu))), key=lambda c: self.menu[c].depth):
+        chains = (c for c in range(len(self.menu)) if c in self._ending or self._is_plain_chain(c))
+        for choice in sorted(chains, key=lambda c: self.menu[c].depth):
             chains_of[way_of(self.menu[choice])].append(choice)
         wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
         unknown = (choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS)
         return next((choice for choice in unknown if self.promise(choice) > PAYS), None)
+
+    def reach(self, choice: int, moods: list[float | None], one_forward: bool = False) -> Reach | None:
+        """What decides where the chains of the next round end; `None` for trees of which that is settled.
+
+        Args:
+            choice: Place of the tree.
+            moods: How well drafts of every sequence have fared of late; `None` of new ones. Followed in place.
+            one_forward: All draft positions come of one forward of the heads, so that nodes alone cost something.
+        """
+        if choice not in self._ending:
+            return None
+        level, node = self.costs.marginal
+        level, node = (0.0, level + node) if one_forward else (level, node)
+        rate, children = max(self.rate(self.best), 1.0), self.menu[choice].children
+        foresight = self.foresight[children]
+        moods[:] = [foresight.usual_mood if mood is None else mood for mood in moods]
+        known = cast(list[float], moods)
+        return Reach(foresight, known, rate * (level + node), rate * node, drawn=children == "sampled")
 
     # ------------------------------------------------------------------ what rounds tell
     def record_plain(self, seconds: float) -> None:
@@ -233,25 +281,31 @@ class Pace:
         self._plain_due = max(self._plain_due - 1, 0)
         self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
 
-    def record_round(self, choice: int, seconds: float, num_accepted: Sequence[int]) -> None:
+    def record_round(
+        self, choice: int, seconds: float, num_accepted: Sequence[int], reach: Reach | None = None
+    ) -> None:
         """Adds a round that drafted a tree of the menu.
 
         Args:
             choice: Place of the tree.
             seconds: Wall seconds.
             num_accepted: Accepted tokens per sequence.
+            reach: What decided where its chains ended.
         """
         if not self.costs.unit:
             return  # another thread, in a longer context, has just asked for new times: there is no measure
         best, best_rate = self.best, self.rate(self.best)
         tried, tree = self.tried[choice], self.menu[choice]
         tokens = 1 + sum(num_accepted) / len(num_accepted)
-        copied = sum(max(number - tree.depth, 0) for number in num_accepted) / len(num_accepted)
+        depth = tree.depth if reach is None else reach.levels
+        copied = sum(max(number - depth, 0) for number in num_accepted) / len(num_accepted)
         self.rounds += 1
-        self.costs.record(choice, seconds)
+        self.costs.record(choice, seconds, None if reach is None else depth)
         tried.record(self.rounds, tokens, copied)
-        if self._is_plain_chain(choice):
-            self.acceptance[tree.children].record(tree.depth, num_accepted)
+        if reach is not None:
+            self.acceptance[tree.children].record(depth, num_accepted, reach.next_chance)
+        elif self._is_plain_chain(choice):
+            self.acceptance[tree.children].record(depth, num_accepted)
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
@@ -305,20 +359,22 @@ def pace_of(
         active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
     """
     menu: tuple[DraftTreeConfig, ...] = (options.tree,)
+    ending = False
     if options.free_tree and not options.compiled:
         seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
         drawn = bool(config.do_sample) and not seeded
-        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn)
+        ending = chains_end(heads, target)
+        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, ending)
     # One that is left of a batch pays for the batch's masks, as two do.
     octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
-    settings = (repr(menu), options.compiled, config.do_sample, config.temperature)
+    settings = (repr(menu), ending, options.compiled, config.do_sample, config.temperature)
     known = heads.memory.setdefault(target, {})
     if (key := (Pace, octave, *settings)) in known:
         return known[key]
     alike = [(abs(other[1] - octave), pace) for other, pace in list(known.items())
              if other[0] is Pace and other[2:] == settings]  # fmt: skip
     _, nearest = min(alike, key=itemgetter(0), default=(0, None))
-    return known.setdefault(key, Pace(menu, nearest))
+    return known.setdefault(key, Pace(menu, nearest, ending))
 
 
 @dataclass(frozen=True)
@@ -347,4 +403,4 @@ def lesson_of(memory: Memory) -> Lesson | None:
     if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
         return None
     plain = 1 / pace.costs.plain_seconds
-    return Lesson(pace.menu[best], pace.rate(best) * plain, plain, pace.rounds)
+    return Lesson(pace.usual_tree(best), pace.rate(best) * plain, plain, pace.rounds)

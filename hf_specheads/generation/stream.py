@@ -248,7 +248,7 @@ class StreamLoop(RoundLoop):
         if self.rows is None:
             self._target_cache, self.rows = cache, rows
             self.candidates.draft_cache = newcomer.candidates.draft_cache
-            self.candidates.lookup = newcomer.candidates.lookup
+            self.candidates.lookup, self.candidates.moods = newcomer.candidates.lookup, newcomer.candidates.moods
         else:
             self._put_cache(place, cache, batch, rows.token_ids.device)
             cache.give_back(None)

@@ -35,10 +35,16 @@ class Acceptance:
     def __init__(self, deepest: int) -> None:
         self.memories = [_Memory(forgets, deepest) for forgets in MEMORIES]
 
-    def record(self, depth: int, num_accepted: Sequence[int]) -> None:
-        """Adds a round of chains of a depth, one entry per sequence."""
+    def record(self, depth: int, num_accepted: Sequence[int], then: float | None = None) -> None:
+        """Adds a round of chains of a depth, one entry per sequence.
+
+        Args:
+            depth: Draft positions.
+            num_accepted: Accepted tokens.
+            then: How likely another one would have been, where chains ended because of that.
+        """
         for memory in self.memories:
-            memory.record(depth, num_accepted)
+            memory.record(depth, num_accepted, then)
 
     def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
         """Adds a round of trees with so many `tries` at every position, one entry per sequence: where one of the
@@ -79,7 +85,7 @@ class _Memory:
         self.forgets, self.fit, self.weight, self.tokens = forgets, 0.0, 1.0, 0.0
         self.tried, self.accepted, self.rounds, self.beyond = ([0.0] * deepest for _ in range(4))
 
-    def record(self, depth: int, num_accepted: Sequence[int]) -> None:
+    def record(self, depth: int, num_accepted: Sequence[int], then: float | None = None) -> None:
         """As [`Acceptance.record`]."""
         rates = self._by_position(len(self.rounds))
         self._forget()
@@ -94,17 +100,22 @@ class _Memory:
                 self.tried[number] += share
                 told += math.log(1 - min(max(rates[number], 1 - SURE), SURE))
             else:
-                self._go_beyond(depth, rates, share)
+                self._go_beyond(depth, rates, share, then)
             self.tokens += (number + 1) * share
             for place, rounds in enumerate(_rounds_for(depth, number, len(self.rounds))):
                 self.rounds[place] += rounds * share
         self.fit = self.fit * FIT_KEEPS + told / len(num_accepted)
 
-    def _go_beyond(self, depth: int, rates: Sequence[float], share: float) -> None:
+    def _go_beyond(self, depth: int, rates: Sequence[float], share: float, then: float | None) -> None:
         """A chain of a depth was accepted as a whole: deeper ones are expected to give more."""
         reached, more = 1.0, 0.0
         for place in range(depth, len(rates)):
-            reached *= rates[place]
+            if place == depth and then is not None:  # else only what is likely would be seen of deep positions
+                self.tried[place] += share
+                self.accepted[place] += share * then
+                reached *= then
+            else:
+                reached *= rates[place]
             more += reached
             self.beyond[place] += more * share
 
