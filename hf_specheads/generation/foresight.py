@@ -1,0 +1,139 @@
+"""How far a chain is drafted: until its next link is not worth what it costs.
+
+How deep a draft pays changes from word to word, and heads know something about it: what they are sure of is accepted
+more often, as is what follows upon accepted drafts. [`Foresight`] learns from the rounds how much either says of this
+pair; a [`Reach`] asks it, link by link, whether to go on. The rule is a threshold on how likely it is that all links
+are accepted, which is the best there is where every link costs the same (Huang et al. 2024, arXiv 2405.19715, theorem
+3.1); the threshold follows from what tokens cost otherwise.
+
+Whether there is another link depends on the links before it alone, or, of favourites, on what is no matter of chance:
+so drafts keep their distribution, and texts are the target's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Traits = tuple[float, float, float]  # of a link: a constant, how sure the head is of it, and the mood
+
+UNKNOWN_MOOD = 0.7  # before any round was seen
+MOOD_FOLLOWS = 0.25  # by how much, as a share, the mood of a text follows whether a link was accepted
+USUAL_FOLLOWS = 0.01  # the same of the mood in which texts begin
+SURENESS_FOLLOWS = 0.05  # and of how sure heads usually are of a position
+UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
+GROWS = 1.001  # that variance with every link: what was seen long ago tells less
+LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
+
+
+class Foresight:
+    """How likely links of drafted chains are to be accepted: a logistic regression that learns from link to link, by
+    Newton's steps, and forgets.
+
+    Attributes:
+        weights: Of the traits. At first a head is believed what it says.
+        usual_mood: Share of links that are accepted.
+    """
+
+    def __init__(self) -> None:
+        self.weights = [0.0, 1.0, 0.0]
+        self.usual_mood = UNKNOWN_MOOD
+        self._variance = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+        self._sureness: list[float] = []  # log-probabilities by position, as running means
+
+    def traits(self, sureness: float, mood: float) -> Traits:
+        """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
+        # In this order, what is no number (of a head that overflows) is the least.
+        probability = max(LEAST_SURE, min(math.exp(min(sureness, 0.0)), 1 - LEAST_SURE))
+        return 1.0, 0.5 * math.log(probability / (1 - probability)), 4 * (mood - 0.5)
+
+    def chance(self, traits: Traits) -> float:
+        """How likely it is to be accepted, where all links before it are."""
+        a, b, c = self.weights
+        return 1 / (1 + math.exp(-min(max(a * traits[0] + b * traits[1] + c * traits[2], -30.0), 30.0)))
+
+    def chance_at(self, position: int, mood: float) -> float:
+        """The same of a link that is not drafted yet, by how sure heads usually are of its position (0-based)."""
+        known = self._sureness
+        sureness = known[min(position, len(known) - 1)] if known else math.log(UNKNOWN_MOOD)
+        return self.chance(self.traits(sureness, mood))
+
+    def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
+        """Adds what became of a link."""
+        chance = self.chance(traits)
+        told = max(chance * (1 - chance), 0.01)
+        moved = [sum(v * t for v, t in zip(row, traits, strict=True)) for row in self._variance]
+        share = 1 / (1 / told + sum(m * t for m, t in zip(moved, traits, strict=True)))
+        grows = GROWS if sum(self._variance[place][place] for place in range(3)) < UNSURE else 1.0
+        self._variance = [
+            [(v - share * a * b) * grows for v, b in zip(row, moved, strict=True)]
+            for row, a in zip(self._variance, moved, strict=True)
+        ]
+        step = share / told * (accepted - chance)
+        self.weights = [weight + step * m for weight, m in zip(self.weights, moved, strict=True)]
+        self.usual_mood += USUAL_FOLLOWS * (accepted - self.usual_mood)
+        sureness = max(math.log(LEAST_SURE), sureness)
+        if position == len(self._sureness):
+            self._sureness.append(sureness)
+        self._sureness[position] += SURENESS_FOLLOWS * (sureness - self._sureness[position])
+
+
+@dataclass
+class Reach:
+    """Decides over the links of one round's chains, one chain per sequence and all equally long.
+
+    Attributes:
+        foresight: What is known of such links.
+        moods: How well drafts of every sequence have fared of late; follows what becomes of these.
+        link: Tokens, per sequence, that the time of another link would give otherwise.
+        node: The same of verifying it alone.
+        drawn: Links are drawn from the draft; one that is there must then be verified, however likely it is.
+        drafted: Links that every chain had, with one that was not worth verifying.
+        likely: How likely it is that all links of a sequence are accepted.
+        next_chance: How likely another one would be, of the sequences on average.
+    """
+
+    foresight: Foresight
+    moods: list[float]
+    link: float
+    node: float
+    drawn: bool = False
+    drafted: int = 0
+    likely: list[float] = field(default_factory=list)
+    next_chance: float = 0.0
+    _links: list[list[tuple[float, Traits]]] = field(default_factory=list)
+
+    @property
+    def levels(self) -> int:
+        """Links of every chain."""
+        return len(self._links)
+
+    def keeps(self, sureness: Sequence[float]) -> bool:
+        """Whether the newest links, one per sequence with its log-probability, are worth verifying. The first ones
+        always are."""
+        links = [(sure, self.foresight.traits(sure, mood)) for sure, mood in zip(sureness, self.moods, strict=True)]
+        likely = [self.foresight.chance(traits) for _, traits in links]
+        self.drafted += 1
+        if self._links:
+            likely = [before * chance for before, chance in zip(self.likely, likely, strict=True)]
+            if not self.drawn and sum(likely) < self.node * len(likely):
+                return False
+        self.likely = likely
+        self._links.append(links)
+        return True
+
+    def goes_on(self) -> bool:
+        """Whether other links may be worth drafting and verifying after these."""
+        chances = [self.foresight.chance_at(len(self._links), mood) for mood in self.moods]
+        self.next_chance = sum(chances) / len(chances)
+        worth = sum(likely * chance for likely, chance in zip(self.likely, chances, strict=True))
+        return worth >= self.link * len(chances)
+
+    def learn(self, num_accepted: Sequence[int]) -> None:
+        """What became of the links, one number per sequence."""
+        for sequence, number in enumerate(num_accepted):
+            for position, links in enumerate(self._links[: number + 1]):
+                accepted = position < number
+                self.foresight.learn(position, *links[sequence], accepted)
+                self.moods[sequence] += MOOD_FOLLOWS * (accepted - self.moods[sequence])
