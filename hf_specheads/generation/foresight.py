@@ -37,9 +37,9 @@ class Foresight:
     """
 
     def __init__(self) -> None:
-        self.weights = [0.0, 1.0, 0.0]
+        self.weights = (0.0, 1.0, 0.0)
         self.usual_mood = UNKNOWN_MOOD
-        self._variance = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+        self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of the weights: a symmetric matrix, row by row
         self._sureness: list[float] = []  # log-probabilities by position, as running means
 
     def traits(self, sureness: float, mood: float) -> Traits:
@@ -61,17 +61,21 @@ class Foresight:
 
     def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
         """Adds what became of a link."""
+        # Written out: this runs for every link, and a loop over three numbers is several times as slow.
+        (aa, ab, ac, bb, bc, cc), (x, y, z) = self._variance, traits
         chance = self.chance(traits)
         told = max(chance * (1 - chance), 0.01)
-        moved = [sum(v * t for v, t in zip(row, traits, strict=True)) for row in self._variance]
-        share = 1 / (1 / told + sum(m * t for m, t in zip(moved, traits, strict=True)))
-        grows = GROWS if sum(self._variance[place][place] for place in range(3)) < UNSURE else 1.0
-        self._variance = [
-            [(v - share * a * b) * grows for v, b in zip(row, moved, strict=True)]
-            for row, a in zip(self._variance, moved, strict=True)
-        ]
+        a, b, c = aa * x + ab * y + ac * z, ab * x + bb * y + bc * z, ac * x + bc * y + cc * z
+        share = 1 / (1 / told + a * x + b * y + c * z)
+        grows = GROWS if aa + bb + cc < UNSURE else 1.0
+        down = share * grows
+        self._variance = (
+            grows * aa - down * a * a, grows * ab - down * a * b, grows * ac - down * a * c,
+            grows * bb - down * b * b, grows * bc - down * b * c, grows * cc - down * c * c,
+        )  # fmt: skip
         step = share / told * (accepted - chance)
-        self.weights = [weight + step * m for weight, m in zip(self.weights, moved, strict=True)]
+        known, sure, mood = self.weights
+        self.weights = (known + step * a, sure + step * b, mood + step * c)
         self.usual_mood += USUAL_FOLLOWS * (accepted - self.usual_mood)
         sureness = max(math.log(LEAST_SURE), sureness)
         if position == len(self._sureness):

@@ -44,6 +44,7 @@ STAYS = 1.04  # times as fast a tree must be as the best until now, to be the be
 CLEARLY = 1.02  # better than the best, for a tree that is tried
 PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
+ENDING_BETTER_BY_LUCK = 0.6  # the same of chains that end where they like: they are still learning where that is
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
 # What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
 # pause grows by a round whenever there were so many more, up to so many,
@@ -154,7 +155,8 @@ class Pace:
         seen = tried.rounds * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
         if self.is_known(choice) and self._is_plain_chain(choice):
             seen += CHAINS_TELL
-        return self.rate(choice) * (1 + BETTER_BY_LUCK / (1 + seen) ** 0.5)
+        luck = ENDING_BETTER_BY_LUCK if choice in self._ending else BETTER_BY_LUCK
+        return self.rate(choice) * (1 + luck / (1 + seen) ** 0.5)
 
     def tokens(self, choice: int) -> float:
         """Expected tokens of a round over a tree."""
