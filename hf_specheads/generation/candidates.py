@@ -20,7 +20,7 @@ from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
-from .foresight import Reach
+from .foresight import Reach, mood_after
 from .lookup import TextLookup
 from .menu import deepest_draft
 from .options import DraftingOptions
@@ -160,6 +160,15 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.tree = self.options.tree if tree == self.options.tree else tree
         drafts = choice != PLAIN
         self.reach = pace.reach(choice, self.moods, self.head.drafts_in_one_forward) if drafts else None
+
+    def learn(self, num_accepted: Sequence[int]) -> None:
+        """What became of the latest draft, one number per sequence: for chains that end where they like."""
+        if self.reach is not None:
+            self.reach.learn(num_accepted)
+            return
+        for sequence, (mood, number) in enumerate(zip(self.moods, num_accepted, strict=True)):
+            if mood is not None:
+                self.moods[sequence] = mood_after(mood, number, self.tree.depth)
 
     def begin_text(self, prompt: torch.Tensor) -> None:
         """Takes in the prompts [B, T] of a call, where copies are looked for in them."""

@@ -138,6 +138,12 @@ class Reach:
         """What became of the links, one number per sequence."""
         for sequence, number in enumerate(num_accepted):
             for position, links in enumerate(self._links[: number + 1]):
-                accepted = position < number
-                self.foresight.learn(position, *links[sequence], accepted)
-                self.moods[sequence] += MOOD_FOLLOWS * (accepted - self.moods[sequence])
+                self.foresight.learn(position, *links[sequence], position < number)
+            self.moods[sequence] = mood_after(self.moods[sequence], number, self.levels)
+
+
+def mood_after(mood: float, number: int, levels: int) -> float:
+    """The mood of a text in which a number of tokens was accepted, of so many levels that were drafted."""
+    for position in range(min(number + 1, levels)):
+        mood += MOOD_FOLLOWS * ((position < number) - mood)
+    return mood

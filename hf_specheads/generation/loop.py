@@ -351,8 +351,8 @@ class RoundLoop:
         drafted, num_accepted = self.candidates.tree, [result.num_accepted for result in accepted.values()]
         reach, cut = self.candidates.reach, any(result.cut for result in accepted.values())
         whole = tree.max_depth >= drafted.depth or drafted.stop_below > 0 or reach is not None
-        if reach is not None and not cut:
-            reach.learn(num_accepted)
+        if tree.num_nodes > 1 and not cut:
+            self.candidates.learn(num_accepted)
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
         elif self.stats.rounds == 1:
