@@ -161,14 +161,19 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         drafts = choice != PLAIN
         self.reach = pace.reach(choice, self.moods, self.head.drafts_in_one_forward) if drafts else None
 
-    def learn(self, num_accepted: Sequence[int]) -> None:
-        """What became of the latest draft, one number per sequence: for chains that end where they like."""
+    def is_whole(self, tree: DraftTree) -> bool:
+        """Whether the latest draft is as deep as it was meant to be, not cut off by a limit."""
+        return self.reach is not None or self.tree.stop_below > 0 or tree.max_depth >= self.tree.depth
+
+    def learn(self, tree: DraftTree, num_accepted: Sequence[int]) -> None:
+        """What became of a round's tree, one number per sequence: for chains that end where they like."""
+        if tree.num_nodes == 1:
+            return
         if self.reach is not None:
             self.reach.learn(num_accepted)
             return
-        for sequence, (mood, number) in enumerate(zip(self.moods, num_accepted, strict=True)):
-            if mood is not None:
-                self.moods[sequence] = mood_after(mood, number, self.tree.depth)
+        moods = zip(self.moods, num_accepted, strict=True)
+        self.moods[:] = [None if mood is None else mood_after(mood, n, tree.max_depth) for mood, n in moods]
 
     def begin_text(self, prompt: torch.Tensor) -> None:
         """Takes in the prompts [B, T] of a call, where copies are looked for in them."""

@@ -23,7 +23,7 @@ MOOD_FOLLOWS = 0.25  # by how much, as a share, the mood of a text follows wheth
 USUAL_FOLLOWS = 0.01  # the same of the mood in which texts begin
 SURENESS_FOLLOWS = 0.05  # and of how sure heads usually are of a position
 UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
-GROWS = 1.001  # that variance with every link: what was seen long ago tells less
+DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
 LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
 
 
@@ -67,11 +67,10 @@ class Foresight:
         told = max(chance * (1 - chance), 0.01)
         a, b, c = aa * x + ab * y + ac * z, ab * x + bb * y + bc * z, ac * x + bc * y + cc * z
         share = 1 / (1 / told + a * x + b * y + c * z)
-        grows = GROWS if aa + bb + cc < UNSURE else 1.0
-        down = share * grows
+        drift = DRIFT if aa + bb + cc < UNSURE else 0.0
         self._variance = (
-            grows * aa - down * a * a, grows * ab - down * a * b, grows * ac - down * a * c,
-            grows * bb - down * b * b, grows * bc - down * b * c, grows * cc - down * c * c,
+            aa - share * a * a + drift, ab - share * a * b, ac - share * a * c,
+            bb - share * b * b + drift, bc - share * b * c, cc - share * c * c + drift,
         )  # fmt: skip
         step = share / told * (accepted - chance)
         known, sure, mood = self.weights

@@ -348,17 +348,15 @@ class RoundLoop:
         if caught_up or (self.compiled is not None and self.compiled.compiles):
             return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
-        drafted, num_accepted = self.candidates.tree, [result.num_accepted for result in accepted.values()]
-        reach, cut = self.candidates.reach, any(result.cut for result in accepted.values())
-        whole = tree.max_depth >= drafted.depth or drafted.stop_below > 0 or reach is not None
-        if tree.num_nodes > 1 and not cut:
-            self.candidates.learn(num_accepted)
+        num_accepted = [result.num_accepted for result in accepted.values()]
+        if not (cut := any(result.cut for result in accepted.values())):
+            self.candidates.learn(tree, num_accepted)
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
         elif self.stats.rounds == 1:
             pace.record_intake(seconds, num_accepted)
-        elif whole and not cut:
-            pace.record_round(self.choice, seconds, num_accepted, reach)
+        elif self.candidates.is_whole(tree) and not cut:
+            pace.record_round(self.choice, seconds, num_accepted, self.candidates.reach)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

@@ -17,6 +17,8 @@ FARTHEST = 16  # levels of a chain that ends where it likes
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
 DYNAMIC_TREES = ((1, 5, 6), (3, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
 
+Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
+
 
 def trees_to_choose(
     tree: DraftTreeConfig,
@@ -46,7 +48,8 @@ def trees_to_choose(
     in_force = {tree.depth} if tree.kind == "chain" else set()
     depths = sorted({*CHAIN_DEPTHS, *in_force})
     if ending:
-        depths = [min(max(FARTHEST, 0, *in_force), deepest or FARTHEST)]
+        farthest = max({FARTHEST} | in_force)
+        depths = [min(farthest, deepest or farthest)]
         ways = [{"stop_below": 0.0, **way} for way in ways]
     chains = [
         tree.replace(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, **way)
@@ -63,6 +66,11 @@ def trees_to_choose(
     if not (ending and in_force and menu):
         menu = [tree, *menu]
     return tuple(dict.fromkeys(menu))
+
+
+def way_of(tree: DraftTreeConfig) -> Way:
+    """How the nodes of a tree are chosen."""
+    return tree.children, tree.lookup > 0
 
 
 def chains_end(heads: DraftingContract, target: PreTrainedModel) -> bool:

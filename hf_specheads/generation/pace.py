@@ -25,9 +25,9 @@ from ..contract import DraftingContract, Memory
 from ..tree.config import DraftTreeConfig
 from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
-from .menu import chains_end, trees_to_choose
+from .menu import Way, chains_end, trees_to_choose, way_of
 from .options import DraftingOptions
-from .tallies import Acceptance, Siblings, Tried, tokens_of
+from .tallies import Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
 
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
@@ -54,8 +54,6 @@ FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
 
 ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
 
-Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
-
 
 class Pace:
     """Costs and gains of one pair under one setting; kept from call to call.
@@ -81,9 +79,7 @@ class Pace:
         self.menu = tuple(menu)
         self._ending = {choice for choice, tree in enumerate(self.menu) if ending and tree.kind == "chain"}
         self.costs: Costs = Costs(self.menu, None if before is None else before.costs, self._ending)
-        self.foresight: defaultdict[str, Foresight] = (
-            defaultdict(Foresight) if before is None else before.foresight
-        )
+        self.foresight: defaultdict[str, Foresight] = defaultdict(Foresight) if before is None else before.foresight
         self.tried = [Tried() for _ in self.menu]
         self._deepest = max(tree.depth for tree in self.menu)
         self.acceptance: defaultdict[str, Acceptance] = (
@@ -171,15 +167,13 @@ class Pace:
         return self.tried[choice].tokens_given(self.siblings.tokens(tree, rates))
 
     def _tokens_of_ending(self, choice: int, rates: Sequence[float]) -> float:
-        """Tokens of a round of chains that end where they like: by their own rounds, and no fewer per second than those
-        of the best depth would give, if they ended there always."""
+        """Tokens of a round of chains that end where they like: by their own rounds, and no fewer per second than if
+        they ended always at the best depth."""
         own = self.tried[choice].tokens_given(tokens_of(rates[: round(self.costs.levels[choice])]))
-        rate, tokens, reached = 0.0, 1.0, 1.0
-        for level, chance in enumerate(rates, start=1):
-            reached *= chance
-            tokens += reached
-            rate = max(rate, tokens / self.costs.of_levels(choice, level))
-        return max(own, rate * self.costs.cost(choice))
+        fixed = (
+            tokens / self.costs.of_levels(choice, depth) for depth, tokens in enumerate(tokens_by_depth(rates), 1)
+        )
+        return max(own, max(fixed) * self.costs.cost(choice))
 
     def usual_tree(self, choice: int) -> DraftTreeConfig:
         """A tree of the menu; of chains that end where they like, one as deep as they usually were."""
@@ -250,9 +244,9 @@ class Pace:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
         every way in which nodes are chosen."""
         chains_of = defaultdict(list)
-        chains = (c for c in range(len(self.menu)) if c in self._ending or self._is_plain_chain(c))
-        for choice in sorted(chains, key=lambda c: self.menu[c].depth):
-            chains_of[way_of(self.menu[choice])].append(choice)
+        for choice in sorted(range(len(self.menu)), key=lambda c: self.menu[c].depth):
+            if choice in self._ending or self._is_plain_chain(choice):
+                chains_of[way_of(self.menu[choice])].append(choice)
         wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
         unknown = (choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS)
         return next((choice for choice in unknown if self.promise(choice) > PAYS), None)
@@ -335,11 +329,6 @@ class Pace:
             return "to time them, for the choice between drafting and plain steps"
         gain = max(self.rate(choice) for choice in known)
         return f"because a drafted round gave {gain:.2f} of the tokens per second of plain steps"
-
-
-def way_of(tree: DraftTreeConfig) -> Way:
-    """How the nodes of a tree are chosen."""
-    return tree.children, tree.lookup > 0
 
 
 def pace_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -180,6 +181,12 @@ def tokens_of(rates: Sequence[float], tries: float = 1.0) -> float:
         reached *= rate if tries == 1 else 1 - (1 - rate) ** tries
         tokens += reached
     return tokens
+
+
+def tokens_by_depth(rates: Sequence[float]) -> list[float]:
+    """[`tokens_of`] chains of every depth from 1 to that of the rates."""
+    reached = itertools.accumulate(rates, operator.mul)
+    return list(itertools.accumulate(reached, initial=1.0))[1:]
 
 
 class Siblings:

@@ -1,0 +1,302 @@
+"""Chains that end where another link would not pay: what is foreseen, where they end, and that texts stay the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
+from support.heads import random_heads
+from support.stubs import TableHead
+from support.targets import plain, prompt, shared_target
+from transformers import LogitsProcessorList
+
+from hf_specheads import DraftTreeConfig, generate_stream
+from hf_specheads.cache.draft import DraftCache
+from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.foresight import Foresight, Reach, mood_after
+from hf_specheads.generation.menu import FARTHEST, chains_end, trees_to_choose
+from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.sampling import DraftSampler
+from hf_specheads.tree.default import CPU_TREE
+
+CHAIN = DraftTreeConfig(kind="chain", depth=5, top_k=1, total_tokens=6)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+# ---------------------------------------------------------------------- what is foreseen
+@pytest.mark.parametrize(
+    ("known", "sure", "mood"), [(0.0, 1.0, 0.0), (-1.0, 1.5, 0.5), (2.0, 0.0, 0.0), (0.5, 0.3, 1.5)]
+)
+def test_it_learns_what_heads_confidence_and_the_mood_say(known, sure, mood):
+    """Heads that are believed, promise too much, are right whatever they say, or have good times and bad ones."""
+    rng, foresight = random.Random(1), Foresight()
+
+    def link() -> tuple[float, tuple[float, float, float], float]:
+        sureness = math.log(rng.uniform(0.02, 0.98))
+        traits = foresight.traits(sureness, rng.random())
+        return sureness, traits, sigmoid(known * traits[0] + sure * traits[1] + mood * traits[2])
+
+    for _ in range(3000):
+        sureness, traits, chance = link()
+        foresight.learn(0, sureness, traits, rng.random() < chance)
+    errors = [abs(foresight.chance(traits) - chance) for _, traits, chance in (link() for _ in range(300))]
+    assert sum(errors) / len(errors) < 0.05
+
+
+def test_at_first_heads_are_believed():
+    foresight = Foresight()
+    for probability in (0.1, 0.5, 0.9):
+        traits = foresight.traits(math.log(probability), 0.5)
+        assert foresight.chance(traits) == pytest.approx(sigmoid(0.5 * math.log(probability / (1 - probability))))
+
+
+def test_another_pair_is_learnt_anew():
+    """What was seen long ago is forgotten."""
+    rng, foresight = random.Random(2), Foresight()
+    for share in (0.95, 0.2):
+        for _ in range(4000):
+            foresight.learn(0, -0.5, foresight.traits(-0.5, 0.5), rng.random() < share)
+        assert foresight.chance(foresight.traits(-0.5, 0.5)) == pytest.approx(share, abs=0.1)
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, 1.0])
+def test_heads_that_overflow_leave_no_trace(broken):
+    foresight = Foresight()
+    reach = Reach(foresight, [0.5], 0.1, 0.02)
+    assert reach.keeps([broken])
+    reach.goes_on()
+    reach.learn([0])
+    assert all(map(math.isfinite, (*foresight.weights, *reach.moods, foresight.chance_at(0, 0.5))))
+
+
+def test_the_mood_follows_what_is_accepted():
+    assert mood_after(0.5, 0, 3) < 0.5 < mood_after(0.5, 1, 1) < mood_after(0.5, 3, 3)
+    assert mood_after(0.5, 3, 4) < mood_after(0.5, 3, 3), "the fourth was rejected"
+    assert mood_after(0.5, 7, 4) == mood_after(0.5, 4, 4), "copies after the chain are no drafts"
+    assert mood_after(0.5, 0, 0) == 0.5
+
+
+# ---------------------------------------------------------------------- where chains end
+def grown_by(reach: Reach, sureness: list[list[float]]) -> int:
+    """Links of a chain by its log-probabilities, [link][sequence]."""
+    for link in sureness:
+        if not reach.keeps(link) or not reach.goes_on():
+            break
+    return reach.levels
+
+
+SURENESS = st.lists(st.lists(st.floats(-8, 0), min_size=2, max_size=2), min_size=1, max_size=6)
+
+
+@given(sureness=SURENESS, link=st.floats(0.01, 1.5), share=st.floats(0, 1), drawn=st.booleans())
+def test_the_dearer_a_link_the_shorter_the_chain(sureness, link, share, drawn):
+    def levels(link: float) -> int:
+        return grown_by(Reach(Foresight(), [0.5, 0.9], link, share * link, drawn), sureness)
+
+    assert 1 <= levels(link) <= levels(link / 2) <= len(sureness)
+    assert levels(1e-12) == len(sureness)
+
+
+@given(sureness=SURENESS, node=st.floats(0.01, 1.0))
+def test_a_link_that_is_not_worth_verifying_is_left_out_unless_it_was_drawn(sureness, node):
+    """Whether a drawn link is verified must not depend on what was drawn."""
+    assert grown_by(Reach(Foresight(), [0.5, 0.5], 0.0, node, drawn=True), sureness) == len(sureness)
+    reach = Reach(Foresight(), [0.5, 0.5], 0.0, node)
+    levels = grown_by(reach, sureness)
+    assert sum(reach.likely) / 2 >= node or levels == 1
+    assert reach.drafted == levels + (levels < len(sureness))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+def test_a_chain_that_ends_is_the_beginning_of_a_whole_one(rows, children):
+    lengths = set()
+    for seed in range(40):
+        head = TableHead(seed, rows, **CHAIN.replace(children=children).to_dict())
+        roots, features = torch.full((rows, 1), 20), torch.zeros(rows, 1, 2)
+        reach = Reach(Foresight(), [0.5] * rows, 0.05, 0.02, drawn=children == "sampled")
+        grown = []
+        for one in (None, reach):
+            torch.manual_seed(seed)
+            sampler = DraftSampler(LogitsProcessorList(), roots) if children == "sampled" else None
+            grown.append(grow_tree(head, DraftCache(0), head.tree_config, roots, features, 5, sampler, one))
+        whole, tree = grown
+        assert tree.max_depth == reach.levels and whole.max_depth == 5
+        assert torch.equal(tree.token_ids, whole.token_ids[:, : tree.num_nodes])
+        torch.testing.assert_close(tree.scores, whole.scores[:, : tree.num_nodes])
+        assert (tree.sampled is None) == (children == "top_k")
+        lengths.add(reach.levels)
+    assert len(lengths) > 1
+
+
+# ---------------------------------------------------------------------- the engine
+def test_one_chain_instead_of_several_depths():
+    menu = trees_to_choose(CPU_TREE, None, lambda tree: None, ending=True)
+    assert menu[0] == CPU_TREE and [tree.depth for tree in menu if tree.kind == "chain"] == [FARTHEST]
+    assert trees_to_choose(CHAIN, 4, lambda tree: None, ending=True) == (CHAIN.replace(depth=4, total_tokens=5),)
+    stops = CHAIN.replace(depth=20, stop_below=0.3)
+    assert [(tree.depth, tree.stop_below) for tree in trees_to_choose(stops, None, lambda _: None, ending=True)] == [
+        (20, 0)
+    ]
+
+
+def test_accelerators_and_copies_know_no_such_chains(monkeypatch):
+    """There a look at the draft is a wait for the device; what only copies is not more or less sure."""
+    target = shared_target("llama")
+    heads = random_heads(target, "eagle").bind(target)
+    assert chains_end(heads, target)
+    assert not chains_end(random_heads(target, "lookup").bind(target), target)
+    monkeypatch.setattr(type(heads), "device", torch.device("meta"))
+    assert not chains_end(heads, target)
+
+
+class Moody:
+    """A text in which drafts are accepted in good times, and a head that is the surer the better it is.
+
+    Args:
+        level: What a draft level and its node cost, in plain steps.
+        seed: Of the random numbers.
+    """
+
+    def __init__(self, level: float, seed: int):
+        self.level, self.random = level, random.Random(seed)
+
+    def chain(self) -> list[tuple[float, bool]]:
+        """Log-probability of every link, and whether it would be accepted."""
+        links = []
+        for _ in range(FARTHEST):
+            chance = self.random.choice([0.15, 0.95, 0.98])
+            links.append((math.log(chance), self.random.random() < chance))
+        return links
+
+    def seconds(self, levels: int, nodes: int) -> float:
+        return 1 + self.level * levels + 0.02 * nodes
+
+    def rate(self, depth: int, rounds: int = 4000) -> float:
+        """Tokens per plain step of chains that are always so deep."""
+        tokens = sum(1 + accepted_of(self.chain(), depth) for _ in range(rounds))
+        return tokens / (rounds * self.seconds(depth, depth))
+
+
+def accepted_of(chain: list[tuple[float, bool]], depth: int) -> int:
+    return next((place for place, (_, good) in enumerate(chain[:depth]) if not good), depth)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.15, 0.4])
+def test_better_than_any_fixed_depth(level):
+    """Where heads know when they are wrong: more than the best depth gives, trials and learning included."""
+    best = max(Moody(level, 7).rate(depth) for depth in (1, 2, 3, 4, 6, 8))
+    rates = []
+    for seed in range(3):
+        menu = trees_to_choose(CHAIN, None, lambda tree: None, ending=True)
+        pace, world, moods, tokens, seconds = Pace(menu, ending=True), Moody(level, seed), [None], 0, 0.0
+        for _ in range(600):
+            if (choice := pace.choose(100)) == PLAIN:
+                pace.record_plain(1.0)
+                tokens, seconds = tokens + 1, seconds + 1
+                continue
+            chain, reach = world.chain(), pace.reach(choice, moods)
+            levels = grown_by(reach, [[sureness] for sureness, _ in chain])
+            accepted, spent = accepted_of(chain, levels), world.seconds(reach.drafted, levels)
+            reach.learn([accepted])
+            pace.record_round(choice, spent, [accepted], reach)
+            tokens, seconds = tokens + 1 + accepted, seconds + spent
+        rates.append(tokens / seconds)
+        assert pace.usual_tree(0).depth == pytest.approx(pace.costs.levels[0], abs=0.5)
+    assert sum(rates) / 3 > 1.02 * best, (rates, best)
+
+
+@settings(max_examples=20, deadline=None)
+@given(accepted=st.floats(0, 1), sureness=st.floats(-6, 0), level=st.floats(0.01, 1.0), seed=st.integers(0, 9))
+def test_never_far_below_plain_steps(accepted, sureness, level, seed):
+    """Whatever heads say of themselves."""
+    menu = trees_to_choose(CHAIN, None, lambda tree: None, ending=True)
+    pace, rng, moods, tokens, seconds = Pace(menu, ending=True), random.Random(seed), [None], 0, 0.0
+    for _ in range(800):
+        choice = pace.choose(100)
+        tokens += 1
+        if choice == PLAIN:
+            pace.record_plain(1.0)
+            seconds += 1
+            continue
+        reach = pace.reach(choice, moods)
+        levels = grown_by(reach, [[sureness]] * FARTHEST)
+        number = next((place for place in range(levels) if rng.random() >= accepted), levels)
+        reach.learn([number])
+        spent = 1 + level * reach.drafted + 0.02 * levels
+        pace.record_round(choice, spent, [number], reach)
+        tokens, seconds = tokens + number, seconds + spent
+    assert tokens / seconds >= 0.97
+
+
+def draft_only(monkeypatch, children: str) -> list[int]:
+    """Every round drafts the chain that ends where it likes; returns the levels its rounds had, as they come."""
+    levels, learn = [], Reach.learn
+
+    def choose(pace: Pace, context: int) -> int:
+        return next(n for n, tree in enumerate(pace.menu) if n in pace._ending and tree.children == children)
+
+    def noted(reach: Reach, num_accepted: list[int]) -> None:
+        levels.append(reach.levels)
+        learn(reach, num_accepted)
+
+    monkeypatch.setattr(Pace, "choose", choose)
+    monkeypatch.setattr(Reach, "learn", noted)
+    return levels
+
+
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+def test_sampled_texts_have_the_targets_distribution(children, monkeypatch):
+    """Chains that end by how probable the links drawn before were."""
+    levels = draft_only(monkeypatch, children)
+    monkeypatch.setattr(
+        Pace, "reach", lambda pace, choice, moods, _: Reach(Foresight(), [0.5], 0.075, 0.03, children == "sampled")
+    )
+    target, samples = five_token_target(), 200
+    heads = random_heads(target)
+    heads.forget_tree()
+    heads.adaptive, heads.exact_seed = True, False
+    counts = Counter(tuple(sample(target, heads, 6).tolist()[:3]) for _ in range(samples))
+    statistic, freedom = chi_square(counts, target_distribution(target, {}, 3), samples)
+    assert statistic < critical_value(freedom)
+    assert len(set(levels)) > 1
+
+
+@pytest.mark.parametrize("method", ["eagle", "poss", "medusa", "eagle3", "peagle", "dspark"])
+def test_greedy_text_is_the_targets(method, monkeypatch):
+    levels = draft_only(monkeypatch, "top_k")
+    target, ids = shared_target("llama"), prompt()
+    heads = random_heads(target, method)
+    heads.forget_tree()
+    heads.adaptive = True
+    for _ in range(3):
+        assert torch.equal(plain(target, ids, 40, assistant_model=heads), plain(target, ids, 40))
+    assert levels
+
+
+def test_batches_and_streams_whose_sequences_end(monkeypatch):
+    """Every sequence has a mood of its own, which goes and comes with it."""
+    draft_only(monkeypatch, "top_k")
+    target = shared_target("llama")
+    inputs, alone = batch_of()
+    heads = random_heads(target, "poss")
+    heads.forget_tree()
+    heads.adaptive = True
+    assert_rows(greedy(target, inputs, assistant_model=heads), 19, alone_texts(target, alone))
+    requests = [
+        {"input_ids": ids, "max_new_tokens": new} for ids, new in zip(itertools.cycle([prompt()]), (3, 20, 7, 12))
+    ]
+    texts = {text.index: text.token_ids for text in generate_stream(target, heads, requests, max_batch=2)}
+    expected = plain(target, prompt(), 20)[0, prompt().shape[1] :].tolist()
+    assert [texts[n] for n in range(4)] == [expected[:new] for new in (3, 20, 7, 12)]
