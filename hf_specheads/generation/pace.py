@@ -93,7 +93,8 @@ class Pace:
         self._best_before = PLAIN
         self._known_before: set[int] = set()
         if before is not None:
-            self._known_before = {c for c in range(len(self.menu)) if self._is_plain_chain(c) and before.is_known(c)}
+            chains = (c for c in range(len(self.menu)) if c in self._ending or self._is_plain_chain(c))
+            self._known_before = set(filter(before.is_known, chains))
         self._work_out_again()
 
     def _look(self, pause: int) -> None:
