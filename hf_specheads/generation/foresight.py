@@ -22,6 +22,7 @@ UNKNOWN_MOOD = 0.7  # before any round was seen
 MOOD_FOLLOWS = 0.25  # by how much, as a share, the mood of a text follows whether a link was accepted
 USUAL_FOLLOWS = 0.01  # the same of the mood in which texts begin
 SURENESS_FOLLOWS = 0.05  # and of how sure heads usually are of a position
+BETTER_FOLLOWS = 0.1  # the same, per link, of what positions say besides
 UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
 DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
 LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
@@ -41,6 +42,7 @@ class Foresight:
         self.usual_mood = UNKNOWN_MOOD
         self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of the weights: a symmetric matrix, row by row
         self._sureness: list[float] = []  # log-probabilities by position, as running means
+        self._better: list[float] = []  # by how much links at a position fare better than their traits say
 
     def traits(self, sureness: float, mood: float) -> Traits:
         """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
@@ -48,22 +50,24 @@ class Foresight:
         probability = max(LEAST_SURE, min(math.exp(min(sureness, 0.0)), 1 - LEAST_SURE))
         return 1.0, 0.5 * math.log(probability / (1 - probability)), 4 * (mood - 0.5)
 
-    def chance(self, traits: Traits) -> float:
-        """How likely it is to be accepted, where all links before it are."""
+    def chance(self, position: int, traits: Traits) -> float:
+        """How likely a link at a position (0-based) is to be accepted, where all before it are."""
         a, b, c = self.weights
-        return 1 / (1 + math.exp(-min(max(a * traits[0] + b * traits[1] + c * traits[2], -30.0), 30.0)))
+        better = self._better[min(position, len(self._better) - 1)] if self._better else 0.0
+        total = better + a * traits[0] + b * traits[1] + c * traits[2]
+        return 1 / (1 + math.exp(-min(max(total, -30.0), 30.0)))
 
     def chance_at(self, position: int, mood: float) -> float:
-        """The same of a link that is not drafted yet, by how sure heads usually are of its position (0-based)."""
+        """The same of a link that is not drafted yet, by how sure heads usually are of its position."""
         known = self._sureness
         sureness = known[min(position, len(known) - 1)] if known else math.log(UNKNOWN_MOOD)
-        return self.chance(self.traits(sureness, mood))
+        return self.chance(position, self.traits(sureness, mood))
 
     def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
         """Adds what became of a link."""
         # Written out: this runs for every link, and a loop over three numbers is several times as slow.
         (aa, ab, ac, bb, bc, cc), (x, y, z) = self._variance, traits
-        chance = self.chance(traits)
+        chance = self.chance(position, traits)
         told = max(chance * (1 - chance), 0.01)
         a, b, c = aa * x + ab * y + ac * z, ab * x + bb * y + bc * z, ac * x + bc * y + cc * z
         share = 1 / (1 / told + a * x + b * y + c * z)
@@ -79,6 +83,8 @@ class Foresight:
         sureness = max(math.log(LEAST_SURE), sureness)
         if position == len(self._sureness):
             self._sureness.append(sureness)
+            self._better.append(self._better[-1] if self._better else 0.0)
+        self._better[position] += BETTER_FOLLOWS * (accepted - chance)
         self._sureness[position] += SURENESS_FOLLOWS * (sureness - self._sureness[position])
 
 
@@ -116,7 +122,7 @@ class Reach:
         """Whether the newest links, one per sequence with its log-probability, are worth verifying. The first ones
         always are."""
         links = [(sure, self.foresight.traits(sure, mood)) for sure, mood in zip(sureness, self.moods, strict=True)]
-        likely = [self.foresight.chance(traits) for _, traits in links]
+        likely = [self.foresight.chance(len(self._links), traits) for _, traits in links]
         self.drafted += 1
         if self._links:
             likely = [before * chance for before, chance in zip(self.likely, likely, strict=True)]

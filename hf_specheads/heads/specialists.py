@@ -239,7 +239,7 @@ class SpecialistHead(DraftHead):
         """int64 [B, rows of the levels]: nodes of a level share a position, one after that of the level above."""
         lengths = cache.known_lengths()
         if len(levels) == 1 and not isinstance(lengths, torch.Tensor):
-            return torch.full_like(levels[0][:, :, 0], lengths + first, dtype=torch.long)
+            return torch.full(levels[0].shape[:2], lengths + first, dtype=torch.long, device=levels[0].device)
         lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
         parts = [torch.full_like(level[:, :, 0], first + i, dtype=torch.long) for i, level in enumerate(levels)]
         return torch.cat(parts, dim=1) + lengths

@@ -50,7 +50,7 @@ def test_it_learns_what_heads_confidence_and_the_mood_say(known, sure, mood):
     for _ in range(3000):
         sureness, traits, chance = link()
         foresight.learn(0, sureness, traits, rng.random() < chance)
-    errors = [abs(foresight.chance(traits) - chance) for _, traits, chance in (link() for _ in range(300))]
+    errors = [abs(foresight.chance(0, traits) - chance) for _, traits, chance in (link() for _ in range(300))]
     assert sum(errors) / len(errors) < 0.05
 
 
@@ -58,7 +58,7 @@ def test_at_first_heads_are_believed():
     foresight = Foresight()
     for probability in (0.1, 0.5, 0.9):
         traits = foresight.traits(math.log(probability), 0.5)
-        assert foresight.chance(traits) == pytest.approx(sigmoid(0.5 * math.log(probability / (1 - probability))))
+        assert foresight.chance(0, traits) == pytest.approx(sigmoid(0.5 * math.log(probability / (1 - probability))))
 
 
 def test_another_pair_is_learnt_anew():
@@ -67,7 +67,18 @@ def test_another_pair_is_learnt_anew():
     for share in (0.95, 0.2):
         for _ in range(4000):
             foresight.learn(0, -0.5, foresight.traits(-0.5, 0.5), rng.random() < share)
-        assert foresight.chance(foresight.traits(-0.5, 0.5)) == pytest.approx(share, abs=0.1)
+        assert foresight.chance(0, foresight.traits(-0.5, 0.5)) == pytest.approx(share, abs=0.1)
+
+
+def test_positions_from_which_on_a_head_knows_nothing_are_found():
+    """Whatever it says there."""
+    foresight = Foresight()
+    for _ in range(200):
+        for position in range(4):
+            foresight.learn(position, -0.5, foresight.traits(-0.5, 0.5), position < 2)
+    chances = [foresight.chance(position, foresight.traits(-0.5, 0.5)) for position in range(4)]
+    assert min(chances[:2]) > 0.85 and max(chances[2:]) < 0.15
+    assert foresight.chance_at(9, 0.5) == pytest.approx(foresight.chance_at(3, 0.5)), "as the deepest that is known"
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, 1.0])
