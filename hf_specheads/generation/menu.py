@@ -13,7 +13,7 @@ from ..tree.config import CHILDREN, DraftTreeConfig
 from .options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
-FARTHEST = 16  # levels of a chain that ends where it likes
+FARTHEST, FARTHEST_AT_ONCE = 16, 8  # levels of a chain that ends where it likes; where all are drafted in any case
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
 DYNAMIC_TREES = ((1, 5, 6), (3, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
 
@@ -25,7 +25,7 @@ def trees_to_choose(
     deepest: int | None,
     problem: Callable[[DraftTreeConfig], str | None],
     drawn: bool = False,
-    ending: bool = False,
+    farthest: int = 0,
 ) -> tuple[DraftTreeConfig, ...]:
     """The menu of a call: the tree in force first, then chains by depth, then trees by size. Of chains that end where
     they like one is in the place of one in force.
@@ -41,14 +41,15 @@ def trees_to_choose(
         drawn: Tokens are sampled, and which random numbers they take is nobody's business: chains that are drawn from
             the draft are offered beside those of its favourites. (Of a chain's drafts x ~ q the target accepts
             sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
-        ending: Chains end where another link would not pay, so there is one instead of several depths.
+        farthest: Chains end where another link would not pay, so there is one with so many levels instead of several
+            depths; 0 if they do not.
     """
     ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
     ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
     in_force = {tree.depth} if tree.kind == "chain" else set()
     depths = sorted({*CHAIN_DEPTHS, *in_force})
-    if ending:
-        farthest = max({FARTHEST} | in_force)
+    if farthest:
+        farthest = max({farthest} | in_force)
         depths = [min(farthest, deepest or farthest)]
         ways = [{"stop_below": 0.0, **way} for way in ways]
     chains = [
@@ -63,7 +64,7 @@ def trees_to_choose(
         if depth <= (deepest or depth)
     ]
     menu = [one for one in (*chains, *wider) if problem(one) is None]
-    if not (ending and in_force and menu):
+    if not (farthest and in_force and menu):
         menu = [tree, *menu]
     return tuple(dict.fromkeys(menu))
 
@@ -73,11 +74,13 @@ def way_of(tree: DraftTreeConfig) -> Way:
     return tree.children, tree.lookup > 0
 
 
-def chains_end(heads: DraftingContract, target: PreTrainedModel) -> bool:
-    """Whether chains may end where they like: it is decided link by link on the host, which an accelerator would have
-    to wait for, and by what clocks say, which are not the same in several processes."""
+def farthest_chain(heads: DraftingContract, target: PreTrainedModel) -> int:
+    """Levels of chains that end where they like; 0 where they may not: it is decided link by link on the host, which
+    an accelerator would have to wait for, and by what clocks say, which are not the same in several processes."""
     on_host = {heads.device.type, target.device.type} == {"cpu"}
-    return on_host and parallel_group(target) is None and heads.copied_ngrams is None
+    if not on_host or parallel_group(target) is not None or heads.copied_ngrams is not None:
+        return 0
+    return FARTHEST_AT_ONCE if heads.drafts_in_one_forward and heads.max_draft_positions is None else FARTHEST
 
 
 def deepest_draft(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> int:
@@ -85,6 +88,6 @@ def deepest_draft(heads: DraftingContract, target: PreTrainedModel, options: Dra
     chooses = (options.adaptive or options.in_stream) and options.free_tree and not options.compiled
     if not chooses:
         return options.tree.depth
-    ending = chains_end(heads, target)
-    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, ending=ending)
+    farthest = farthest_chain(heads, target)
+    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, farthest=farthest)
     return max(tree.depth for tree in menu)

@@ -25,7 +25,7 @@ from ..contract import DraftingContract, Memory
 from ..tree.config import DraftTreeConfig
 from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
-from .menu import Way, chains_end, trees_to_choose, way_of
+from .menu import Way, farthest_chain, trees_to_choose, way_of
 from .options import DraftingOptions
 from .tallies import Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
 
@@ -351,22 +351,22 @@ def pace_of(
         active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
     """
     menu: tuple[DraftTreeConfig, ...] = (options.tree,)
-    ending = False
+    farthest = 0
     if options.free_tree and not options.compiled:
         seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
         drawn = bool(config.do_sample) and not seeded
-        ending = chains_end(heads, target)
-        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, ending)
+        farthest = farthest_chain(heads, target)
+        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest)
     # One that is left of a batch pays for the batch's masks, as two do.
     octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
-    settings = (repr(menu), ending, options.compiled, config.do_sample, config.temperature)
+    settings = (repr(menu), farthest, options.compiled, config.do_sample, config.temperature)
     known = heads.memory.setdefault(target, {})
     if (key := (Pace, octave, *settings)) in known:
         return known[key]
     alike = [(abs(other[1] - octave), pace) for other, pace in list(known.items())
              if other[0] is Pace and other[2:] == settings]  # fmt: skip
     _, nearest = min(alike, key=itemgetter(0), default=(0, None))
-    return known.setdefault(key, Pace(menu, nearest, ending))
+    return known.setdefault(key, Pace(menu, nearest, farthest > 0))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.generation.drafting import grow_tree
 from hf_specheads.generation.foresight import Foresight, Reach, mood_after
-from hf_specheads.generation.menu import FARTHEST, chains_end, trees_to_choose
+from hf_specheads.generation.menu import FARTHEST, FARTHEST_AT_ONCE, farthest_chain, trees_to_choose
 from hf_specheads.generation.pace import PLAIN, Pace
 from hf_specheads.generation.sampling import DraftSampler
 from hf_specheads.tree.default import CPU_TREE
@@ -153,23 +153,24 @@ def test_a_chain_that_ends_is_the_beginning_of_a_whole_one(rows, children):
 
 # ---------------------------------------------------------------------- the engine
 def test_one_chain_instead_of_several_depths():
-    menu = trees_to_choose(CPU_TREE, None, lambda tree: None, ending=True)
+    menu = trees_to_choose(CPU_TREE, None, lambda tree: None, farthest=FARTHEST)
     assert menu[0] == CPU_TREE and [tree.depth for tree in menu if tree.kind == "chain"] == [FARTHEST]
-    assert trees_to_choose(CHAIN, 4, lambda tree: None, ending=True) == (CHAIN.replace(depth=4, total_tokens=5),)
+    assert trees_to_choose(CHAIN, 4, lambda tree: None, farthest=FARTHEST) == (CHAIN.replace(depth=4, total_tokens=5),)
     stops = CHAIN.replace(depth=20, stop_below=0.3)
-    assert [(tree.depth, tree.stop_below) for tree in trees_to_choose(stops, None, lambda _: None, ending=True)] == [
-        (20, 0)
-    ]
+    assert [
+        (tree.depth, tree.stop_below) for tree in trees_to_choose(stops, None, lambda _: None, farthest=FARTHEST)
+    ] == [(20, 0)]
 
 
 def test_accelerators_and_copies_know_no_such_chains(monkeypatch):
     """There a look at the draft is a wait for the device; what only copies is not more or less sure."""
     target = shared_target("llama")
     heads = random_heads(target, "eagle").bind(target)
-    assert chains_end(heads, target)
-    assert not chains_end(random_heads(target, "lookup").bind(target), target)
+    assert farthest_chain(heads, target) == FARTHEST
+    assert farthest_chain(random_heads(target, "peagle").bind(target), target) == FARTHEST_AT_ONCE
+    assert farthest_chain(random_heads(target, "lookup").bind(target), target) == 0
     monkeypatch.setattr(type(heads), "device", torch.device("meta"))
-    assert not chains_end(heads, target)
+    assert farthest_chain(heads, target) == 0
 
 
 class Moody:
@@ -210,7 +211,7 @@ def test_better_than_any_fixed_depth(level):
     best = max(Moody(level, 7).rate(depth) for depth in (1, 2, 3, 4, 6, 8))
     rates = []
     for seed in range(3):
-        menu = trees_to_choose(CHAIN, None, lambda tree: None, ending=True)
+        menu = trees_to_choose(CHAIN, None, lambda tree: None, farthest=FARTHEST)
         pace, world, moods, tokens, seconds = Pace(menu, ending=True), Moody(level, seed), [None], 0, 0.0
         for _ in range(600):
             if (choice := pace.choose(100)) == PLAIN:
@@ -232,7 +233,7 @@ def test_better_than_any_fixed_depth(level):
 @given(accepted=st.floats(0, 1), sureness=st.floats(-6, 0), level=st.floats(0.01, 1.0), seed=st.integers(0, 9))
 def test_never_far_below_plain_steps(accepted, sureness, level, seed):
     """Whatever heads say of themselves."""
-    menu = trees_to_choose(CHAIN, None, lambda tree: None, ending=True)
+    menu = trees_to_choose(CHAIN, None, lambda tree: None, farthest=FARTHEST)
     pace, rng, moods, tokens, seconds = Pace(menu, ending=True), random.Random(seed), [None], 0, 0.0
     for _ in range(800):
         choice = pace.choose(100)

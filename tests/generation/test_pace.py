@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.generation import loop
-from hf_specheads.generation.menu import FARTHEST, trees_to_choose
+from hf_specheads.generation.menu import farthest_chain, trees_to_choose
 from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import (
     FORGIVEN,
@@ -404,7 +404,7 @@ def test_trees_deeper_than_the_one_in_force_are_drafted_as_by_heads_that_were_gi
     """Specialists of later positions have taken in the text, and blocks have slots for them."""
     target, ids = shared_target("llama"), prompt()
     heads = random_heads(target, method, CHAIN.replace(depth=2, total_tokens=3))
-    deep = heads.with_tree(kind="chain", depth=min(FARTHEST, heads.max_draft_positions or FARTHEST))
+    deep = heads.with_tree(kind="chain", depth=farthest_chain(heads, target))
     heads.adaptive, deep.adaptive, drafted = True, False, {}
 
     def deepest(pace: Pace, context: int) -> int:
