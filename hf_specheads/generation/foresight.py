@@ -3,8 +3,8 @@
 How deep a draft pays changes from word to word, and heads know something about it: what they are sure of is accepted
 more often, as is what follows upon accepted drafts. [`Foresight`] learns from the rounds how much either says of this
 pair; a [`Reach`] asks it, link by link, whether to go on. The rule is a threshold on how likely it is that all links
-are accepted, which is the best there is where every link costs the same (Huang et al. 2024, arXiv 2405.19715, theorem
-3.1); the threshold follows from what tokens cost otherwise.
+are accepted, which is the best kind of rule there is (Huang et al. 2024, SpecDec++, arXiv 2405.19715, section 4); the
+threshold follows from what tokens cost otherwise.
 
 Whether there is another link depends on the links before it alone, or, of favourites, on what is no matter of chance:
 so drafts keep their distribution, and texts are the target's own.
