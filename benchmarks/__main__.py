@@ -27,7 +27,7 @@ from .speed import batch, cache, compiled, context, first_call, hybrid, quantise
 from .speed import round as round_
 from .targets import families
 from .training import memory, step, switches
-from .trees import default, kinds, tune
+from .trees import default, kinds, replay, tune
 
 # A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
 # folders it measures (default: the package), `variant(args)`, a suffix to its results' name (default: none, or `shape`
@@ -35,7 +35,7 @@ from .trees import default, kinds, tune
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune,
-    default, acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
+    default, replay, acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

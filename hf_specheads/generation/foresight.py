@@ -28,6 +28,19 @@ DRIFT = 5e-5  # variance by which each of the weights may have moved from one li
 LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
 
 
+@dataclass
+class _Position:
+    """What is known of links at a draft position.
+
+    Attributes:
+        sureness: Their log-probabilities by the head, a running mean.
+        better: By how much they fare better than their traits say, as a logit.
+    """
+
+    sureness: float = math.log(UNKNOWN_MOOD)
+    better: float = 0.0
+
+
 class Foresight:
     """How likely links of drafted chains are to be accepted: a logistic regression that learns from link to link, by
     Newton's steps, and forgets.
@@ -41,8 +54,7 @@ class Foresight:
         self.weights = (0.0, 1.0, 0.0)
         self.usual_mood = UNKNOWN_MOOD
         self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of the weights: a symmetric matrix, row by row
-        self._sureness: list[float] = []  # log-probabilities by position, as running means
-        self._better: list[float] = []  # by how much links at a position fare better than their traits say
+        self._positions: list[_Position] = []
 
     def traits(self, sureness: float, mood: float) -> Traits:
         """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
@@ -53,15 +65,17 @@ class Foresight:
     def chance(self, position: int, traits: Traits) -> float:
         """How likely a link at a position (0-based) is to be accepted, where all before it are."""
         a, b, c = self.weights
-        better = self._better[min(position, len(self._better) - 1)] if self._better else 0.0
-        total = better + a * traits[0] + b * traits[1] + c * traits[2]
+        total = self._at(position).better + a * traits[0] + b * traits[1] + c * traits[2]
         return 1 / (1 + math.exp(-min(max(total, -30.0), 30.0)))
 
     def chance_at(self, position: int, mood: float) -> float:
         """The same of a link that is not drafted yet, by how sure heads usually are of its position."""
-        known = self._sureness
-        sureness = known[min(position, len(known) - 1)] if known else math.log(UNKNOWN_MOOD)
-        return self.chance(position, self.traits(sureness, mood))
+        return self.chance(position, self.traits(self._at(position).sureness, mood))
+
+    def _at(self, position: int) -> _Position:
+        """What is known of a position, or of the deepest that was ever seen."""
+        known = self._positions
+        return known[min(position, len(known) - 1)] if known else _Position()
 
     def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
         """Adds what became of a link."""
@@ -80,12 +94,11 @@ class Foresight:
         known, sure, mood = self.weights
         self.weights = (known + step * a, sure + step * b, mood + step * c)
         self.usual_mood += USUAL_FOLLOWS * (accepted - self.usual_mood)
-        sureness = max(math.log(LEAST_SURE), sureness)
-        if position == len(self._sureness):
-            self._sureness.append(sureness)
-            self._better.append(self._better[-1] if self._better else 0.0)
-        self._better[position] += BETTER_FOLLOWS * (accepted - chance)
-        self._sureness[position] += SURENESS_FOLLOWS * (sureness - self._sureness[position])
+        if position == len(self._positions):
+            self._positions.append(_Position(max(math.log(LEAST_SURE), sureness), self._at(position).better))
+        here = self._positions[position]
+        here.sureness += SURENESS_FOLLOWS * (max(math.log(LEAST_SURE), sureness) - here.sureness)
+        here.better += BETTER_FOLLOWS * (accepted - chance)
 
 
 @dataclass

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 
 import pytest
+import torch
 
 from benchmarks import figure
-from benchmarks.trees import default, grid
+from benchmarks.trees import default, grid, replay
 from hf_specheads import DraftTreeConfig
+from hf_specheads.tuning.replay import RecordedDrafts
+from hf_specheads.tuning.rounds import TimedRounds
 
 
 @pytest.mark.slow
@@ -76,3 +79,49 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
 def test_no_batch_of_such_prompts(measure_pair):
     with pytest.raises(ValueError, match="no batch of 2 with 100 tokens"):
         measure_pair("default", ["eagle"], "--batch_sizes", "2", "--contexts", "100")
+
+
+def test_the_choice_replayed(measure_pair, monkeypatch):
+    """On recorded drafts, in several orders: what is best is not beaten by a fixed tree that was looked at."""
+    monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_CHAINS", (1, 2))
+    monkeypatch.setattr("hf_specheads.tuning.rounds.TIMED_TREES", ((2, 2, 3), (3, 2, 6), (2, 4, 8)))
+    monkeypatch.setattr(replay, "SEEDS", 2)
+    result = measure_pair("replay", ["eagle"])
+    (found,) = result["heads"].values()
+    assert found["speed_up"] >= 1 and set(found["choices"]) == {replay.ENDING, replay.SEVERAL}
+    for shares in found["choices"].values():
+        assert 0 < shares["least"] <= shares["later"]
+    assert replay.ENDING in replay.table(result)
+
+
+def recording_of(ranks: list[list[int]]) -> replay.Recording:
+    """A text at whose places the true tokens have these ranks; a level costs 0.1 plain steps, a node nothing."""
+    depth, places = len(ranks[0]), len(ranks)
+    drafts = RecordedDrafts(
+        scores=tuple(torch.full((places, 1 if level == 0 else 2, 2), -0.5 * (level + 1)) for level in range(depth)),
+        frontiers=tuple(torch.tensor([[0, 1]]).expand(places, -1) for _ in range(depth - 1)),
+        true_children=torch.tensor(ranks), true_ranks=torch.tensor(ranks), lengths=(places,),
+    )  # fmt: skip
+    rounds = TimedRounds(chain_target={1: 1.0, 5: 1.0}, chain_draft={1: 0.1, 4: 0.4})
+    return replay.Recording(drafts, rounds, 1.0, [0, places])
+
+
+def test_what_rounds_cost_and_give_wherever_they_begin():
+    recording = recording_of([[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]])
+    assert recording.favourites == [2, 1, 0, 3, 3]
+    assert recording.sureness[0] == pytest.approx([-0.5, -0.5, -0.5])
+    chains = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in (1, 3)]
+    assert [recording.accepted(chain) for chain in chains] == [[1, 1, 0, 1, 1], [2, 1, 0, 3, 3]]
+    assert recording.always(None) == 5
+    assert recording.always(chains[0]) == pytest.approx(3 * 1.1), "from the places 0, 2 and 3"
+    assert recording.always(chains[1]) == pytest.approx(2 * 1.3), "from the places 0 and 3"
+    assert recording.seconds_of_links(3, 2) == pytest.approx(1.3)
+
+
+def test_in_a_replay_nothing_is_lost_of_a_text():
+    """Rounds that are drafted in every order of events give all tokens, at a cost between the best and the worst."""
+    recording = recording_of([[0, 0, 1]] * 300)
+    menu = (DraftTreeConfig(kind="chain", depth=3, top_k=1, total_tokens=4),)
+    first, *later = replay.passes(recording, menu, True, seed=3)
+    assert len(later) == replay.PASSES - 1
+    assert all(100 * 1.2 <= spent <= 300 for spent in (first, *later)) and max(later) < 100 * 1.3

@@ -1,0 +1,253 @@
+"""The engine's own choice of trees, replayed on recorded drafts and timed rounds, many times over by a noisy clock.
+
+    python -m benchmarks replay --heads model_cards/poss3-longer model_cards/eagle model_cards/dspark
+
+`default` generates with it, and sees one course of events, in which the choice and the machine both have their luck.
+Here the heads draft once at every place of every text, and rounds of a few trees are timed once. What rounds over any
+tree would have cost and given, wherever they had begun, follows from that; so the engine's choice can be tried on the
+same texts in many orders, by clocks that are now fast and now slow and stall sometimes. It is compared with the best
+of the trees it chooses from, and chains of the depths it does not have, each drafted in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specheads import DraftHead, DraftTreeConfig
+from hf_specheads.generation.foresight import Reach
+from hf_specheads.generation.menu import CHAIN_DEPTHS, DYNAMIC_TREES, farthest_chain, trees_to_choose
+from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.tree.default import default_tree
+from hf_specheads.tuning.measure import interpolate
+from hf_specheads.tuning.replay import RecordedDrafts, record_drafts, replay_dynamic
+from hf_specheads.tuning.rounds import TimedRounds, time_rounds
+from hf_specheads.tuning.turns import timed_generation
+
+from .. import setup
+from ..results import Result, column_table, draft_tree, footnote
+from ..setup import Inputs
+from ..sides import TO_THE_END
+
+SEEDS, PASSES = 16, 3  # courses of events; passes over the texts in each
+NOISE, DRIFT, KEEPS = 0.04, 0.08, 0.98  # of the clock: of a round, of the machine's speed, and how long that lasts
+STALLS, STALLED = 0.01, (1.5, 6.0)  # share of rounds that stall, and how many times as long they take
+ENDING, SEVERAL = "chains that end where they like", "chains of several depths"
+WIDEST = max(top_k for _, top_k, _ in DYNAMIC_TREES)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What rounds that begin at any place of some texts cost and give.
+
+    Attributes:
+        drafts: Of the heads, at every place.
+        rounds: Seconds of rounds.
+        plain_seconds: Of a plain step.
+        begins: Place at which every text begins, and after all the end of the last.
+    """
+
+    drafts: RecordedDrafts
+    rounds: TimedRounds
+    plain_seconds: float
+    begins: list[int]
+
+    @cached_property
+    def favourites(self) -> list[int]:
+        """How many of the heads' favourites in a row are right, by place."""
+        return (self.drafts.true_ranks == 0).long().cumprod(dim=1).sum(dim=1).tolist()
+
+    @cached_property
+    def sureness(self) -> list[list[float]]:
+        """Log-probabilities of the links of a chain of favourites, by place; fewer where it is no frontier's."""
+        drafts, found = self.drafts, []
+        for place in range(len(drafts.true_ranks)):
+            slot, before, links = 0, 0.0, []
+            for level, scores in enumerate(drafts.scores):
+                links.append(float(scores[place, slot, 0]) - before)
+                before += links[-1]
+                if level == len(drafts.frontiers):
+                    break
+                chosen = drafts.frontiers[level][place].tolist()
+                if slot * drafts.top_k not in chosen:
+                    break
+                slot = chosen.index(slot * drafts.top_k)
+            found.append(links)
+        return found
+
+    def accepted(self, tree: DraftTreeConfig) -> list[int]:
+        """Drafts of a tree that are accepted, by place."""
+        if tree.kind == "chain":
+            return [min(number, tree.depth) for number in self.favourites]
+        return replay_dynamic(self.drafts, tree.depth, tree.top_k).accepted(tree.total_tokens).tolist()
+
+    def seconds(self, tree: DraftTreeConfig) -> float:
+        """Of a round."""
+        if tree.kind == "chain":
+            return self.rounds.of_chain(tree.depth)
+        return self.rounds.of_dynamic(tree.depth, tree.top_k, tree.total_tokens)
+
+    def seconds_of_links(self, drafted: int, kept: int) -> float:
+        """Of a round over a chain of which the newest link may not be verified."""
+        drafting = interpolate(self.rounds.chain_draft, drafted)
+        return drafting + interpolate(self.rounds.chain_target, kept + 1) + self.rounds.other
+
+    def always(self, tree: DraftTreeConfig | None) -> float:
+        """Seconds of all texts, where every round drafts the tree; none, where all are plain steps."""
+        if tree is None:
+            return self.plain_seconds * self.begins[-1]
+        accepted, rounds = self.accepted(tree), 0
+        for begin, end in zip(self.begins, self.begins[1:], strict=False):
+            while begin < end:
+                begin, rounds = begin + accepted[begin] + 1, rounds + 1
+        return rounds * self.seconds(tree)
+
+
+def record(target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], new_tokens: int) -> Recording:
+    """Drafts and times of a pair."""
+    ids = [inputs["input_ids"] for inputs in prompts]
+    deepest = max(farthest_chain(heads, target), *CHAIN_DEPTHS)
+    drafts = record_drafts(target, heads, ids, deepest, WIDEST, new_tokens, **TO_THE_END)
+    rounds = time_rounds(target, heads, ids[:3], 2, max_new_tokens=new_tokens, **TO_THE_END)
+    steps = []
+    for one in ids[:3]:
+        whole, first = (timed_generation(target, one, max_new_tokens=n, **TO_THE_END)[1] for n in (new_tokens, 1))
+        steps.append((whole - first) / (new_tokens - 1))
+    begins = [sum(drafts.lengths[:text]) for text in range(len(drafts.lengths) + 1)]
+    return Recording(drafts, rounds, statistics.median(steps), begins)
+
+
+class Clock:
+    """Makes true seconds into measured ones."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.speed = rng, 0.0
+
+    def measures(self, seconds: float) -> float:
+        """A machine that is now faster and now slower, with noise and stalls."""
+        self.speed = KEEPS * self.speed + DRIFT * math.sqrt(1 - KEEPS**2) * self.rng.gauss(0, 1)
+        stalled = self.rng.uniform(*STALLED) if self.rng.random() < STALLS else 1.0
+        return seconds * math.exp(self.speed + NOISE * self.rng.gauss(0, 1)) * stalled
+
+
+def passes(recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool, seed: int) -> Iterator[float]:
+    """True seconds of every pass over the texts, in a course of events of its own."""
+    rng = random.Random(seed)
+    clock, pace = Clock(rng), Pace(menu, ending=ending)
+    accepted = [recording.accepted(tree) for tree in menu]
+    for _ in range(PASSES):
+        texts, spent = list(zip(recording.begins, recording.begins[1:], strict=False)), 0.0
+        rng.shuffle(texts)
+        for begin, end in texts:
+            moods: list[float | None] = [None]
+            pace.begin_call()
+            drafted = False  # the first draft takes in the prompt, which is no measure
+            while begin < end:
+                seconds, number, drafts = _round(recording, pace, clock, moods, accepted, begin, drafted)
+                begin, spent, drafted = begin + number + 1, spent + seconds, drafted or drafts
+        yield spent
+
+
+def _round(
+    recording: Recording, pace: Pace, clock: Clock, moods: list[float | None], accepted: list[list[int]], place: int,
+    drafted: bool,
+) -> tuple[float, int, bool]:  # fmt: skip
+    """Seconds, accepted drafts, and whether it drafted."""
+    choice = pace.choose(place)
+    if choice == PLAIN:
+        pace.record_plain(clock.measures(recording.plain_seconds))
+        return recording.plain_seconds, 0, False
+    reach = pace.reach(choice, moods)
+    if reach is None:
+        seconds, number = recording.seconds(pace.menu[choice]), accepted[choice][place]
+    else:
+        seconds, number = _link_by_link(recording, reach, place)
+    measured = clock.measures(seconds)
+    if drafted:
+        pace.record_round(choice, measured, [number], reach)
+    else:
+        pace.record_intake(measured, [number])
+    return seconds, number, True
+
+
+def _link_by_link(recording: Recording, reach: Reach, place: int) -> tuple[float, int]:
+    """Seconds and accepted drafts of a chain that ends where it likes."""
+    for sureness in recording.sureness[place]:
+        if not reach.keeps([sureness]) or not reach.goes_on():
+            break
+    number = min(recording.favourites[place], reach.levels)
+    reach.learn([number])
+    return recording.seconds_of_links(reach.drafted, reach.levels), number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair and prompts."""
+    setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
+    parser.set_defaults(limit=8, max_new_tokens=96)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every head."""
+    target, loaded, prompts = setup.load_pair(args, every_round=True)
+    return {
+        "heads": {
+            name: measure_heads(target, heads, record(target, heads, prompts, args.max_new_tokens))
+            for name, heads in loaded.items()
+        }
+    }
+
+
+def measure_heads(target: PreTrainedModel, heads: DraftHead, recording: Recording) -> dict[str, Any]:
+    """The engine's choice in many courses of events, next to the best tree of all."""
+    deepest, farthest = heads.max_draft_positions, farthest_chain(heads, target)
+    begins = default_tree(heads.device, heads.published_tree, deepest)
+    several = trees_to_choose(begins, deepest, heads.tree_problem)
+    fixed = {tree: recording.always(tree) for tree in (None, *several)}
+    best = min(fixed, key=lambda tree: fixed[tree])
+    one = trees_to_choose(begins, deepest, heads.tree_problem, farthest=farthest)
+    menus = {ENDING: (one, True), SEVERAL: (several, False)}
+    return {
+        "best": None if best is None else best.to_dict(),
+        "speed_up": fixed[None] / fixed[best],
+        "choices": {
+            name: _shares(fixed[best], [list(passes(recording, menu, ending, seed)) for seed in range(SEEDS)])
+            for name, (menu, ending) in menus.items()
+        },
+    }
+
+
+def _shares(best: float, courses: list[list[float]]) -> dict[str, float]:
+    """Of the best tree's tokens per second, what a choice has reached."""
+    later = [best * (PASSES - 1) / sum(course[1:]) for course in courses]
+    first = statistics.mean(best / course[0] for course in courses)
+    return {"first": first, "later": statistics.mean(later), "least": min(later)}
+
+
+def table(result: Result) -> str:
+    """Rows are heads and ways to choose."""
+    rows = [
+        {"heads": name, "how": how, **found, **shares}
+        for name, found in result["heads"].items()
+        for how, shares in found["choices"].items()
+    ]
+    columns = {
+        "heads": lambda row: row["heads"], "best tree of all": _best, "it gives": ("speed_up", 2, "x"),
+        "chosen from": lambda row: row["how"], "first pass / best": ("first", 3), "later passes / best": ("later", 3),
+        "least of all": ("least", 3),
+    }  # fmt: skip
+    return column_table(columns, rows) + footnote(
+        result, f"{SEEDS} courses of events, {PASSES} passes over {{num_prompts}} texts each",
+        "seconds are of rounds alone, without prefills; {dtype}",
+    )  # fmt: skip
+
+
+def _best(row: dict[str, Any]) -> str:
+    return "none: plain steps" if row["best"] is None else draft_tree(row["best"])
