@@ -206,9 +206,13 @@ class TreeCache(SlotCache):
         """
 
         def mask(window: int | None) -> Any:
-            allowed = slot_mask(
-                tree.ancestor_mask, self.known_lengths(), *self.shown(window), window, tree.depths, self.padding_mask
-            )
+            shown, lengths = self.shown(window), self.known_lengths()
+            alike = isinstance(lengths, int) and self.padding_mask is None and not self.takes_blocks
+            if alike and tree.num_nodes == 1 and shown[1] == lengths + 1:  # all that is shown is seen
+                return torch.zeros(
+                    len(tree.token_ids), 1, 1, shown[1] - shown[0], dtype=self.dtype, device=self.device
+                )
+            allowed = slot_mask(tree.ancestor_mask, lengths, *shown, window, tree.depths, self.padding_mask)
             return block_mask(allowed) if self.takes_blocks else additive_mask(allowed, self.dtype)[:, None]
 
         if self.layer_types is not None:

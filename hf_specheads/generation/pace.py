@@ -27,7 +27,7 @@ from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
 from .menu import Way, farthest_chain, trees_to_choose, way_of
 from .options import DraftingOptions
-from .tallies import Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
+from .tallies import ENDING_ROUNDS_OF_A_MEAN, ROUNDS_OF_A_MEAN, Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
 
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
@@ -292,13 +292,12 @@ class Pace:
         if not self.costs.unit:
             return  # another thread, in a longer context, has just asked for new times: there is no measure
         best, best_rate = self.best, self.rate(self.best)
-        tried, tree = self.tried[choice], self.menu[choice]
-        tokens = 1 + sum(num_accepted) / len(num_accepted)
+        tree, tokens = self.menu[choice], 1 + sum(num_accepted) / len(num_accepted)
         depth = tree.depth if reach is None else reach.levels
         copied = sum(max(number - depth, 0) for number in num_accepted) / len(num_accepted)
         self.rounds += 1
         self.costs.record(choice, seconds, None if reach is None else depth)
-        tried.record(self.rounds, tokens, copied)
+        self.tried[choice].record(self.rounds, tokens, copied, ENDING_ROUNDS_OF_A_MEAN if reach else ROUNDS_OF_A_MEAN)
         if reach is not None:
             self.acceptance[tree.children].record(depth, num_accepted, reach.next_chance)
         elif self._is_plain_chain(choice):
@@ -306,8 +305,10 @@ class Pace:
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
-        # What a trial loses is told by what such rounds usually cost and give: luck levels out.
+        # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain steps by
+        # what it gave: what is usual may be of texts that were easier, and trials would seem to cost nothing for ever.
         lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
+        lost = lost if best != PLAIN else self.costs.own(choice) - tokens
         earned = TRIAL_SHARE * self.costs.cost(choice)
         self.debt = max(min(self.debt + lost, MOST_DEBT) - earned, -FIRST_TRIALS)
         pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)

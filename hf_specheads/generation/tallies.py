@@ -14,6 +14,7 @@ from ..tree.config import DraftTreeConfig
 MEMORIES = (1 / 16, 1 / 1024)  # of what was seen, forgotten with every round: for texts that change, and that do not
 FIT_KEEPS = 1 - 1 / 128  # of how well each of them, or of exponents, has told what came, with every round
 ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about so many
+ENDING_ROUNDS_OF_A_MEAN = 64  # the same of chains that end where they like, which follow the text
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
 OWN_WORD = 2.0  # rounds' worth: what acceptance by position tells of a chain, next to how many rounds it would need
@@ -251,10 +252,10 @@ class Tried:
     last: int = 0
     copied: float = 0.0
 
-    def record(self, number: int, tokens: float, copied: float) -> None:
-        """Adds a round: its number, and the latest of everything else that is kept."""
+    def record(self, number: int, tokens: float, copied: float, most: int = ROUNDS_OF_A_MEAN) -> None:
+        """Adds a round: its number, and the latest of everything else that is kept; running means are over `most`."""
         self.rounds, self.last = self.rounds + 1, number
-        share = max(1 / ROUNDS_OF_A_MEAN, 1 / self.rounds)
+        share = max(1 / most, 1 / self.rounds)
         self.tokens += (tokens - self.tokens) * share
         self.copied += (copied - self.copied) * share
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -67,10 +68,7 @@ class DraftTree:
     @staticmethod
     def root_only(root_ids: torch.Tensor) -> DraftTree:
         """A tree without drafted nodes, from root tokens [B]."""
-        ids = root_ids[:, None]
-        return DraftTree(
-            ids, torch.full_like(ids, -1), torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32), 0
-        )
+        return DraftTree(root_ids[:, None], *_of_roots(len(root_ids), root_ids.device), 0)
 
     @property
     def ancestor_mask(self) -> torch.Tensor:
@@ -148,6 +146,13 @@ class DraftTree:
             sampled=sampled,
             shape=shape,
         )
+
+
+@lru_cache(maxsize=64)
+def _of_roots(batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parents, depths and scores of trees that are a root, [B, 1] each; not to be written to."""
+    depths = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return depths - 1, depths, torch.zeros(batch, 1, dtype=torch.float32, device=device)
 
 
 def select_nodes(
