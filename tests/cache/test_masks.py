@@ -8,7 +8,7 @@ from support.targets import VOCAB, WINDOW, prompt, shared_target
 from support.trees import path_of, random_tree
 from transformers import DynamicCache
 
-from hf_specheads.cache.masks import slot_mask, tree_position_ids
+from hf_specheads.cache.masks import additive_mask, slot_mask, tree_position_ids
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
@@ -93,6 +93,20 @@ def test_targets_with_layer_types_get_one_mask_per_type():
         "full_attention": 24,
         "sliding_attention": WINDOW - 1 + 4,
     }
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 7])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_root_alone_sees_all_that_is_shown(family, length, rows):
+    """Made without a look at every slot, the mask is that of the rule for all trees."""
+    target, ids = shared_target(family), prompt(length).expand(rows, -1)
+    cache, root = filled(target, ids), DraftTree.root_only(ids[:, -1])
+    masks = cache.forward_inputs(root)["attention_mask"]
+    for kind, mask in masks.items() if isinstance(masks, dict) else [(family, masks)]:
+        window = WINDOW if kind in ("sliding_attention", "mistral") else None
+        allowed = slot_mask(root.ancestor_mask, length, *cache.shown(window), window, root.depths)
+        torch.testing.assert_close(mask, additive_mask(allowed, torch.float32)[:, None].expand(rows, -1, -1, -1))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

@@ -312,6 +312,23 @@ def test_taking_in_a_prompt_is_a_loss_where_drafts_do_not_pay():
         assert pace.debt == pytest.approx(before + 3.0 * (pace is useless))
 
 
+def test_trials_next_to_plain_steps_count_what_they_gave():
+    """What rounds gave in an easier text is expected of them in a hard one too; by that trials lost nothing, and all
+    steps were trials."""
+    pace, trials = Pace((CPU_TREE,)), 0
+    for _ in range(3):
+        pace.record_plain(1.0)
+    for place in range(200):
+        pace.record_round(0, 1.5, [place % 2])
+    for _ in range(400):
+        if (choice := pace.choose(100)) == PLAIN:
+            pace.record_plain(1.0)
+        else:
+            pace.record_round(choice, 1.5, [0])
+            trials += 1
+    assert 0 < trials < 20
+
+
 def test_where_drafts_did_not_pay_fewer_sequences_are_no_reason_to_try_all_again():
     menu = menu_of(CPU_TREE)
     before = Pace(menu)
