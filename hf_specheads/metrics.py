@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from .tree.draft_tree import DraftTree
+
+NOT_TIMED: AbstractContextManager[None] = nullcontext()
 
 
 def devices_of(*models: torch.nn.Module) -> tuple[torch.device, ...]:
@@ -117,12 +119,12 @@ class GenerationStats:
         self.num_accepted[row].append(num_accepted)
         self.offered[row].append(offered)
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Adds the wall time of a block to `seconds[name]` when profiling, until the devices are done with it."""
-        if not self.profile:
-            yield
-            return
+        return self._timed(name) if self.profile else NOT_TIMED
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         wait_for(self.devices)
         started = time.perf_counter()
         try:

@@ -11,6 +11,8 @@ import torch
 from .masks import additive_mask, chain_mask, slot_mask
 from .slots import SlotCache, SlotCacheLayer
 
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of positions, [1 or B, rows, head_dim] each
+
 
 class RealRows(NamedTuple):
     """Which of M rows are real.
@@ -61,6 +63,7 @@ class DraftCache(SlotCache):
             force of the heads.
         links: How a compiled step drafts chains, `None` for other trees and heads, and where nothing is compiled.
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
+        rotary: Of the positions of this round's levels; `None` before anybody has made it.
     """
 
     def __init__(self, num_specialists: int):
@@ -70,6 +73,7 @@ class DraftCache(SlotCache):
         self.deepest = 0
         self.links: Links | None = None
         self.drafted_inputs: list[torch.Tensor] = []
+        self.rotary: Rotary | None = None
         self._levels_in = [0] * num_specialists
 
     @property
@@ -182,5 +186,5 @@ class DraftCache(SlotCache):
 
     def drop_drafted(self) -> None:
         """Ends a round: every specialist forgets its drafted rows."""
-        self.drafted_inputs = []
+        self.drafted_inputs, self.rotary = [], None
         self._levels_in = [0] * len(self._levels_in)

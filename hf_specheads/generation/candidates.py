@@ -89,16 +89,20 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self._taken_in = 0  # tokens of the text that the heads know, in transformers' loop
 
     def room(self, lengths: Sequence[int], context_length: int) -> int:
-        """Draft positions of the next round: none for the last token of the budget, none past the target's context
-        or the length at which its rope changes.
+        """Draft positions of the next round: no more than the budget has room for beside the bonus token, and none
+        past the target's context or the length at which its rope changes. Compiled rounds keep their shapes, and so do
+        those of lossy rules, whose text depends on them: of the budget, they leave out the last token alone.
 
         Args:
             lengths: Tokens so far, the root included, as the length limit counts them; per sequence.
             context_length: Slots in use in the target's cache, by the longest sequence.
         """
-        if self.max_length is not None and self.max_length - min(lengths) <= 1:
-            return 0
-        return min(self.levels(context_length), self.tree.depth)
+        depth = min(self.levels(context_length), self.tree.depth)
+        if self.max_length is None:
+            return depth
+        left = self.max_length - min(lengths) - 1
+        keeps_shapes = self.compiled is not None or self.stats.lossy
+        return depth if keeps_shapes and left > 0 else min(depth, left)
 
     def levels(self, context_length: int) -> int:
         """Levels below the root that the target's context has room for, looked-up ones included."""
@@ -163,7 +167,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
 
     def is_whole(self, tree: DraftTree) -> bool:
         """Whether the latest draft is as deep as it was meant to be, not cut off by a limit."""
-        return self.reach is not None or self.tree.stop_below > 0 or tree.max_depth >= self.tree.depth
+        ended = self.tree.stop_below > 0 or (self.reach is not None and self.reach.ended)
+        return ended or tree.max_depth >= self.tree.depth
 
     def learn(self, tree: DraftTree, num_accepted: Sequence[int]) -> None:
         """What became of a round's tree, one number per sequence: for chains that end where they like."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -152,24 +153,34 @@ class PackedPaths:
         """
         counts = [len(result.nodes) for result in results]
         most = longest or max(counts)
-        if counts == [1] and most == 1:  # a plain step of one sequence
-            ids = to_device([[0, roots[0], *results[0].token_ids, 1]], device)
-            return cls(ids[:, :1], ids[:, :1], ids[:, 1:3], ids[:, 3], counts, True)
+        are_prefixes = all(result.nodes == list(range(len(result.nodes))) for result in results)
+        if counts == [most]:  # of one sequence, nothing to fill up
+            token_ids = to_device([[roots[0], *results[0].token_ids]], device)
+            prefix, device_counts = _prefix(most, device)
+            nodes = prefix if are_prefixes else to_device([results[0].nodes], device)
+            return cls(nodes, nodes, token_ids, device_counts, counts, are_prefixes)
         packed = []
         for root, result, count in zip(roots, results, counts, strict=True):
             fill = [0] * (most - count)
             packed.append([*result.nodes, *fill, *fill, *result.nodes, *fill, root, *result.token_ids, count])
         nodes, late_nodes, token_ids, device_counts = to_device(packed, device).split([most, most, most + 1, 1], dim=1)
-        are_prefixes = all(result.nodes == list(range(len(result.nodes))) for result in results)
         return cls(nodes, late_nodes, token_ids, device_counts[:, 0], counts, are_prefixes)
 
     def rows(self, features: torch.Tensor | None) -> NewRows:
         """What the draft head takes in next, from the features [B, N, F] of the tree's nodes."""
         most = self.nodes.shape[1]
         if set(self.counts) == {most}:
+            if features is not None and self.are_prefixes:
+                return NewRows(self.token_ids, features[:, :most].clone())  # as of other nodes: a copy
             return NewRows(self.token_ids, _at_nodes(features, self.nodes))
         valid = torch.arange(most, device=self.nodes.device) >= most - self.device_counts[:, None]
         return NewRows(self.token_ids, _at_nodes(features, self.late_nodes), valid, self.counts)
+
+
+@lru_cache(maxsize=128)
+def _prefix(nodes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nodes 0, 1, 2, ... of a path, int64 [1, nodes], and how many they are, int64 [1]; not to be written to."""
+    return torch.arange(nodes, device=device)[None], torch.full((1,), nodes, device=device)
 
 
 def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:

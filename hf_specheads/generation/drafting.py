@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -49,14 +50,26 @@ def top_children(
     head: DraftingContract, logits: torch.Tensor, width: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
+    if width == 1:
+        scores, tokens = _favourites(head, logits, temperature)
+        return _numbers(scores), tokens
     logits = logits if temperature == 1 else logits / temperature
-    scores = torch.log_softmax(logits, dim=-1)
-    # One of a large vocabulary is found several times faster than "the first of a sorted few".
-    scores, tokens = scores.max(dim=-1, keepdim=True) if width == 1 else scores.topk(width, dim=-1)
+    scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
     if head.draft_vocabulary is not None:
         tokens = head.draft_vocabulary[tokens]
-    # A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart.
-    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf), tokens
+    return _numbers(scores), tokens
+
+
+def _favourites(head: DraftingContract, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., V]."""
+    logits = logits if temperature == 1 else logits / temperature
+    scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
+    return scores, tokens if head.draft_vocabulary is None else head.draft_vocabulary[tokens]
+
+
+def _numbers(scores: torch.Tensor) -> torch.Tensor:
+    """A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart."""
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def gives_up(
@@ -308,7 +321,8 @@ def _grow_levels(
     if sampler is not None:
         children = fixed_children(tree.paths, len(parts), root.device)
         sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
-    return _fixed_tree(root, parts, shape, sampled)
+    all_tokens, all_scores = zip(*parts, strict=True)
+    return _fixed_tree(root, all_tokens, all_scores, shape, sampled)
 
 
 def _grow_chain(
@@ -329,7 +343,7 @@ def _grow_chain(
     """
     (states, logits), links, scores = drafted, [], []
     for position, level in enumerate(shape.levels, start=1):
-        score, token = top_children(head, logits[:, 0], 1, tree.draft_temperature)  # [B, 1]
+        score, token = _favourites(head, logits[:, 0], tree.draft_temperature)
         if reach is not None and not reach.keeps(score[:, 0].tolist()):
             break
         links.append(token)
@@ -340,24 +354,24 @@ def _grow_chain(
         states, logits = head.extend_draft(cache, position, token, states, visible)
     if len(links) < len(shape.levels):
         shape = fixed_shape(tree.paths, len(links), root.device)
-    totals = torch.cat(scores, dim=1).cumsum(1).split(1, dim=1)
-    return _fixed_tree(root, list(zip(links, totals, strict=True)), shape, None)
+    return _fixed_tree(root, links, [_numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
 
 
 def _fixed_tree(
     root: torch.Tensor,
-    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    tokens: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor],
     shape: TreeShape,
     sampled: SampledChildren | None,
 ) -> DraftTree:
-    """A tree of a shape from its root [B, 1] and tokens and scores [B, n] of every level."""
-    batch, (tokens, scores) = root.shape[0], zip(*parts, strict=True)
+    """A tree of a shape from its root [B, 1] and the tokens and scores [B, n] of all levels, in parts."""
+    batch = root.shape[0]
     return DraftTree(
         token_ids=torch.cat([root, *tokens], dim=1),
         parents=shape.parents.expand(batch, -1),
         depths=shape.depths.expand(batch, -1),
         scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
-        max_depth=len(parts),
+        max_depth=len(shape.levels),
         sampled=sampled,
         shape=shape,
     )

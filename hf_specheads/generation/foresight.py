@@ -79,7 +79,7 @@ class Foresight:
 
     def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
         """Adds what became of a link."""
-        # Written out: this runs for every link, and a loop over three numbers is several times as slow.
+        # Written out, as this runs for every link.
         (aa, ab, ac, bb, bc, cc), (x, y, z) = self._variance, traits
         chance = self.chance(position, traits)
         told = max(chance * (1 - chance), 0.01)
@@ -113,7 +113,8 @@ class Reach:
         drawn: Links are drawn from the draft; one that is there must then be verified, however likely it is.
         drafted: Links that every chain had, with one that was not worth verifying.
         likely: How likely it is that all links of a sequence are accepted.
-        next_chance: How likely another one would be, of the sequences on average.
+        next_chance: How likely another one would be, of the sequences on average; `None` before that was asked.
+        ended: It was this that ended the chains, not a limit.
     """
 
     foresight: Foresight
@@ -123,7 +124,8 @@ class Reach:
     drawn: bool = False
     drafted: int = 0
     likely: list[float] = field(default_factory=list)
-    next_chance: float = 0.0
+    next_chance: float | None = None
+    ended: bool = False
     _links: list[list[tuple[float, Traits]]] = field(default_factory=list)
 
     @property
@@ -138,8 +140,10 @@ class Reach:
         likely = [self.foresight.chance(len(self._links), traits) for _, traits in links]
         self.drafted += 1
         if self._links:
+            self.next_chance = sum(likely) / len(likely)
             likely = [before * chance for before, chance in zip(self.likely, likely, strict=True)]
-            if not self.drawn and sum(likely) < self.node * len(likely):
+            self.ended = not self.drawn and sum(likely) < self.node * len(likely)
+            if self.ended:
                 return False
         self.likely = likely
         self._links.append(links)
@@ -150,7 +154,8 @@ class Reach:
         chances = [self.foresight.chance_at(len(self._links), mood) for mood in self.moods]
         self.next_chance = sum(chances) / len(chances)
         worth = sum(likely * chance for likely, chance in zip(self.likely, chances, strict=True))
-        return worth >= self.link * len(chances)
+        self.ended = worth < self.link * len(chances)
+        return not self.ended
 
     def learn(self, num_accepted: Sequence[int]) -> None:
         """What became of the links, one number per sequence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ def refuse_no_distribution(token_id: int) -> None:
         )
 
 
+def favourite(scores: torch.Tensor) -> torch.Tensor:
+    """Number [...] of the highest of the scores [..., V], the first of several: `argmax`, by a kernel that CPUs run
+    with vector instructions."""
+    return scores.max(dim=-1).indices
+
+
 class TokenSampler:
     """Chooses the target's token at a node exactly as plain `generate` would.
 
@@ -115,7 +122,7 @@ class TokenSampler:
             return self
         return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample)
 
-    @property
+    @cached_property
     def row_wise(self) -> bool:
         """Whether every processor looks at one row of logits only, never at the tokens before it."""
         return all(_is_among(p, ROW_WISE_PROCESSORS) for p in self.logits_processor)
@@ -135,9 +142,9 @@ class TokenSampler:
             Tokens int64 [B, N] and processed scores [B, N, V] (the raw logits where nothing had to be processed).
         """
         if not self.logits_processor and not self.do_sample:
-            return logits.argmax(-1), logits
+            return favourite(logits), logits
         scores = self.scores_at_all_nodes(logits)
-        return self.race(scores.softmax(-1)) if self.do_sample else scores.argmax(-1), scores
+        return self.race(scores.softmax(-1)) if self.do_sample else favourite(scores), scores
 
     def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
@@ -162,7 +169,7 @@ class TokenSampler:
         """
         scores = self.scores_at_node(input_ids, logits)
         if not self.do_sample:
-            return scores.argmax(-1), scores
+            return favourite(scores), scores
         return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0], scores
 
     @property
@@ -179,7 +186,7 @@ class TokenSampler:
         """
         arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
         total = probs.sum(-1)
-        return torch.where((total > 0) & total.isfinite(), (probs / arrivals).argmax(-1), NO_DISTRIBUTION)
+        return torch.where((total > 0) & total.isfinite(), favourite(probs / arrivals), NO_DISTRIBUTION)
 
 
 class DraftSampler:

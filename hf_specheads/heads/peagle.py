@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache.draft import DraftCache
+from ..cache.draft import DraftCache, Rotary
 from ..cache.masks import additive_mask
 from ..publishing.card.facts import Published
 from ..tree.config import DraftTreeConfig
@@ -92,7 +92,7 @@ class PEagleHead(Eagle3Head):
     def forward(
         self,
         fused: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | Rotary,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         specialist: int = 0,
@@ -105,7 +105,7 @@ class PEagleHead(Eagle3Head):
         Returns:
             Drafted states of the last Q rows, [B, Q, h].
         """
-        rotary, rows = self.rotary_emb(fused, position_ids), fused.shape[1]
+        rotary, rows = self.rotary_of(fused, position_ids), fused.shape[1]
         states, last = fused, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             queries = rows if index < last or num_queries is None else num_queries

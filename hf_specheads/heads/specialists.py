@@ -16,7 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..cache.draft import DraftCache, Links
+from ..cache.draft import DraftCache, Links, Rotary
 from ..cache.masks import chain_mask
 from ..cache.slots import OwnSlots
 from ..errors import WarmStartError
@@ -28,6 +28,7 @@ LAYER_FIELDS = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
     "rope_parameters", "max_position_embeddings", "attention_bias", "attention_out_bias", "mlp_bias",
 )  # fmt: skip
+MOVING_ROPES = ("dynamic", "longrope")  # whose cosines depend on the highest position that is asked for
 
 
 @strict
@@ -120,7 +121,7 @@ class SpecialistHead(DraftHead):
     def forward(
         self,
         fused: torch.Tensor,
-        position_ids: torch.Tensor,
+        position_ids: torch.Tensor | Rotary,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         specialist: int = 0,
@@ -131,7 +132,7 @@ class SpecialistHead(DraftHead):
 
         Args:
             fused: [B, R, *], rows from [`fuse`].
-            position_ids: [B, R], rope positions of the rows.
+            position_ids: [1 or B, R], rope positions of the rows, or what `rotary_emb` makes of them.
             attention_mask: Additive float [B, 1, Q, cached + R] over cached and new rows; `None` only for one query
                 that sees everything, or for Q = R rows of plain causal attention on an empty cache.
             past_key_values: Cache to append to, or `None`.
@@ -142,10 +143,14 @@ class SpecialistHead(DraftHead):
         Returns:
             Drafted states of the last Q rows, [B, Q, h].
         """
-        rotary = self.rotary_emb(fused, position_ids)
+        rotary = self.rotary_of(fused, position_ids)
         queries = fused.shape[1] if num_queries is None else num_queries
         layer = self.layer_of(specialist)
         return self.drafted_state(layer(fused, rotary, attention_mask, past_key_values, queries, attention_function))
+
+    def rotary_of(self, rows: torch.Tensor, position_ids: torch.Tensor | Rotary) -> Rotary:
+        """Cosines and sines of the positions of rows, unless that is what was given."""
+        return position_ids if isinstance(position_ids, tuple) else self.rotary_emb(rows, position_ids)
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:
@@ -155,14 +160,15 @@ class SpecialistHead(DraftHead):
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
-        batch, rows = fused.shape[:2]
-        positions = cache.open_rows(rows, fused.device).expand(batch, -1)
+        rows = fused.shape[1]
+        positions = cache.open_rows(rows, fused.device)
         mask = cache.last_row_mask(rows, fused.dtype)
-        drafted = self(fused, positions, mask, cache, specialist=0, num_queries=1)
+        rotary = self.rotary_of(fused, positions)
+        drafted = self(fused, rotary, mask, cache, specialist=0, num_queries=1)
         # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
         deepest = cache.deepest or self.tree_config.depth
         for specialist in range(1, self.specialist_of(deepest - 1) + 1):
-            self(fused, positions, None, cache, specialist, num_queries=0)
+            self(fused, rotary, None, cache, specialist, num_queries=0)
         cache.commit(rows)
         return drafted, self.draft_logits(drafted)
 
@@ -186,7 +192,7 @@ class SpecialistHead(DraftHead):
         rows = fused if len(levels) == 1 else torch.cat(levels, dim=1)
         cache.place(sum(level.shape[1] for level in before), rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
-        drafted = self(rows, self._level_positions(cache, first, levels), mask, cache, specialist, num_queries=nodes)
+        drafted = self(rows, self._rotary_of_levels(cache, first, levels), mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
 
     def _next_link(
@@ -234,15 +240,22 @@ class SpecialistHead(DraftHead):
         drafted = self.drafted_state(layer(fused, rotary, mask, OwnSlots(keys, values, slots), 1))
         return fused, drafted, self.draft_logits(drafted)
 
-    @staticmethod
-    def _level_positions(cache: DraftCache, first: int, levels: list[torch.Tensor]) -> torch.Tensor:
-        """int64 [B, rows of the levels]: nodes of a level share a position, one after that of the level above."""
-        lengths = cache.known_lengths()
-        if len(levels) == 1 and not isinstance(lengths, torch.Tensor):
-            return torch.full(levels[0].shape[:2], lengths + first, dtype=torch.long, device=levels[0].device)
-        lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
-        parts = [torch.full_like(level[:, :, 0], first + i, dtype=torch.long) for i, level in enumerate(levels)]
-        return torch.cat(parts, dim=1) + lengths
+    def _rotary_of_levels(self, cache: DraftCache, first: int, levels: list[torch.Tensor]) -> Rotary:
+        """Cosines and sines of the rows of some levels, from the `first` on; made once a round. Nodes of a level share
+        a position, one after that of the level above."""
+        end = first + len(levels)
+        if cache.rotary is None or cache.rotary[0].shape[1] < end:
+            ahead = 0 if self.rotary_emb.rope_type in MOVING_ROPES else cache.deepest or self.tree_config.depth
+            lengths, levels_after = cache.known_lengths(), torch.arange(max(end, ahead), device=levels[0].device)
+            lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
+            cache.rotary = self.rotary_of(levels[0], torch.atleast_2d(levels_after + lengths))
+        cos, sin = (table[:, first:end] for table in cache.rotary)
+        widths = [level.shape[1] for level in levels]
+        if max(widths) > 1:
+            nodes = [[table[:, i : i + 1].expand(-1, width, -1) for i, width in enumerate(widths)]
+                     for table in (cos, sin)]  # fmt: skip
+            cos, sin = torch.cat(nodes[0], dim=1), torch.cat(nodes[1], dim=1)
+        return cos, sin
 
     # ------------------------------------------------------------------ training
     @property

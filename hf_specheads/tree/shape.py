@@ -55,8 +55,8 @@ class TreeShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every level is a link of a chain."""
-        return all(level.link for level in self.levels)
+        """Whether it is known to be a chain: every level is a link of one."""
+        return bool(self.levels) and all(level.link for level in self.levels)
 
     def to(self, device: torch.device) -> TreeShape:
         """The same for verification on another device; levels, which only drafting needs, stay."""

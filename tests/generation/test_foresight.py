@@ -129,6 +129,20 @@ def test_a_link_that_is_not_worth_verifying_is_left_out_unless_it_was_drawn(sure
     assert reach.drafted == levels + (levels < len(sureness))
 
 
+def test_it_says_what_ended_a_chain_and_how_likely_another_link_was():
+    limited = Reach(Foresight(), [0.9], 1e-6, 0.0)
+    assert limited.keeps([-0.1]) and limited.goes_on() and not limited.ended
+    dear = Reach(Foresight(), [0.1], 0.99, 0.0)
+    assert dear.next_chance is None
+    assert dear.keeps([-0.1]) and not dear.goes_on() and dear.ended
+    assert dear.next_chance == pytest.approx(dear.foresight.chance_at(1, 0.1))
+    left_out = Reach(Foresight(), [0.9], 0.1, 0.9)
+    assert left_out.keeps([-0.01]) and left_out.goes_on() and not left_out.keeps([-5.0])
+    assert left_out.ended and left_out.levels == 1
+    seen = left_out.foresight.traits(-5.0, 0.9)  # of the link that was seen, not of any
+    assert left_out.next_chance == pytest.approx(left_out.foresight.chance(1, seen))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 def test_a_chain_that_ends_is_the_beginning_of_a_whole_one(rows, children):
@@ -295,6 +309,19 @@ def test_greedy_text_is_the_targets(method, monkeypatch):
     for _ in range(3):
         assert torch.equal(plain(target, ids, 40, assistant_model=heads), plain(target, ids, 40))
     assert levels
+
+
+def test_rounds_that_a_budget_ended_are_no_measure(monkeypatch):
+    """Chains that would have gone on are as long as the budget was, not as they like to be."""
+    levels, counted = draft_only(monkeypatch, "top_k"), []
+    monkeypatch.setattr(Pace, "reach", lambda pace, choice, moods, _: Reach(Foresight(), [0.5], 0.0, 0.0))
+    monkeypatch.setattr(Pace, "record_round", lambda *args: counted.append(args[-1].levels))
+    target, ids = shared_target("llama"), prompt()
+    heads = random_heads(target)
+    heads.forget_tree()
+    heads.adaptive = True
+    plain(target, ids, FARTHEST + 12, assistant_model=heads)
+    assert min(levels) < FARTHEST and set(counted) == {FARTHEST}
 
 
 def test_batches_and_streams_whose_sequences_end(monkeypatch):

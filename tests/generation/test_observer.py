@@ -95,7 +95,10 @@ def test_a_text_that_ends_within_a_path_has_a_drafted_last_token() -> None:
     heads, ids = DraftLanguageModel.from_model(shared_target()).with_tree(kind="chain", depth=4), prompt()
     rounds: list[Round] = []
     heads.on_round = rounds.append
-    plain(shared_target(), ids, 8, assistant_model=heads)  # it drafts what the target says: 1 + 5 tokens, 2 of 5
+    text = plain(shared_target(), ids, 8)[0, ids.shape[1] :].tolist()
+    assert text.index(text[-1]) == 7
+    # It drafts what the target says: 1 + 5 tokens, 2 of 5.
+    plain(shared_target(), ids, 20, assistant_model=heads, eos_token_id=text[-1])
     last = rounds[-1]
     assert last.accepted[0].cut
     path = [node.token_id for node in last.nodes()[1:] if node.accepted]

@@ -13,7 +13,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from hf_specheads.generation.sampling import TokenSampler
+from hf_specheads.generation.sampling import TokenSampler, favourite
 
 WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
 
@@ -60,6 +60,18 @@ def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():
     tokens, scores = TokenSampler(LogitsProcessorList(), do_sample=False).at_all_nodes(logits)
     assert torch.equal(tokens, logits.argmax(-1))
     assert scores is logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [3, 17, 64, 4096, 32_001])
+def test_the_favourite_is_plain_decodings(vocab, dtype):
+    """Which of equal ones, and what of numbers that are none, must be as `argmax` has it."""
+    scores = torch.randint(0, 50, (2, 7, vocab)).to(dtype)
+    scores[0, 0] = 1.0
+    scores[0, 1, vocab // 2] = scores[0, 1, -1] = torch.nan
+    scores[1, 0] = -torch.inf
+    for some in (scores, scores.transpose(0, 1), scores[:, ::2]):
+        assert torch.equal(favourite(some), some.argmax(-1))
 
 
 def test_one_draw_per_token_as_in_plain_generation():

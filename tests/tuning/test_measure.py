@@ -25,7 +25,7 @@ def expected_counts(ranks, prompt_length, depth, num_children):
     accepted, trials = [[0] * num_children for _ in range(depth)], [0] * depth
     place, end = prompt_length + 1, prompt_length + NEW  # of the next token
     while end - place > 1:  # the last token is not drafted for
-        position, offered = 0, min(depth, end - place)
+        position, offered = 0, min(depth, end - place - 1)
         while position < offered:
             rank = ranks[(place + position) % len(ranks)]
             if rank is not None and rank < num_children:

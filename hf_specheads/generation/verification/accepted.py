@@ -66,18 +66,66 @@ def accepted_paths(
         stop: Criteria that need not see every token; others are ignored.
     """
     width = tree.max_depth + 1
-    if tree.num_nodes == 1:  # a plain step
-        numbers = [[0, 0, 0, token] for token in bonus.tolist()]
-    else:
-        path = tree.path_to(best)  # [B, D + 1]
-        depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
-        numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
-    results: list[Accepted] = []
-    for sequence, (num_accepted, *values) in enumerate(numbers):
-        refuse_no_distribution(values[-1])
+    path = tree.path_to(best)  # [B, D + 1]
+    depth, tokens = tree.depths.gather(1, best[:, None]), tree.token_ids.gather(1, path)
+    numbers = torch.cat([depth, path, tokens, bonus[:, None]], dim=1).tolist()  # the round's one host sync
+    paths = []
+    for num_accepted, *values in numbers:
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
+        paths.append((values[: num_accepted + 1], emitted))
+    return _as_far_as_it_goes(paths, scores, lengths, stop)
+
+
+def agreed_paths(
+    tree: DraftTree, choices: torch.Tensor, scores: torch.Tensor | None, lengths: Sequence[int], stop: StopRule
+) -> list[Accepted]:
+    """As [`accepted_paths`] where a node is accepted if it is what was chosen at its parent, which is accepted. One
+    host sync for all sequences, and no other work for the device: the host follows the path.
+
+    Args:
+        tree: Draft tree of B sequences and N nodes.
+        choices: int64 [B, N], token chosen at each node.
+        scores, lengths, stop: As in [`accepted_paths`].
+    """
+    nodes, packed = tree.num_nodes, choices
+    if nodes > 1:
+        is_chain = tree.shape is not None and tree.shape.is_chain
+        packed = torch.cat([choices, tree.token_ids] if is_chain else [choices, tree.token_ids, tree.parents], dim=1)
+    paths = []
+    for numbers in packed.tolist():
+        parents = numbers[2 * nodes :] or range(-1, nodes - 1)
+        path = _agreed_path(numbers, numbers[nodes : 2 * nodes], parents)
+        paths.append((path, [numbers[node] for node in path]))
+    return _as_far_as_it_goes(paths, scores, lengths, stop)
+
+
+def _agreed_path(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The nodes, from the root on, of the longest path of a tree on which everything is what was chosen above it."""
+    depths, deepest = {0: 0}, 0
+    for node in range(1, len(tokens)):
+        above = parents[node]
+        if above not in depths or choices[above] != tokens[node]:
+            continue
+        depths[node] = depths[above] + 1
+        deepest = node if depths[node] > depths[deepest] else deepest
+    path = [deepest]
+    while path[-1] > 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def _as_far_as_it_goes(
+    paths: Sequence[tuple[list[int], list[int]]],
+    scores: torch.Tensor | None,
+    lengths: Sequence[int],
+    stop: StopRule,
+) -> list[Accepted]:
+    """What is emitted of accepted paths, one per sequence with its nodes, and the tokens chosen at them."""
+    results: list[Accepted] = []
+    for sequence, (nodes, emitted) in enumerate(paths):
+        refuse_no_distribution(emitted[-1])
         kept, stopped = stop.cut(emitted, lengths[sequence])
-        nodes = values[:kept]
+        nodes = nodes[:kept]
         kept_scores = (
             [] if scores is None else [scores[sequence, node][None].to(torch.float32, copy=True) for node in nodes]
         )

@@ -16,7 +16,7 @@ import torch
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_paths, walk
+from .accepted import Accepted, agreed_paths, walk
 
 
 def verify_all_nodes(
@@ -38,25 +38,7 @@ def verify_all_nodes(
         keep_scores: Keep the processed scores of the emitted tokens.
     """
     choices, scores = sampler.at_all_nodes(logits)
-    best = deepest_accepted(tree, choices)
-    bonus = choices.gather(1, best[:, None])[:, 0]
-    return accepted_paths(tree, best, bonus, scores if keep_scores else None, lengths, stop)
-
-
-def deepest_accepted(tree: DraftTree, choices: torch.Tensor) -> torch.Tensor:
-    """The deepest node whose every step from the root is the token chosen at its parent.
-
-    Args:
-        tree: Draft tree of B sequences and N nodes.
-        choices: int64 [B, N], token chosen at each node.
-
-    Returns:
-        int64 [B], node index; 0 (the root) when no draft token is accepted.
-    """
-    if tree.num_nodes == 1:
-        return choices.new_zeros(len(choices))
-    agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
-    return torch.where(accepted_nodes(tree, agrees), tree.depths, -1).argmax(dim=1)
+    return agreed_paths(tree, choices, scores if keep_scores else None, lengths, stop)
 
 
 def verify_token_by_token(

@@ -12,7 +12,7 @@ import torch
 
 from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
-from ..sampling import TokenSampler
+from ..sampling import TokenSampler, favourite
 from ..stopping import StopRule
 from .accepted import Accepted, accepted_nodes, accepted_paths, stops_after
 
@@ -74,7 +74,7 @@ def verify_typical(
     else:
         scores = scores_on_paths(tree, input_ids, logits, sampler)
     best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
-    bonus = scores[torch.arange(len(best), device=best.device), best].argmax(-1)
+    bonus = favourite(scores[torch.arange(len(best), device=best.device), best])
     keep = stop.per_token or earlier_scores is not None
     results = accepted_paths(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
     for result in results:

@@ -8,12 +8,14 @@ from support.trees import path_of, random_tree, row
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from hf_specheads import DraftTreeConfig
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.stopping import StopRule
-from hf_specheads.generation.verification.top_k import deepest_accepted, verify_all_nodes, verify_token_by_token
+from hf_specheads.generation.verification.top_k import verify_all_nodes, verify_token_by_token
 from hf_specheads.tree.draft_tree import DraftTree
+from hf_specheads.tree.shape import fixed_shape
 
-VOCAB = 40
+VOCAB, CPU = 40, torch.device("cpu")
 GREEDY = TokenSampler(LogitsProcessorList(), do_sample=False)
 NEVER = StopRule(StoppingCriteriaList())
 
@@ -59,10 +61,8 @@ def test_both_walks_equal_the_naive_walk(seed, nodes, depth, batch):
     choices = agreeing_choices(tree, seed)
     prefix = torch.zeros(batch, 5, dtype=torch.long)
     at_once = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, NEVER, keep_scores=False)
-    best = deepest_accepted(tree, choices)
     for index in range(batch):
         expected_nodes, expected_tokens = naive_walk(tree, index, choices[index].tolist())
-        assert best[index].item() == expected_nodes[-1]
         assert at_once[index].nodes == expected_nodes == path_of(tree.parents[index].tolist(), expected_nodes[-1])
         assert at_once[index].token_ids == expected_tokens
         assert not at_once[index].stopped
@@ -71,6 +71,19 @@ def test_both_walks_equal_the_naive_walk(seed, nodes, depth, batch):
             row(tree, index), prefix[part], logits_for(choices)[part], GREEDY, NEVER, None
         )
         assert (walked.nodes, walked.token_ids) == (expected_nodes, expected_tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, depth=st.integers(1, 7), batch=st.integers(1, 3))
+def test_chains_are_followed_without_their_parents(seed, depth, batch):
+    shape = fixed_shape(DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1).paths, depth, CPU)
+    tokens = torch.randint(0, VOCAB, (batch, depth + 1), generator=torch.Generator().manual_seed(seed))
+    parents, depths = shape.parents.expand(batch, -1), shape.depths.expand(batch, -1)
+    tree = DraftTree(tokens, parents, depths, tokens.float(), depth, shape=shape)
+    choices = agreeing_choices(tree, seed)
+    accepted = verify_all_nodes(tree, [5] * batch, logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    for index, result in enumerate(accepted):
+        assert (result.nodes, result.token_ids) == naive_walk(tree, index, choices[index].tolist())
 
 
 @settings(max_examples=60, deadline=None)
