@@ -15,6 +15,7 @@ RECENT = 5  # rounds and steps whose median tells how fast the machine is just n
 REMEMBERED = 128  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
 STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
 USUAL_LEVELS = 3  # of chains that end where they like, before any was drafted
+A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what those cost and give
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
 # off that may be.
@@ -70,6 +71,7 @@ class Costs:
             for levels in range(1, menu[choice].depth + 1):
                 self._places[choice, levels] = len(rows)
                 rows.append([1.0, levels, levels + menu[choice].lookup])
+        self._farthest = {choice: menu[choice].depth for choice in ending}
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
         self._rows = np.array(rows)
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
@@ -148,6 +150,15 @@ class Costs:
         count = min(self._kinds[choice].weight, REMEMBERED)
         expected += spread if unsure else 0.0
         return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
+
+    def known_levels(self, choice: int) -> int:
+        """Up to how many levels a chain that ends where it likes was timed a few times."""
+        rounds = 0
+        for levels in range(self._farthest[choice], 0, -1):
+            rounds += self._kinds[self._places[choice, levels]].count
+            if rounds >= A_FEW_TIMES:
+                return levels
+        return 0
 
     def of_levels(self, choice: int, levels: int) -> float:
         """Of a chain that ends where it likes, where it has so many levels; in plain steps."""

@@ -25,6 +25,7 @@ SURENESS_FOLLOWS = 0.05  # and of how sure heads usually are of a position
 BETTER_FOLLOWS = 0.1  # the same, per link, of what positions say besides
 UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
 DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
+CURIOUS = 0.6  # of what a link must be worth, where it leads to levels that were hardly ever drafted
 LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
 
 
@@ -115,6 +116,7 @@ class Reach:
         likely: How likely it is that all links of a sequence are accepted.
         next_chance: How likely another one would be, of the sequences on average; `None` before that was asked.
         ended: It was this that ended the chains, not a limit.
+        known: Levels of which enough was seen to judge them; deeper ones are drafted to see them. `None` for all.
     """
 
     foresight: Foresight
@@ -126,6 +128,7 @@ class Reach:
     likely: list[float] = field(default_factory=list)
     next_chance: float | None = None
     ended: bool = False
+    known: int | None = None
     _links: list[list[tuple[float, Traits]]] = field(default_factory=list)
 
     @property
@@ -154,7 +157,8 @@ class Reach:
         chances = [self.foresight.chance_at(len(self._links), mood) for mood in self.moods]
         self.next_chance = sum(chances) / len(chances)
         worth = sum(likely * chance for likely, chance in zip(self.likely, chances, strict=True))
-        self.ended = worth < self.link * len(chances)
+        link = self.link if self.known is None or len(self._links) < self.known else CURIOUS * self.link
+        self.ended = worth < link * len(chances)
         return not self.ended
 
     def learn(self, num_accepted: Sequence[int]) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import cast
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..contract import DraftingContract, Memory
+from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
@@ -32,7 +31,10 @@ from .tallies import ENDING_ROUNDS_OF_A_MEAN, ROUNDS_OF_A_MEAN, Acceptance, Sibl
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
-FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give
+FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give,
+FIRST_ENDING_ROUNDS = 4  # of those that end where they like whatever they promise: few rounds of them say little
+LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
+CURIOUS_AFTER = 32  # rounds of a chain that ends where it likes, to see again what lies deeper
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
 CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
@@ -51,8 +53,6 @@ CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where ot
 ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 15
 PAUSE_IN_PLAIN_STEPS = 8  # and is so long between plain steps
 FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
-
-ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping beyond the process
 
 
 class Pace:
@@ -224,8 +224,19 @@ class Pace:
             self._planned = self._plan(best)
         trial, loss, promising = self._planned
         # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
-        saved_up = best == PLAIN and self.debt <= -FIRST_TRIALS
+        saved_up = self.debt <= -FIRST_TRIALS
+        if not promising and saved_up and best != PLAIN:
+            trial, loss = self._neglected(best)
         return trial if loss <= -self.debt and (promising or saved_up) else best
+
+    def _neglected(self, best: int) -> tuple[int, float]:
+        """What was not tried for longest, as it may have had bad luck, and what that may lose; the best itself while
+        the latest trial is not long ago."""
+        last = {choice: tried.last for choice, tried in enumerate(self.tried) if choice != best}
+        if not last or self.rounds - max(last.values()) < LOOKS_AGAIN_AFTER:
+            return best, 0.0
+        neglected = min(last, key=lambda choice: last[choice])
+        return neglected, self._loss(neglected, best)
 
     def _plan(self, best: int) -> tuple[int, float, bool]:
         """The tree to try next, what that may lose, and whether it promises to be better than the best."""
@@ -249,8 +260,14 @@ class Pace:
             if choice in self._ending or self._is_plain_chain(choice):
                 chains_of[way_of(self.menu[choice])].append(choice)
         wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
-        unknown = (choice for choice in wanted if self.tried[choice].rounds < FIRST_ROUNDS)
-        return next((choice for choice in unknown if self.promise(choice) > PAYS), None)
+        return next(filter(self._is_unknown, wanted), None)
+
+    def _is_unknown(self, choice: int) -> bool:
+        """Whether a chain was tried too seldom to be judged."""
+        rounds = self.tried[choice].rounds
+        if choice in self._ending:
+            return rounds < FIRST_ENDING_ROUNDS
+        return rounds < FIRST_ROUNDS and self.promise(choice) > PAYS
 
     def reach(self, choice: int, moods: list[float | None], one_forward: bool = False) -> Reach | None:
         """What decides where the chains of the next round end; `None` for trees of which that is settled.
@@ -268,7 +285,10 @@ class Pace:
         foresight = self.foresight[children]
         moods[:] = [foresight.usual_mood if mood is None else mood for mood in moods]
         known = cast(list[float], moods)
-        return Reach(foresight, known, rate * (level + node), rate * node, drawn=children == "sampled")
+        reach = Reach(foresight, known, rate * (level + node), rate * node, drawn=children == "sampled")
+        curious = self.tried[choice].rounds % CURIOUS_AFTER == CURIOUS_AFTER - 1
+        reach.known = 0 if curious else self.costs.known_levels(choice)
+        return reach
 
     # ------------------------------------------------------------------ what rounds tell
     def record_plain(self, seconds: float) -> None:
@@ -368,32 +388,3 @@ def pace_of(
              if other[0] is Pace and other[2:] == settings]  # fmt: skip
     _, nearest = min(alike, key=itemgetter(0), default=(0, None))
     return known.setdefault(key, Pace(menu, nearest, farthest > 0))
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What calls have taught about the tree that pays most.
-
-    Attributes:
-        tree: The tree.
-        tokens_per_second: Of rounds that draft it, one sequence at a time.
-        plain_tokens_per_second: Of plain steps.
-        rounds: That it was learnt from.
-    """
-
-    tree: DraftTreeConfig
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    rounds: int
-
-
-def lesson_of(memory: Memory) -> Lesson | None:
-    """What calls of one sequence each have taught, those under the settings of which there were most; `None` where
-    there were fewer than [`ROUNDS_OF_A_LESSON`] rounds, nobody left the engine a choice, or drafts did not pay."""
-    paces = [pace for known in memory.values() for key, pace in known.items()
-             if isinstance(pace, Pace) and key[1] == 0 and len(pace.menu) > 1]  # fmt: skip
-    pace = max(paces, key=lambda pace: pace.rounds, default=None)
-    if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
-        return None
-    plain = 1 / pace.costs.plain_seconds
-    return Lesson(pace.usual_tree(best), pace.rate(best) * plain, plain, pace.rounds)

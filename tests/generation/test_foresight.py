@@ -243,6 +243,41 @@ def test_better_than_any_fixed_depth(level):
     assert sum(rates) / 3 > 1.02 * best, (rates, best)
 
 
+@pytest.mark.parametrize("unlucky", [1, 3, 6])
+def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
+    """Whatever the first chains gave: trees that are good enough do not keep a better chain from being tried again."""
+    menu = trees_to_choose(CPU_TREE, None, lambda tree: None, farthest=FARTHEST)
+    pace, moods, chosen = Pace(menu, ending=True), [None], []
+    for _ in range(1200):
+        if (choice := pace.choose(100)) == PLAIN:
+            pace.record_plain(1.0)
+            continue
+        chosen.append(menu[choice].kind)
+        if chosen[-1] != "chain":
+            pace.record_round(choice, 1.6, [min(menu[choice].depth, 3)])  # 2.5 of plain steps
+            continue
+        reach = pace.reach(choice, moods)
+        levels = grown_by(reach, [[-0.1]] * FARTHEST)
+        number = 0 if chosen.count("chain") <= unlucky else min(levels, 6)  # 4.4 of plain steps
+        reach.learn([number])
+        pace.record_round(choice, 1 + 0.1 * levels, [number], reach)
+    assert chosen[-300:].count("chain") > 250
+
+
+def test_levels_that_were_hardly_drafted_are_drafted_to_see_them():
+    """Else a chain that once ended early would go on ending there, and nobody learn what lies deeper."""
+    pace, depths = Pace((CHAIN,), ending=True), []
+    pace.record_plain(1.0)
+    for levels in (1, 3, 3, 2, 5):
+        depths.append(pace.costs.known_levels(0))
+        pace.costs.record(0, 1.5, levels)
+    assert [*depths, pace.costs.known_levels(0)] == [0, 0, 0, 1, 2, 3]
+    chance = Foresight().chance_at(1, 0.5) * Foresight().chance(0, Foresight().traits(-0.3, 0.5))
+    for known, goes_on in ((None, False), (2, False), (1, True), (0, True)):
+        reach = Reach(Foresight(), [0.5], chance / 0.8, 0.0, known=known)
+        assert reach.keeps([-0.3]) and reach.goes_on() == goes_on
+
+
 @settings(max_examples=20, deadline=None)
 @given(accepted=st.floats(0, 1), sureness=st.floats(-6, 0), level=st.floats(0.01, 1.0), seed=st.integers(0, 9))
 def test_never_far_below_plain_steps(accepted, sureness, level, seed):
