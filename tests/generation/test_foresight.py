@@ -254,7 +254,7 @@ def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
             continue
         chosen.append(menu[choice].kind)
         if chosen[-1] != "chain":
-            pace.record_round(choice, 1.6, [min(menu[choice].depth, 3)])  # 2.5 of plain steps
+            pace.record_round(choice, 1.3, [min(menu[choice].depth, 3)])  # 3.1 of plain steps
             continue
         reach = pace.reach(choice, moods)
         levels = grown_by(reach, [[-0.1]] * FARTHEST)
