@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from hf_specheads import DraftHead, DraftTreeConfig
 from hf_specheads.generation.foresight import Reach
 from hf_specheads.generation.menu import CHAIN_DEPTHS, DYNAMIC_TREES, farthest_chain, trees_to_choose
 from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.tallies import TextTally
 from hf_specheads.tree.default import default_tree
 from hf_specheads.tuning.measure import interpolate
 from hf_specheads.tuning.replay import RecordedDrafts, record_drafts, replay_dynamic
@@ -147,35 +148,42 @@ def passes(recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool
         texts, spent = list(zip(recording.begins, recording.begins[1:], strict=False)), 0.0
         rng.shuffle(texts)
         for begin, end in texts:
-            moods: list[float | None] = [None]
-            pace.begin_call()
-            drafted = False  # the first draft takes in the prompt, which is no measure
+            pace.begin_call((text := Text()).tally)
             while begin < end:
-                seconds, number, drafts = _round(recording, pace, clock, moods, accepted, begin, drafted)
-                begin, spent, drafted = begin + number + 1, spent + seconds, drafted or drafts
+                seconds, number = _round(recording, pace, clock, text, accepted, begin)
+                begin, spent = begin + number + 1, spent + seconds
         yield spent
 
 
+@dataclass
+class Text:
+    """What the engine knows of the text at hand."""
+
+    tally: TextTally = field(default_factory=TextTally)
+    moods: list[float | None] = field(default_factory=lambda: [None])
+    drafted: bool = False  # the first draft takes in the prompt, which is no measure
+
+
 def _round(
-    recording: Recording, pace: Pace, clock: Clock, moods: list[float | None], accepted: list[list[int]], place: int,
-    drafted: bool,
-) -> tuple[float, int, bool]:  # fmt: skip
-    """Seconds, accepted drafts, and whether it drafted."""
-    choice = pace.choose(place)
+    recording: Recording, pace: Pace, clock: Clock, text: Text, accepted: list[list[int]], place: int
+) -> tuple[float, int]:
+    """Seconds and accepted drafts."""
+    choice = pace.choose(place, text.tally)
     if choice == PLAIN:
         pace.record_plain(clock.measures(recording.plain_seconds))
-        return recording.plain_seconds, 0, False
-    reach = pace.reach(choice, moods)
+        return recording.plain_seconds, 0
+    reach = pace.reach(choice, text.moods)
     if reach is None:
         seconds, number = recording.seconds(pace.menu[choice]), accepted[choice][place]
     else:
         seconds, number = _link_by_link(recording, reach, place)
     measured = clock.measures(seconds)
-    if drafted:
-        pace.record_round(choice, measured, [number], reach)
+    if text.drafted:
+        pace.record_round(choice, measured, [number], reach, text.tally)
     else:
-        pace.record_intake(measured, [number])
-    return seconds, number, True
+        pace.record_intake(choice, measured, [number], text.tally)
+    text.drafted = True
+    return seconds, number
 
 
 def _link_by_link(recording: Recording, reach: Reach, place: int) -> tuple[float, int]:

@@ -26,6 +26,7 @@ from .menu import deepest_draft
 from .options import DraftingOptions
 from .pace import PLAIN, Pace
 from .sampling import DraftSampler
+from .tallies import TextTally
 
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
@@ -64,6 +65,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.tree = self.options.tree  # of the round: the loop may take another one
         self.reach: Reach | None = None  # of the round
         self.moods: list[float | None] = []  # of the sequences, see [`Reach`]; `None` of new ones
+        self.text = TextTally()  # of all sequences
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
@@ -182,7 +184,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
 
     def begin_text(self, prompt: torch.Tensor) -> None:
         """Takes in the prompts [B, T] of a call, where copies are looked for in them."""
-        self.moods = [None] * len(prompt)
+        self.moods, self.text = [None] * len(prompt), TextTally()
         if self.lookup is not None:
             self.lookup.begin(prompt, self.padding_mask)
 

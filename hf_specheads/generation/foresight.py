@@ -21,12 +21,14 @@ Traits = tuple[float, float, float]  # of a link: a constant, how sure the head 
 UNKNOWN_MOOD = 0.7  # before any round was seen
 MOOD_FOLLOWS = 0.25  # by how much, as a share, the mood of a text follows whether a link was accepted
 USUAL_FOLLOWS = 0.01  # the same of the mood in which texts begin
-SURENESS_FOLLOWS = 0.05  # and of how sure heads usually are of a position
+RATE_FOLLOWS = 0.05  # and how often links at a position are accepted,
+LINKS_BEFORE = 4  # of which it is expected to be as often as at the position before
 BETTER_FOLLOWS = 0.1  # the same, per link, of what positions say besides
 UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
 DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
 CURIOUS = 0.6  # of what a link must be worth, where it leads to levels that were hardly ever drafted
-LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it
+LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it,
+LEAST_USUAL = 0.01  # and so are shares of links that are accepted
 
 
 @dataclass
@@ -34,12 +36,20 @@ class _Position:
     """What is known of links at a draft position.
 
     Attributes:
-        sureness: Their log-probabilities by the head, a running mean.
+        rate: Share of them that is accepted, a running mean.
+        count: How many there were.
         better: By how much they fare better than their traits say, as a logit.
     """
 
-    sureness: float = math.log(UNKNOWN_MOOD)
+    rate: float = UNKNOWN_MOOD
+    count: int = 0
     better: float = 0.0
+
+    def record(self, accepted: bool, chance: float) -> None:
+        """Adds a link, and how likely it was to be accepted by its traits and what is known here."""
+        self.count += 1
+        self.rate += max(RATE_FOLLOWS, 1 / (LINKS_BEFORE + self.count)) * (accepted - self.rate)
+        self.better += BETTER_FOLLOWS * (accepted - chance)
 
 
 class Foresight:
@@ -61,24 +71,25 @@ class Foresight:
         """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
         # In this order, what is no number (of a head that overflows) is the least.
         probability = max(LEAST_SURE, min(math.exp(min(sureness, 0.0)), 1 - LEAST_SURE))
-        return 1.0, 0.5 * math.log(probability / (1 - probability)), 4 * (mood - 0.5)
+        return 1.0, 0.5 * _logit(probability), 4 * (mood - 0.5)
 
     def chance(self, position: int, traits: Traits) -> float:
         """How likely a link at a position (0-based) is to be accepted, where all before it are."""
         a, b, c = self.weights
-        total = self._at(position).better + a * traits[0] + b * traits[1] + c * traits[2]
-        return 1 / (1 + math.exp(-min(max(total, -30.0), 30.0)))
+        return _sigmoid(self._at(position).better + a * traits[0] + b * traits[1] + c * traits[2])
 
     def chance_at(self, position: int, mood: float) -> float:
-        """The same of a link that is not drafted yet, by how sure heads usually are of its position."""
-        return self.chance(position, self.traits(self._at(position).sureness, mood))
+        """The same of a link that is not drafted yet, by how often such links are accepted in texts of this mood. What
+        heads that are sure of anything would say of it plays no part."""
+        usual = min(max(self._at(position).rate, LEAST_USUAL), 1 - LEAST_USUAL)
+        return _sigmoid(_logit(usual) + 4 * self.weights[2] * (mood - self.usual_mood))
 
     def _at(self, position: int) -> _Position:
         """What is known of a position, or of the deepest that was ever seen."""
         known = self._positions
         return known[min(position, len(known) - 1)] if known else _Position()
 
-    def learn(self, position: int, sureness: float, traits: Traits, accepted: bool) -> None:
+    def learn(self, position: int, traits: Traits, accepted: bool) -> None:
         """Adds what became of a link."""
         # Written out, as this runs for every link.
         (aa, ab, ac, bb, bc, cc), (x, y, z) = self._variance, traits
@@ -96,10 +107,17 @@ class Foresight:
         self.weights = (known + step * a, sure + step * b, mood + step * c)
         self.usual_mood += USUAL_FOLLOWS * (accepted - self.usual_mood)
         if position == len(self._positions):
-            self._positions.append(_Position(max(math.log(LEAST_SURE), sureness), self._at(position).better))
-        here = self._positions[position]
-        here.sureness += SURENESS_FOLLOWS * (max(math.log(LEAST_SURE), sureness) - here.sureness)
-        here.better += BETTER_FOLLOWS * (accepted - chance)
+            above = self._at(position)
+            self._positions.append(_Position(above.rate, better=above.better))
+        self._positions[position].record(accepted, chance)
+
+
+def _logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-min(max(logit, -30.0), 30.0)))
 
 
 @dataclass
@@ -117,6 +135,7 @@ class Reach:
         next_chance: How likely another one would be, of the sequences on average; `None` before that was asked.
         ended: It was this that ended the chains, not a limit.
         known: Levels of which enough was seen to judge them; deeper ones are drafted to see them. `None` for all.
+        farthest: Links that chains may have by now.
     """
 
     foresight: Foresight
@@ -129,7 +148,8 @@ class Reach:
     next_chance: float | None = None
     ended: bool = False
     known: int | None = None
-    _links: list[list[tuple[float, Traits]]] = field(default_factory=list)
+    farthest: float = math.inf
+    _links: list[list[Traits]] = field(default_factory=list)
 
     @property
     def levels(self) -> int:
@@ -139,8 +159,8 @@ class Reach:
     def keeps(self, sureness: Sequence[float]) -> bool:
         """Whether the newest links, one per sequence with its log-probability, are worth verifying. The first ones
         always are."""
-        links = [(sure, self.foresight.traits(sure, mood)) for sure, mood in zip(sureness, self.moods, strict=True)]
-        likely = [self.foresight.chance(len(self._links), traits) for _, traits in links]
+        links = [self.foresight.traits(sure, mood) for sure, mood in zip(sureness, self.moods, strict=True)]
+        likely = [self.foresight.chance(len(self._links), traits) for traits in links]
         self.drafted += 1
         if self._links:
             self.next_chance = sum(likely) / len(likely)
@@ -158,14 +178,14 @@ class Reach:
         self.next_chance = sum(chances) / len(chances)
         worth = sum(likely * chance for likely, chance in zip(self.likely, chances, strict=True))
         link = self.link if self.known is None or len(self._links) < self.known else CURIOUS * self.link
-        self.ended = worth < link * len(chances)
+        self.ended = worth < link * len(chances) or len(self._links) >= self.farthest
         return not self.ended
 
     def learn(self, num_accepted: Sequence[int]) -> None:
         """What became of the links, one number per sequence."""
         for sequence, number in enumerate(num_accepted):
             for position, links in enumerate(self._links[: number + 1]):
-                self.foresight.learn(position, *links[sequence], position < number)
+                self.foresight.learn(position, links[sequence], position < number)
             self.moods[sequence] = mood_after(self.moods[sequence], number, self.levels)
 
 

@@ -37,4 +37,13 @@ def lesson_of(memory: Memory) -> Lesson | None:
     if pace is None or pace.rounds < ROUNDS_OF_A_LESSON or (best := pace.best) == PLAIN:
         return None
     plain = 1 / pace.costs.plain_seconds
-    return Lesson(pace.usual_tree(best), pace.rate(best) * plain, plain, pace.rounds)
+    return Lesson(_usual_tree(pace, best), pace.rate(best) * plain, plain, pace.rounds)
+
+
+def _usual_tree(pace: Pace, choice: int) -> DraftTreeConfig:
+    """A tree of the menu; of chains that end where they like, one as deep as they usually were."""
+    tree = pace.menu[choice]
+    if choice not in pace.costs.levels:
+        return tree
+    depth = max(round(pace.costs.levels[choice]), 1)
+    return tree.replace(depth=depth, total_tokens=depth + 1)

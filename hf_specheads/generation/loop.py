@@ -32,7 +32,8 @@ from .observer import tell
 from .opening import TargetCache, open_cache
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
-from .pace import PLAIN, Pace, pace_of
+from .pace import PLAIN, Pace
+from .paces import pace_of
 from .refusals import (
     refuse_call,
     refuse_numbers,
@@ -165,9 +166,7 @@ class RoundLoop:
         self.model_kwargs, self.batch = model_kwargs, (batch := len(sequences.lengths))
         self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=batch)
         self.stop, self.outputs = StopRule(stopping_criteria, batch), EmittedOutputs(generation_config, batch)
-        self.stepwise: StepwiseCriteria | None = None
-        if self.stop.in_step:
-            self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs)
+        self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs) if self.stop.in_step else None
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         call = (self.stop.max_length, self.padding_mask, logits_processor if self.config.do_sample else None, options)
         self.candidates = DraftHeadCandidateGenerator(head, target, *call)
@@ -212,7 +211,7 @@ class RoundLoop:
         with self.stats.stage("prefill"):
             rows = self.prefill()
         if self.pace is not None:
-            self.pace.begin_call()
+            self.pace.begin_call(self.candidates.text, time.perf_counter() - started)
         while sequences.active:
             rows = self.round(rows)
         wait_for(self.stats.devices)
@@ -287,7 +286,7 @@ class RoundLoop:
             return False
         if self.pace is None:
             return True
-        self.choice = self.pace.choose(max(self.target_cache.counts))
+        self.choice = self.pace.choose(max(self.target_cache.counts), self.candidates.text)
         if self.group is not None:
             self.choice = number_of_first(self.choice, self.group, self.target.device)
         self.candidates.choose(self.pace, self.choice)
@@ -348,15 +347,15 @@ class RoundLoop:
         if caught_up or (self.compiled is not None and self.compiled.compiles):
             return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
-        num_accepted = [result.num_accepted for result in accepted.values()]
+        num_accepted, text = [result.num_accepted for result in accepted.values()], self.candidates.text
         if not (cut := any(result.cut for result in accepted.values())):
             self.candidates.learn(tree, num_accepted)
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
         elif self.stats.rounds == 1:
-            pace.record_intake(seconds, num_accepted)
+            pace.record_intake(self.choice, seconds, num_accepted, text)
         elif self.candidates.is_whole(tree) and not cut:
-            pace.record_round(self.choice, seconds, num_accepted, self.candidates.reach)
+            pace.record_round(self.choice, seconds, num_accepted, self.candidates.reach, text)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

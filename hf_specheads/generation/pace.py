@@ -15,30 +15,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import cast
 
-from transformers import GenerationConfig, PreTrainedModel
-
-from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
-from .menu import Way, farthest_chain, trees_to_choose, way_of
-from .options import DraftingOptions
-from .tallies import ENDING_ROUNDS_OF_A_MEAN, ROUNDS_OF_A_MEAN, Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
+from .menu import Way, way_of
+from .tallies import (
+    ENDING_ROUNDS_OF_A_MEAN,
+    ROUNDS_OF_A_MEAN,
+    Acceptance,
+    Siblings,
+    TextTally,
+    Tried,
+    tokens_by_depth,
+    tokens_of,
+)
 
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
+INTAKE_SHARE = 0.02  # of the time of a prompt's forward, for heads that take in the prompt to see whether they pay
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
 FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give,
 FIRST_ENDING_ROUNDS = 4  # of those that end where they like whatever they promise: few rounds of them say little
 LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
+FIRST_LEVELS, GROWS = 3, 2  # of a chain that ends where it likes, and times as many as are known, that it may have
 CURIOUS_AFTER = 32  # rounds of a chain that ends where it likes, to see again what lies deeper
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
 CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
-ROUNDS_BEFORE_A_VERDICT = 2  # of a tree
+ROUNDS_BEFORE_A_VERDICT = 2  # of a tree,
+ROUNDS_BEFORE_TEXTS_DIFFER = 8  # and before texts are told apart
 FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
 MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
@@ -171,18 +178,8 @@ class Pace:
         """Tokens of a round of chains that end where they like: by their own rounds, and no fewer per second than if
         they ended always at the best depth."""
         own = self.tried[choice].tokens_given(tokens_of(rates[: round(self.costs.levels[choice])]))
-        fixed = (
-            tokens / self.costs.of_levels(choice, depth) for depth, tokens in enumerate(tokens_by_depth(rates), 1)
-        )
+        fixed = (given / self.costs.of_levels(choice, depth) for depth, given in enumerate(tokens_by_depth(rates), 1))
         return max(own, max(fixed) * self.costs.cost(choice))
-
-    def usual_tree(self, choice: int) -> DraftTreeConfig:
-        """A tree of the menu; of chains that end where they like, one as deep as they usually were."""
-        tree = self.menu[choice]
-        if choice not in self._ending:
-            return tree
-        depth = max(round(self.costs.levels[choice]), 1)
-        return tree.replace(depth=depth, total_tokens=depth + 1)
 
     def _copied(self, choice: int) -> float:
         """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
@@ -200,16 +197,43 @@ class Pace:
         return tree.kind == "chain" and not tree.stop_below and choice not in self._ending
 
     # ------------------------------------------------------------------ the choice
-    def begin_call(self) -> None:
-        """Another text may be drafted better: some of what was lost is forgotten."""
+    def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
+        """Another text may be drafted better: some of what was lost is forgotten.
+
+        Args:
+            text: Of the call.
+            prefill: Seconds of the prompts' forward.
+        """
+        if text is not None:
+            text.prefill = prefill
         self.debt = min(self.debt, max(self.debt - FORGIVEN, 0.0))
 
-    def choose(self, context: int) -> int:
+    def choose(self, context: int, text: TextTally | None = None) -> int:
         """What the next round drafts: a place in the menu, or [`PLAIN`].
 
         Args:
             context: Tokens in the context.
+            text: What rounds of the texts at hand have given; `None` where nothing is known of them.
         """
+        choice = self._whatever_the_text(context)
+        if text is None:
+            return choice
+        if self._plain_due <= 0 and choice in (PLAIN, self.best):
+            choice = self._in_text(choice, text)
+        if choice == PLAIN:
+            text.record_plain()
+        return choice
+
+    def _in_text(self, choice: int, text: TextTally) -> int:
+        """Chains that end where they like, where they pay in this text though not in others; plain steps the other way
+        round."""
+        chain = max(self._ending, key=self.rate, default=PLAIN) if choice == PLAIN else choice
+        if chain not in self._ending or self.tried[chain].rounds < ROUNDS_BEFORE_TEXTS_DIFFER:
+            return choice
+        here = text.rate(self.rate(chain), self.costs.cost(chain))
+        return chain if here > (PAYS if choice == PLAIN else 1.0) else PLAIN
+
+    def _whatever_the_text(self, context: int) -> int:
         if context > GROWN * self.context:
             self._plain_due, self.context = 1, context
             self.costs.begin_context()
@@ -235,18 +259,22 @@ class Pace:
         last = {choice: tried.last for choice, tried in enumerate(self.tried) if choice != best}
         if not last or self.rounds - max(last.values()) < LOOKS_AGAIN_AFTER:
             return best, 0.0
-        neglected = min(last, key=lambda choice: last[choice])
+        affordable = filter(partial(self._may_be_tried, best=best), last)
+        neglected = min(affordable, key=lambda choice: last[choice], default=best)
         return neglected, self._loss(neglected, best)
 
     def _plan(self, best: int) -> tuple[int, float, bool]:
         """The tree to try next, what that may lose, and whether it promises to be better than the best."""
         if (first := self._first_chain()) is not None:
             return first, 0.0, True
-        others = [choice for choice in range(len(self.menu))
-                  if choice != best and self._loss(choice, best) <= FIRST_TRIALS]  # fmt: skip
+        others = filter(partial(self._may_be_tried, best=best), range(len(self.menu)))
         trial = max(others, key=self.promise, default=best)
         better = PAYS if best == PLAIN else CLEARLY * self.rate(best)
         return trial, self._loss(trial, best), self.promise(trial) > better
+
+    def _may_be_tried(self, choice: int, best: int) -> bool:
+        """Whether a tree beside the best may ever lose no more than can be saved up for it."""
+        return choice != best and self._loss(choice, best) <= FIRST_TRIALS
 
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
@@ -286,8 +314,10 @@ class Pace:
         moods[:] = [foresight.usual_mood if mood is None else mood for mood in moods]
         known = cast(list[float], moods)
         reach = Reach(foresight, known, rate * (level + node), rate * node, drawn=children == "sampled")
+        known_levels = self.costs.known_levels(choice)
         curious = self.tried[choice].rounds % CURIOUS_AFTER == CURIOUS_AFTER - 1
-        reach.known = 0 if curious else self.costs.known_levels(choice)
+        reach.known = 0 if curious else known_levels
+        reach.farthest = max(FIRST_LEVELS, GROWS * known_levels)
         return reach
 
     # ------------------------------------------------------------------ what rounds tell
@@ -299,7 +329,12 @@ class Pace:
         self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
 
     def record_round(
-        self, choice: int, seconds: float, num_accepted: Sequence[int], reach: Reach | None = None
+        self,
+        choice: int,
+        seconds: float,
+        num_accepted: Sequence[int],
+        reach: Reach | None = None,
+        text: TextTally | None = None,
     ) -> None:
         """Adds a round that drafted a tree of the menu.
 
@@ -308,6 +343,7 @@ class Pace:
             seconds: Wall seconds.
             num_accepted: Accepted tokens per sequence.
             reach: What decided where its chains ended.
+            text: What is known of the texts at hand.
         """
         if not self.costs.unit:
             return  # another thread, in a longer context, has just asked for new times: there is no measure
@@ -324,6 +360,9 @@ class Pace:
             self.acceptance[tree.children].record(depth, num_accepted)
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
+        if text is not None:
+            cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)
+            text.record(tokens, cost)
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
         # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain steps by
         # what it gave: what is usual may be of texts that were easier, and trials would seem to cost nothing for ever.
@@ -335,12 +374,19 @@ class Pace:
         if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:
             self._plain_due = 1
 
-    def record_intake(self, seconds: float, num_accepted: Sequence[int]) -> None:
-        """Adds a round that took in a whole prompt: no measure of others, but a loss where plain steps are best.
-        Arguments as in [`record_round`]."""
-        if self.costs.unit and self.best == PLAIN:
-            tokens = 1 + sum(num_accepted) / len(num_accepted)
-            lost = min(seconds / self.costs.plain_seconds - tokens, FIRST_TRIALS)
+    def record_intake(
+        self, choice: int, seconds: float, num_accepted: Sequence[int], text: TextTally | None = None
+    ) -> None:
+        """Adds a round that took in a whole prompt: no measure of others; where plain steps are best a loss, but for
+        what is little next to the prompt's own forward. Arguments as in [`record_round`]."""
+        if not self.costs.unit:
+            return
+        tokens, allowed = 1 + sum(num_accepted) / len(num_accepted), 0.0
+        if text is not None:
+            text.record(tokens, self.costs.cost(choice))
+            allowed = INTAKE_SHARE * text.prefill
+        if self.best == PLAIN:
+            lost = min((seconds - allowed) / self.costs.plain_seconds - tokens, FIRST_TRIALS)
             self.debt = min(self.debt + max(lost, 0.0), MOST_DEBT)
 
     def why_plain(self) -> str:
@@ -348,43 +394,6 @@ class Pace:
         enough = 1 if self.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
         known = [choice for choice, tried in enumerate(self.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
-            return "to time them, for the choice between drafting and plain steps"
+            return "to time them, for the choice of what to draft, or because drafts did not pay in this text"
         gain = max(self.rate(choice) for choice in known)
         return f"because a drafted round gave {gain:.2f} of the tokens per second of plain steps"
-
-
-def pace_of(
-    heads: DraftingContract,
-    target: PreTrainedModel,
-    options: DraftingOptions,
-    batch_size: int,
-    config: GenerationConfig,
-    active: int | None = None,
-) -> Pace:
-    """Costs and gains of a pair under the settings of a call; kept with the heads for the next such call.
-
-    Args:
-        heads: The heads.
-        target: Their target.
-        options: Of the call.
-        batch_size: Sequences of the call.
-        config: How tokens are chosen.
-        active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
-    """
-    menu: tuple[DraftTreeConfig, ...] = (options.tree,)
-    farthest = 0
-    if options.free_tree and not options.compiled:
-        seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
-        drawn = bool(config.do_sample) and not seeded
-        farthest = farthest_chain(heads, target)
-        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest)
-    # One that is left of a batch pays for the batch's masks, as two do.
-    octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
-    settings = (repr(menu), farthest, options.compiled, config.do_sample, config.temperature)
-    known = heads.memory.setdefault(target, {})
-    if (key := (Pace, octave, *settings)) in known:
-        return known[key]
-    alike = [(abs(other[1] - octave), pace) for other, pace in list(known.items())
-             if other[0] is Pace and other[2:] == settings]  # fmt: skip
-    _, nearest = min(alike, key=itemgetter(0), default=(0, None))
-    return known.setdefault(key, Pace(menu, nearest, farthest > 0))

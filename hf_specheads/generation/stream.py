@@ -31,7 +31,7 @@ from .committed import NewRows
 from .loop import RoundLoop, begin_call
 from .observer import tell
 from .options import DraftingOptions
-from .pace import pace_of
+from .paces import pace_of
 from .refusals import (
     refuse_numbers,
     refuse_prepared_call,

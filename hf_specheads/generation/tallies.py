@@ -24,6 +24,8 @@ NEVER = 1e-9  # how likely it is, at the least, to come to a position: nothing i
 HEAVY = 1e9  # weight of a round at which all are made lighter
 # How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+TEXTS_BEFORE = 4.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
+ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # of which so much is forgotten with every round, and every plain step
 BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 
 
@@ -263,3 +265,37 @@ class Tried:
         """Tokens of a round: on average so far, the more rounds there were the less what was `expected`."""
         rounds = min(self.rounds, ROUNDS_OF_A_MEAN)
         return (rounds * self.tokens + BELIEVED * expected) / (rounds + BELIEVED)
+
+
+@dataclass
+class TextTally:
+    """What rounds of the texts at hand have given: how well drafts fare differs from text to text, by more than from
+    tree to tree.
+
+    Attributes:
+        tokens: Tokens of the rounds per sequence, bonus tokens included; older rounds count less.
+        cost: What they cost, in plain steps.
+        prefill: Seconds of the prompts' forward.
+    """
+
+    tokens: float = 0.0
+    cost: float = 0.0
+    prefill: float = 0.0
+
+    def record(self, tokens: float, cost: float) -> None:
+        """Adds a round."""
+        self._fade(ROUND_FADES)
+        self.tokens, self.cost = self.tokens + tokens, self.cost + cost
+
+    def record_plain(self) -> None:
+        """Adds a plain step: the text may have changed meanwhile."""
+        self._fade(STEP_FADES)
+
+    def rate(self, usual: float, cost: float) -> float:
+        """Tokens per plain step's time that drafts may be expected to give here, where they `usual`ly give so many in
+        rounds of a `cost`."""
+        before = TEXTS_BEFORE * cost
+        return (self.tokens + before * usual) / (self.cost + before)
+
+    def _fade(self, share: float) -> None:
+        self.tokens, self.cost = self.tokens * (1 - share), self.cost * (1 - share)

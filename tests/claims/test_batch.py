@@ -179,7 +179,7 @@ def test_rows_are_sampled_from_the_targets_distribution_whatever_is_drafted(monk
     target, samples, length, chosen = five_token_target(), 600, 4, []
     draw = random.Random(0)
 
-    def any_choice(pace: Pace, context: int) -> int:
+    def any_choice(pace: Pace, *_: object) -> int:
         chosen.append(-1 if len(chosen) % 3 == 2 else draw.randrange(len(pace.menu)))
         return chosen[-1]
 

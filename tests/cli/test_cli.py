@@ -163,7 +163,7 @@ def test_bench_says_how_many_plain_steps_there_were_and_why(pair: Path, tmp_path
     """Heads that never pay: half of their tokens come from plain steps, which tau alone does not show."""
     from hf_specheads.generation.pace import PLAIN, Pace
 
-    monkeypatch.setattr(Pace, "choose", lambda self, context: PLAIN)
+    monkeypatch.setattr(Pace, "choose", lambda self, *_: PLAIN)
     arguments = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]
     assert main([*arguments, "--max-new-tokens", "12"]) in (0, 1)
     assert re.search(r"^plain steps of heads  \d+", capsys.readouterr().out, flags=re.MULTILINE)

@@ -42,15 +42,14 @@ def test_it_learns_what_heads_confidence_and_the_mood_say(known, sure, mood):
     """Heads that are believed, promise too much, are right whatever they say, or have good times and bad ones."""
     rng, foresight = random.Random(1), Foresight()
 
-    def link() -> tuple[float, tuple[float, float, float], float]:
-        sureness = math.log(rng.uniform(0.02, 0.98))
-        traits = foresight.traits(sureness, rng.random())
-        return sureness, traits, sigmoid(known * traits[0] + sure * traits[1] + mood * traits[2])
+    def link() -> tuple[tuple[float, float, float], float]:
+        traits = foresight.traits(math.log(rng.uniform(0.02, 0.98)), rng.random())
+        return traits, sigmoid(known * traits[0] + sure * traits[1] + mood * traits[2])
 
     for _ in range(3000):
-        sureness, traits, chance = link()
-        foresight.learn(0, sureness, traits, rng.random() < chance)
-    errors = [abs(foresight.chance(0, traits) - chance) for _, traits, chance in (link() for _ in range(300))]
+        traits, chance = link()
+        foresight.learn(0, traits, rng.random() < chance)
+    errors = [abs(foresight.chance(0, traits) - chance) for traits, chance in (link() for _ in range(300))]
     assert sum(errors) / len(errors) < 0.05
 
 
@@ -66,7 +65,7 @@ def test_another_pair_is_learnt_anew():
     rng, foresight = random.Random(2), Foresight()
     for share in (0.95, 0.2):
         for _ in range(4000):
-            foresight.learn(0, -0.5, foresight.traits(-0.5, 0.5), rng.random() < share)
+            foresight.learn(0, foresight.traits(-0.5, 0.5), rng.random() < share)
         assert foresight.chance(0, foresight.traits(-0.5, 0.5)) == pytest.approx(share, abs=0.1)
 
 
@@ -75,7 +74,7 @@ def test_positions_from_which_on_a_head_knows_nothing_are_found():
     foresight = Foresight()
     for _ in range(200):
         for position in range(4):
-            foresight.learn(position, -0.5, foresight.traits(-0.5, 0.5), position < 2)
+            foresight.learn(position, foresight.traits(-0.5, 0.5), position < 2)
     chances = [foresight.chance(position, foresight.traits(-0.5, 0.5)) for position in range(4)]
     assert min(chances[:2]) > 0.85 and max(chances[2:]) < 0.15
     assert foresight.chance_at(9, 0.5) == pytest.approx(foresight.chance_at(3, 0.5)), "as the deepest that is known"
@@ -239,7 +238,6 @@ def test_better_than_any_fixed_depth(level):
             pace.record_round(choice, spent, [accepted], reach)
             tokens, seconds = tokens + 1 + accepted, seconds + spent
         rates.append(tokens / seconds)
-        assert pace.usual_tree(0).depth == pytest.approx(pace.costs.levels[0], abs=0.5)
     assert sum(rates) / 3 > 1.02 * best, (rates, best)
 
 
@@ -248,7 +246,7 @@ def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
     """Whatever the first chains gave: trees that are good enough do not keep a better chain from being tried again."""
     menu = trees_to_choose(CPU_TREE, None, lambda tree: None, farthest=FARTHEST)
     pace, moods, chosen = Pace(menu, ending=True), [None], []
-    for _ in range(3000):
+    for _ in range(5000):
         if (choice := pace.choose(100)) == PLAIN:
             pace.record_plain(1.0)
             continue
@@ -305,7 +303,7 @@ def draft_only(monkeypatch, children: str) -> list[int]:
     """Every round drafts the chain that ends where it likes; returns the levels its rounds had, as they come."""
     levels, learn = [], Reach.learn
 
-    def choose(pace: Pace, context: int) -> int:
+    def choose(pace: Pace, *_: object) -> int:
         return next(n for n, tree in enumerate(pace.menu) if n in pace._ending and tree.children == children)
 
     def noted(reach: Reach, num_accepted: list[int]) -> None:
@@ -350,7 +348,7 @@ def test_rounds_that_a_budget_ended_are_no_measure(monkeypatch):
     """Chains that would have gone on are as long as the budget was, not as they like to be."""
     levels, counted = draft_only(monkeypatch, "top_k"), []
     monkeypatch.setattr(Pace, "reach", lambda pace, choice, moods, _: Reach(Foresight(), [0.5], 0.0, 0.0))
-    monkeypatch.setattr(Pace, "record_round", lambda *args: counted.append(args[-1].levels))
+    monkeypatch.setattr(Pace, "record_round", lambda *args: counted.append(args[4].levels))
     target, ids = shared_target("llama"), prompt()
     heads = random_heads(target)
     heads.forget_tree()

@@ -29,8 +29,8 @@ from hf_specheads.generation.pace import (
     ROUNDS_BETWEEN_PLAIN_STEPS,
     TRIAL_SHARE,
     Pace,
-    pace_of,
 )
+from hf_specheads.generation.paces import pace_of
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.tree.default import CPU_TREE
 
@@ -308,7 +308,7 @@ def test_taking_in_a_prompt_is_a_loss_where_drafts_do_not_pay():
     simulate(useful, 400, World(0.9, *CHEAP, noise=0))
     for pace in (useless, useful):
         before = pace.debt
-        pace.record_intake(4 * pace.costs.plain_seconds, [0])
+        pace.record_intake(0, 4 * pace.costs.plain_seconds, [0])
         assert pace.debt == pytest.approx(before + 3.0 * (pace is useless))
 
 
@@ -424,7 +424,7 @@ def test_trees_deeper_than_the_one_in_force_are_drafted_as_by_heads_that_were_gi
     deep = heads.with_tree(kind="chain", depth=farthest_chain(heads, target))
     heads.adaptive, deep.adaptive, drafted = True, False, {}
 
-    def deepest(pace: Pace, context: int) -> int:
+    def deepest(pace: Pace, *_: object) -> int:
         return max(range(len(pace.menu)), key=lambda choice: pace.menu[choice].depth)
 
     monkeypatch.setattr(Pace, "choose", deepest)
@@ -453,7 +453,7 @@ def test_the_text_does_not_depend_on_which_trees_are_drafted(method, do_sample, 
     assert not heads.tree_is_assigned and heads.with_tree(depth=2).tree_is_assigned
     drafted = []
 
-    def choose_next(pace: Pace, context: int) -> int:
+    def choose_next(pace: Pace, *_: object) -> int:
         choice = len(drafted) % (len(pace.menu) + 1) + PLAIN
         drafted.append(choice)
         return choice
@@ -541,7 +541,7 @@ def test_batches_with_copies(do_sample, monkeypatch):
     heads, drafted, turns = random_heads(target, "poss", CHAIN.replace(lookup=3)), set(), itertools.count()
     heads.adaptive = True
 
-    def choose_next(pace: Pace, context: int) -> int:
+    def choose_next(pace: Pace, *_: object) -> int:
         choice = next(turns) % (len(pace.menu) + 1) + PLAIN
         drafted.add(None if choice == PLAIN else (pace.menu[choice].children, pace.menu[choice].lookup))
         return choice
