@@ -80,6 +80,33 @@ def test_positions_from_which_on_a_head_knows_nothing_are_found():
     assert foresight.chance_at(9, 0.5) == pytest.approx(foresight.chance_at(3, 0.5)), "as the deepest that is known"
 
 
+@pytest.mark.parametrize("sureness", [-9.0, -6.0])
+def test_one_link_that_the_head_was_unsure_of_does_not_end_all_chains(sureness):
+    """What was first seen of a position is no measure of what comes, and is not seen again where chains end above."""
+    foresight = Foresight()
+    for position in range(3):
+        foresight.learn(position, foresight.traits(-0.1 if position == 0 else sureness, 0.7), accepted=True)
+    assert foresight.chance_at(1, 0.7) > 0.7 and foresight.chance_at(2, 0.7) > 0.7
+
+
+def test_heads_that_are_wrong_about_themselves_are_known_by_what_was_accepted():
+    """Random heads are sure of nothing; a stub makes their first two tokens right all the same."""
+    foresight = Foresight()
+    for _ in range(60):
+        for position in range(3):
+            foresight.learn(position, foresight.traits(-9.0, 0.8), position < 2)
+    chances = [foresight.chance_at(position, 0.8) for position in range(3)]
+    assert min(chances[:2]) > 0.9 and chances[2] < 0.1
+
+
+@given(st.lists(st.booleans(), max_size=60), st.floats(0, 1))
+def test_chances_are_probabilities(accepted, mood):
+    foresight = Foresight()
+    for one in accepted:
+        foresight.learn(0, foresight.traits(-0.5, mood), one)
+    assert 0 < foresight.chance_at(0, mood) < 1 and 0 < foresight.chance_at(5, mood) < 1
+
+
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, 1.0])
 def test_heads_that_overflow_leave_no_trace(broken):
     foresight = Foresight()
@@ -260,6 +287,18 @@ def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
         reach.learn([number])
         pace.record_round(choice, 1 + 0.1 * levels, [number], reach)
     assert chosen[-300:].count("chain") > 250
+
+
+def test_first_chains_are_short_whatever_the_head_says():
+    """A head that is sure of everything would draft the deepest chain at once, which costs many plain steps."""
+    pace, levels = Pace((CHAIN.replace(depth=16, total_tokens=17),), ending=True), []
+    pace.record_plain(1.0)
+    for _ in range(12):
+        reach = pace.reach(0, [None])
+        levels.append(grown_by(reach, [[-1e-4]] * 16))
+        reach.learn([levels[-1]])
+        pace.record_round(0, 1 + 0.05 * levels[-1], [levels[-1]], reach)
+    assert levels[:3] == [3, 3, 3] and levels[3] == 6 and max(levels) == 16
 
 
 def test_levels_that_were_hardly_drafted_are_drafted_to_see_them():

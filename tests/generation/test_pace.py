@@ -31,6 +31,7 @@ from hf_specheads.generation.pace import (
     Pace,
 )
 from hf_specheads.generation.paces import pace_of
+from hf_specheads.generation.tallies import TextTally
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.tree.default import CPU_TREE
 
@@ -310,6 +311,69 @@ def test_taking_in_a_prompt_is_a_loss_where_drafts_do_not_pay():
         before = pace.debt
         pace.record_intake(0, 4 * pace.costs.plain_seconds, [0])
         assert pace.debt == pytest.approx(before + 3.0 * (pace is useless))
+
+
+def test_taking_in_a_prompt_is_no_loss_next_to_a_long_prompts_own_forward():
+    for prefill, lost in ((0.0, 3.0), (50.0, 2.0), (1000.0, 0.0)):
+        pace = Pace(menu_of(CPU_TREE))
+        simulate(pace, 400, World(0.0, *DEAR, noise=0))
+        text, before = TextTally(), pace.debt
+        pace.begin_call(text, prefill * pace.costs.plain_seconds)
+        before = pace.debt
+        pace.record_intake(0, 4 * pace.costs.plain_seconds, [0], text)
+        assert pace.debt == pytest.approx(before + lost)
+
+
+@pytest.mark.parametrize("good", [0.3, 0.6])
+def test_texts_in_which_drafts_do_not_pay_are_told_from_those_in_which_they_do(good):
+    """Whatever is best over all texts: few drafts where nothing is accepted, few plain steps where all is."""
+    menu = trees_to_choose(CHAIN, None, lambda tree: None, farthest=16)
+    pace, draw, drafted = Pace(menu, ending=True), random.Random(3), {False: [], True: []}
+    for _ in range(60):
+        accepts, text, moods, rounds = draw.random() < good, TextTally(), [None], 0
+        pace.begin_call(text)
+        for _ in range(100):
+            if (choice := pace.choose(100, text)) == PLAIN:
+                pace.record_plain(1.0)
+                continue
+            reach = pace.reach(choice, moods)
+            while reach.keeps([-0.5]) and reach.goes_on():
+                pass
+            number, rounds = min(reach.levels, 2) if accepts else 0, rounds + 1
+            reach.learn([number])
+            pace.record_round(choice, 1.2 + 0.15 * reach.levels, [number], reach, text)
+        drafted[accepts].append(rounds)
+    bad, fine = (sum(drafted[accepts][-10:]) / 10 for accepts in (False, True))
+    assert bad < 25 and fine > 75, drafted
+
+
+@given(
+    rounds=st.lists(st.tuples(st.floats(1, 9), st.floats(0.5, 9)), max_size=30),
+    usual=st.floats(0.1, 9), cost=st.floats(0.5, 9),
+)  # fmt: skip
+def test_what_a_text_gives_is_between_its_rounds_and_what_is_usual(rounds, usual, cost):
+    text = TextTally()
+    for tokens, spent in rounds:
+        text.record(tokens, spent)
+    rates = [usual, *(tokens / spent for tokens, spent in rounds)]
+    assert min(rates) - 1e-9 <= text.rate(usual, cost) <= max(rates) + 1e-9
+    for _ in range(5000):
+        text.record_plain()
+    assert text.rate(usual, cost) == pytest.approx(usual, rel=1e-3), "the text may have changed meanwhile"
+
+
+def test_what_can_never_be_afforded_does_not_keep_others_from_a_second_look():
+    """It was tried longest ago for ever: never."""
+    dear = DraftTreeConfig(kind="dynamic", depth=6, top_k=10, total_tokens=60)
+    pace = Pace((CPU_TREE, CHAIN.replace(depth=2, total_tokens=3), dear))
+    for _ in range(3):
+        pace.record_plain(1.0)
+    for choice in (1, 1, *[0] * 400):
+        pace.record_round(choice, (1.5, 1.4)[choice], [(3, 0)[choice]])
+    while pace.choose(100) == PLAIN:
+        pace.record_plain(1.0)
+    pace.debt = -3.0
+    assert pace.best == 0 and pace.choose(100) == 1
 
 
 def test_trials_next_to_plain_steps_count_what_they_gave():
