@@ -22,6 +22,7 @@ from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.generation.drafting import grow_tree
 from hf_specheads.generation.foresight import Foresight, Reach, mood_after
+from hf_specheads.generation.lessons import _usual_tree
 from hf_specheads.generation.menu import FARTHEST, FARTHEST_AT_ONCE, farthest_chain, trees_to_choose
 from hf_specheads.generation.pace import PLAIN, Pace
 from hf_specheads.generation.sampling import DraftSampler
@@ -265,6 +266,7 @@ def test_better_than_any_fixed_depth(level):
             pace.record_round(choice, spent, [accepted], reach)
             tokens, seconds = tokens + 1 + accepted, seconds + spent
         rates.append(tokens / seconds)
+        assert _usual_tree(pace, 0).depth == pytest.approx(pace.costs.levels[0], abs=0.5)
     assert sum(rates) / 3 > 1.02 * best, (rates, best)
 
 
