@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from ..tree.config import DraftTreeConfig
+from .budget import FIRST_TRIALS, Budget
 from .costs import PLAIN, Costs
 from .foresight import Foresight, Reach
 from .menu import Way, way_of
@@ -35,10 +37,10 @@ from .tallies import (
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
 INTAKE_SHARE = 0.02  # of the time of a prompt's forward, for heads that take in the prompt to see whether they pay
-FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned
 FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give,
 FIRST_ENDING_ROUNDS = 4  # of those that end where they like whatever they promise: few rounds of them say little
 LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
+OVERDUE_AFTER = 1024  # rounds, at anything, whatever promises more in the meantime
 FIRST_LEVELS, GROWS = 3, 2  # of a chain that ends where it likes, and times as many as are known, that it may have
 CURIOUS_AFTER = 32  # rounds of a chain that ends where it likes, to see again what lies deeper
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
@@ -46,8 +48,6 @@ ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have bec
 CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
 ROUNDS_BEFORE_A_VERDICT = 2  # of a tree,
 ROUNDS_BEFORE_TEXTS_DIFFER = 8  # and before texts are told apart
-FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
-MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
 STAYS = 1.04  # times as fast a tree must be as the best until now, to be the best instead: of near ties luck decides
 CLEARLY = 1.02  # better than the best, for a tree that is tried
@@ -78,7 +78,7 @@ class Pace:
         acceptance: Of chains, by how children are chosen; what is copied comes after all that was drafted.
         siblings: What they add to chains.
         rounds: Rounds that drafted.
-        debt: Plain steps' worth of time lost to trials, less what has been earned for further ones.
+        budget: What trials may lose.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
     """
 
@@ -94,7 +94,7 @@ class Pace:
         )
         self.siblings: Siblings = Siblings() if before is None else before.siblings
         self.rounds = 0
-        self.debt: float = -FIRST_TRIALS if before is None else before.debt
+        self.budget: Budget = Budget() if before is None else replace(before.budget)
         self.context = 0
         self._plain_due = 0
         self._best_before = PLAIN
@@ -198,7 +198,7 @@ class Pace:
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
-        """Another text may be drafted better: some of what was lost is forgotten.
+        """Another text may be drafted better.
 
         Args:
             text: Of the call.
@@ -206,7 +206,7 @@ class Pace:
         """
         if text is not None:
             text.prefill = prefill
-        self.debt = min(self.debt, max(self.debt - FORGIVEN, 0.0))
+        self.budget.begin_call()
 
     def choose(self, context: int, text: TextTally | None = None) -> int:
         """What the next round drafts: a place in the menu, or [`PLAIN`].
@@ -225,13 +225,12 @@ class Pace:
         return choice
 
     def _in_text(self, choice: int, text: TextTally) -> int:
-        """Chains that end where they like, where they pay in this text though not in others; plain steps the other way
-        round."""
-        chain = max(self._ending, key=self.rate, default=PLAIN) if choice == PLAIN else choice
-        if chain not in self._ending or self.tried[chain].rounds < ROUNDS_BEFORE_TEXTS_DIFFER:
+        """What drafts best, where drafts pay in this text though not in others; plain steps the other way round."""
+        drafted = self._best_before if choice == PLAIN else choice
+        if drafted == PLAIN or self.rounds < ROUNDS_BEFORE_TEXTS_DIFFER:
             return choice
-        here = text.rate(self.rate(chain), self.costs.cost(chain))
-        return chain if here > (PAYS if choice == PLAIN else 1.0) else PLAIN
+        here = self.rate(drafted) * text.times_usual(self.tokens(drafted))
+        return drafted if here > (PAYS if choice == PLAIN else 1.0) else PLAIN
 
     def _whatever_the_text(self, context: int) -> int:
         if context > GROWN * self.context:
@@ -239,8 +238,7 @@ class Pace:
             self.costs.begin_context()
         if self._plain_due > 0:
             return PLAIN
-        best = self.best
-        return best if self.debt > 0 else self._trial(best)
+        return self.best if self.budget.debt > 0 else self._trial(self.best)
 
     def _trial(self, best: int) -> int:
         """A tree that may be better than the best; the best itself where there is nothing to learn."""
@@ -248,10 +246,10 @@ class Pace:
             self._planned = self._plan(best)
         trial, loss, promising = self._planned
         # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
-        saved_up = self.debt <= -FIRST_TRIALS
+        saved_up = self.budget.is_full
         if not promising and saved_up and best != PLAIN:
             trial, loss = self._neglected(best)
-        return trial if loss <= -self.debt and (promising or saved_up) else best
+        return trial if self.budget.affords(loss) and (promising or saved_up) else best
 
     def _neglected(self, best: int) -> tuple[int, float]:
         """What was not tried for longest, as it may have had bad luck, and what that may lose; the best itself while
@@ -259,16 +257,18 @@ class Pace:
         last = {choice: tried.last for choice, tried in enumerate(self.tried) if choice != best}
         if not last or self.rounds - max(last.values()) < LOOKS_AGAIN_AFTER:
             return best, 0.0
-        affordable = filter(partial(self._may_be_tried, best=best), last)
-        neglected = min(affordable, key=lambda choice: last[choice], default=best)
+        neglected = min(filter(partial(self._may_be_tried, best=best), last), key=last.__getitem__, default=best)
         return neglected, self._loss(neglected, best)
 
     def _plan(self, best: int) -> tuple[int, float, bool]:
         """The tree to try next, what that may lose, and whether it promises to be better than the best."""
         if (first := self._first_chain()) is not None:
             return first, 0.0, True
-        others = filter(partial(self._may_be_tried, best=best), range(len(self.menu)))
+        others = [choice for choice in range(len(self.menu)) if self._may_be_tried(choice, best)]
         trial = max(others, key=self.promise, default=best)
+        longest = min(others, key=lambda choice: self.tried[choice].last, default=best)
+        if best != PLAIN and self.rounds - self.tried[longest].last >= OVERDUE_AFTER:
+            return longest, self._loss(longest, best), True
         better = PAYS if best == PLAIN else CLEARLY * self.rate(best)
         return trial, self._loss(trial, best), self.promise(trial) > better
 
@@ -278,7 +278,8 @@ class Pace:
 
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
-        return max(self.costs.cost(choice, unsure=True) * self.rate(best) - self.tokens(choice), 0.0)
+        unsure = self.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
+        return max(self.costs.cost(choice, unsure) * self.rate(best) - self.tokens(choice), 0.0)
 
     def _first_chain(self) -> int | None:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
@@ -326,7 +327,7 @@ class Pace:
         self.costs.record(PLAIN, seconds)
         self._look(PAUSE_IN_PLAIN_STEPS if self.costs.rounds(PLAIN) > len(PLAIN_STEPS_AFTER) else 0)
         self._plain_due = max(self._plain_due - 1, 0)
-        self.debt = max(self.debt - PLAIN_TRIAL_SHARE, -FIRST_TRIALS)
+        self.budget.earn(PLAIN_TRIAL_SHARE)
 
     def record_round(
         self,
@@ -360,16 +361,16 @@ class Pace:
             self.acceptance[tree.children].record(depth, num_accepted)
         else:
             self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
-        if text is not None:
+        if text is not None and self.is_known(choice):
             cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)
-            text.record(tokens, cost)
+            text.record(tokens, cost * self.rate(choice))
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
         # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain steps by
         # what it gave: what is usual may be of texts that were easier, and trials would seem to cost nothing for ever.
         lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
         lost = lost if best != PLAIN else self.costs.own(choice) - tokens
-        earned = TRIAL_SHARE * self.costs.cost(choice)
-        self.debt = max(min(self.debt + lost, MOST_DEBT) - earned, -FIRST_TRIALS)
+        self.budget.lose(lost)
+        self.budget.earn(TRIAL_SHARE * self.costs.cost(choice))
         pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)
         if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:
             self._plain_due = 1
@@ -383,15 +384,15 @@ class Pace:
             return
         tokens, allowed = 1 + sum(num_accepted) / len(num_accepted), 0.0
         if text is not None:
-            text.record(tokens, self.costs.cost(choice))
+            text.record(tokens, self.tokens(choice))
             allowed = INTAKE_SHARE * text.prefill
         if self.best == PLAIN:
             lost = min((seconds - allowed) / self.costs.plain_seconds - tokens, FIRST_TRIALS)
-            self.debt = min(self.debt + max(lost, 0.0), MOST_DEBT)
+            self.budget.lose(max(lost, 0.0))
 
     def why_plain(self) -> str:
         """What plain steps were taken for, in one sentence."""
-        enough = 1 if self.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
+        enough = 1 if self.budget.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
         known = [choice for choice, tried in enumerate(self.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
             return "to time them, for the choice of what to draft, or because drafts did not pay in this text"

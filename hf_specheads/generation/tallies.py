@@ -24,7 +24,7 @@ NEVER = 1e-9  # how likely it is, at the least, to come to a position: nothing i
 HEAVY = 1e9  # weight of a round at which all are made lighter
 # How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-TEXTS_BEFORE = 4.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
+TEXTS_BEFORE = 8.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
 ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # of which so much is forgotten with every round, and every plain step
 BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 
@@ -274,28 +274,27 @@ class TextTally:
 
     Attributes:
         tokens: Tokens of the rounds per sequence, bonus tokens included; older rounds count less.
-        cost: What they cost, in plain steps.
+        usual: What such rounds usually give.
         prefill: Seconds of the prompts' forward.
     """
 
     tokens: float = 0.0
-    cost: float = 0.0
+    usual: float = 0.0
     prefill: float = 0.0
 
-    def record(self, tokens: float, cost: float) -> None:
+    def record(self, tokens: float, usual: float) -> None:
         """Adds a round."""
         self._fade(ROUND_FADES)
-        self.tokens, self.cost = self.tokens + tokens, self.cost + cost
+        self.tokens, self.usual = self.tokens + tokens, self.usual + usual
 
     def record_plain(self) -> None:
         """Adds a plain step: the text may have changed meanwhile."""
         self._fade(STEP_FADES)
 
-    def rate(self, usual: float, cost: float) -> float:
-        """Tokens per plain step's time that drafts may be expected to give here, where they `usual`ly give so many in
-        rounds of a `cost`."""
-        before = TEXTS_BEFORE * cost
-        return (self.tokens + before * usual) / (self.cost + before)
+    def times_usual(self, tokens: float) -> float:
+        """How many times as much as usual rounds may be expected to give here, where that is so many tokens."""
+        before = TEXTS_BEFORE * tokens
+        return (self.tokens + before) / (self.usual + before)
 
     def _fade(self, share: float) -> None:
-        self.tokens, self.cost = self.tokens * (1 - share), self.cost * (1 - share)
+        self.tokens, self.usual = self.tokens * (1 - share), self.usual * (1 - share)

@@ -275,7 +275,7 @@ def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
     """Whatever the first chains gave: trees that are good enough do not keep a better chain from being tried again."""
     menu = trees_to_choose(CPU_TREE, None, lambda tree: None, farthest=FARTHEST)
     pace, moods, chosen = Pace(menu, ending=True), [None], []
-    for _ in range(5000):
+    for _ in range(3000):
         if (choice := pace.choose(100)) == PLAIN:
             pace.record_plain(1.0)
             continue
