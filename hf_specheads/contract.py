@@ -169,7 +169,8 @@ class DraftingContract:
 
     def draft_rows(self, tree: DraftTreeConfig) -> int:
         """Most rows of a round in the draft cache, those to commit not counted."""
-        return tree.num_nodes + tree.depth * max(tree.num_nodes, tree.top_k)
+        per_level = 1 if tree.kind == "chain" else max(tree.num_nodes, tree.top_k)
+        return tree.num_nodes + tree.depth * per_level
 
     def tree_problem(self, tree: DraftTreeConfig) -> str | None:
         """Why these heads cannot draft a tree, with the mend; `None` if they can."""

@@ -22,7 +22,7 @@ from .compiled import CompiledRounds
 from .drafting import grow_tree
 from .foresight import Reach, mood_after
 from .lookup import TextLookup
-from .menu import deepest_draft
+from .menu import deepest_draft, largest_tree
 from .options import DraftingOptions
 from .pace import PLAIN, Pace
 from .sampling import DraftSampler
@@ -71,6 +71,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         }
         self.draft_cache = head.new_draft_cache()
         self.draft_cache.deepest = deepest_draft(head, target, self.options)
+        self.largest = largest_tree(head, target, self.options)  # of compiled rounds
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)
@@ -103,7 +104,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if self.max_length is None:
             return depth
         left = self.max_length - min(lengths) - 1
-        keeps_shapes = self.compiled is not None or self.stats.lossy
+        keeps_shapes = (self.compiled is not None and self.reach is None) or self.stats.lossy
         return depth if keeps_shapes and left > 0 else min(depth, left)
 
     def levels(self, context_length: int) -> int:
@@ -234,9 +235,15 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         sampler = None
         if self.sampling_processors is not None and self.tree.children == "sampled":
             sampler = DraftSampler(self.sampling_processors, token_ids[:, :0] if input_ids is None else input_ids)
-        if self.compiled is not None and sampler is None and token_ids.shape[1] == self.tree.most_levels + 2:
-            return self.compiled.grow(self.head, self.draft_cache, self.tree, token_ids, features, depth)
-        return grow_tree(self.head, self.draft_cache, self.tree, token_ids, features, depth, sampler, self.reach)
+        call = (self.head, self.draft_cache, self.tree, token_ids, features, depth)
+        in_shape = token_ids.shape[1] == self.largest.most_levels + 2
+        if (
+            self.compiled is not None
+            and sampler is None
+            and (in_shape or self.compiled.drafts_links(self.head, self.tree))
+        ):
+            return self.compiled.grow(*call, in_shape, self.reach)
+        return grow_tree(*call, sampler, self.reach)
 
     def get_candidates(
         self,

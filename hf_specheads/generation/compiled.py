@@ -8,10 +8,11 @@ near the end of the target's context) and draws of sampled children run uncompil
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
@@ -23,9 +24,11 @@ from ..errors import UnsupportedGenerationError
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, fixed_shape
+from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
+from .foresight import Reach
 from .probe import difference, drafts_problem
-from .regions import links_of, with_regions
+from .regions import links_apart, links_of, with_regions
 from .toolchain import warm_up_toolchain
 
 logger = logging.get_logger(__name__)
@@ -69,12 +72,35 @@ def _grow(
     return grow_fixed(head, cache, tree, token_ids, features, depth, None, shape)
 
 
+def _start(
+    head: DraftingContract, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor, temperature: float
+) -> Link:
+    states, logits = head.start_draft(cache, token_ids, features)
+    return states, *favourites(head, logits[:, 0], temperature)
+
+
+def _link(head: Any, layer: nn.Module, temperature: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    fused, states, logits = head.link(layer, *tensors)
+    return fused, states, *favourites(head, logits[:, 0], temperature)
+
+
 def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
     return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **hidden_states)
 
 
+STEPS: tuple[Callable, ...] = (_grow, _start, _link, _verify)
+
+
+def _without_guards(step: Callable) -> Callable | None:
+    """What the compiler has made of a step, without the guards it evaluates before it runs it: whether everything is
+    as it was when it was compiled, down to the settings of every module. `None` if it has made several things of it.
+    """
+    entries: list[Any] = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda _: [])(step.__code__)
+    return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
+
+
 def _own_copy(step: Callable) -> Callable:
-    """The same function with a code object of its own: the compiler limits graphs per code object."""
+    """The same function with a code object of its own."""
     return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
 
 
@@ -92,20 +118,29 @@ class CompiledRounds:
             not to be.
         links_once: The same of links of a chain ([`regions.links_of`]).
         rows_once: Whether trees of all sizes share a graph on a CPU, until there is none for them.
+        links_apart: Whether links of a chain are called one by one on a CPU: the one graph of all of them is found
+            sooner than one of the whole chain, and a chain may end where it likes.
     """
+
+    links_apart = True
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self.compiles = False
         self.layers_once = self.links_once = self.rows_once = True
         self.rooms = Rooms() if self.replays else None
-        self._steps = {step: torch.compile(_own_copy(step), **options) for step in (_grow, _verify)}
-        self._shapes: dict[Callable, set[tuple]] = {_grow: set(), _verify: set()}
+        self._steps: dict[tuple, tuple[Callable, Callable]] = {}
+        self._known_to_hold: dict[tuple, Callable | None] = {}
+        self._shapes: dict[Callable, set[tuple]] = {step: set() for step in STEPS}
 
     @property
     def replays(self) -> bool:
         """Whether steps are captured as CUDA graphs, whose outputs the next replay writes over."""
         return self.options.get("mode") in ("reduce-overhead", "max-autotune")
+
+    def begin_call(self) -> None:
+        """From here on the target, the heads and the process may be others than they were."""
+        self._known_to_hold.clear()
 
     def begin_round(self) -> None:
         """From here on outputs of earlier rounds may be written over."""
@@ -113,7 +148,17 @@ class CompiledRounds:
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
 
-    def _call(self, step: Callable, shape: tuple, *args: Any) -> Any:
+    def _call(self, step: Callable, shape: tuple, *args: Any, of: int | None = None) -> Any:
+        """A step whose arguments have this shape.
+
+        Args:
+            step: One of [`STEPS`].
+            shape: Whatever makes graphs differ.
+            args: Of the step.
+            of: Which of several modules alike it is given.
+        """
+        if (unguarded := self._known_to_hold.get((step, shape, of))) is not None:
+            return unguarded(*args)
         known = self._shapes[step]
         if shape not in known:
             if len(known) >= MOST_GRAPHS:
@@ -121,17 +166,21 @@ class CompiledRounds:
                 return step(*args)
             known.add(shape)
             self.compiles = True
+        if (step, shape) not in self._steps:
+            # A code object each: the compiler asks the guards of all graphs of one, in turn.
+            own = _own_copy(step)
+            self._steps[step, shape] = own, torch.compile(own, **self.options)
+        own, compiled = self._steps[step, shape]
         try:
-            with torch._dynamo.config.patch(
-                recompile_limit=2 * MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS
-            ):
-                return self._steps[step](*args)
+            result = compiled(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise UnsupportedGenerationError(
                 f"`heads.compiled` compiles rounds whole, which torch.compile cannot do for this pair ({reason}); set "
                 "`heads.compiled = False`."
             ) from error
+        self._known_to_hold[step, shape, of] = _without_guards(own)
+        return result
 
     def grow(
         self,
@@ -141,11 +190,16 @@ class CompiledRounds:
         token_ids: torch.Tensor,
         features: torch.Tensor | None,
         depth: int,
+        in_shape: bool = True,
+        reach: Reach | None = None,
     ) -> DraftTree:
-        """As [`drafting.grow_tree`]."""
+        """As [`drafting.grow_tree`]. Other rows than rounds usually take in (not `in_shape`) and a `reach` only where
+        links are drafted one by one ([`drafts_links`])."""
+        token_ids, features = _packed(token_ids), None if features is None else _packed(features)
+        if self.drafts_links(head, tree):
+            return self._grow_apart(head, cache, tree, token_ids, features, depth, in_shape, reach)
         shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
         shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
-        token_ids = token_ids.reshape(-1).view(token_ids.shape)  # strides of one kind, whatever it was cut from
         call = (head, cache, tree, token_ids, features, depth, shape)
         drafted, links = None, links_of(head, cache, shape) if self.links_once else None
         if links is not None:
@@ -154,6 +208,39 @@ class CompiledRounds:
         if self.replays:
             cache.outlive_step()
         return drafted
+
+    def drafts_links(self, head: DraftingContract, tree: DraftTreeConfig) -> bool:
+        """Whether such drafts are made link by link, on a CPU."""
+        return self.links_apart and tree.kind == "chain" and head.link_layers is not None and head.device.type == "cpu"
+
+    def _grow_apart(
+        self,
+        head: DraftingContract,
+        cache: DraftCache,
+        tree: DraftTreeConfig,
+        token_ids: torch.Tensor,
+        features: torch.Tensor | None,
+        depth: int,
+        in_shape: bool,
+        reach: Reach | None,
+    ) -> DraftTree:
+        """A chain from its links. The few that take in several rows, where a specialist starts, are not compiled."""
+        shape, temperature = fixed_shape(tree.paths, depth, token_ids.device), tree.draft_temperature
+        alike = (len(token_ids), cache.capacity, temperature)
+
+        def run(number: int, head: DraftingContract, layer: nn.Module, *tensors: torch.Tensor) -> tuple:
+            fused, states, *favourite = self._call(_link, alike, head, layer, temperature, *tensors, of=number)
+            return fused, states, favourite
+
+        def follow(position: int, token: torch.Tensor, states: torch.Tensor) -> Link:
+            states, told = head.extend_draft(cache, position, token, states, None)
+            is_logits = isinstance(told, torch.Tensor)
+            return states, *(favourites(head, told[:, 0], temperature) if is_logits else told)
+
+        rows = (head, cache, token_ids, cast(torch.Tensor, features), temperature)
+        first = self._call(_start, (*alike, token_ids.shape[1], cache.deepest), *rows) if in_shape else _start(*rows)
+        with cache.drafting(links_apart(head, depth, run)):
+            return grow_links(tree, token_ids[:, -1:], first, follow, shape, reach)
 
     def _grow_alike(self, cache: DraftCache, links: Links, shapes: tuple, *call: Any) -> DraftTree | None:
         """The same with links of a chain that are alike compiled once; `None` if that cannot be, from now on."""
@@ -180,12 +267,25 @@ class CompiledRounds:
         self._shapes[_grow].discard(shapes)
         return None
 
+    def takes(self, tree: DraftTree, sizes: Collection[int]) -> bool:
+        """Whether a tree is verified by a graph that others are verified by as well.
+
+        Args:
+            tree: The tree.
+            sizes: Nodes of trees that rounds usually verify.
+        """
+        return tree.num_nodes in sizes or self._takes_all(tree)
+
+    def _takes_all(self, tree: DraftTree) -> bool:
+        """Whether trees of all sizes share a graph. On other devices than CPUs shapes are captured as well, or kernels
+        chosen by them."""
+        return self.rows_once and tree.token_ids.device.type == "cpu"
+
     def verify(
         self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
     ) -> ModelOutput:
         """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
-        # On other devices shapes are captured as well, or kernels chosen by them.
-        any_rows = self.rows_once and tree.token_ids.device.type == "cpu"
+        any_rows = self._takes_all(tree)
         if any_rows and tree.num_nodes == 1:
             return _of_root(self.verify(target, cache, _root_twice(tree), hidden_states))
         rows = tree.rows_alone()
@@ -249,12 +349,17 @@ def _mark_rows(tree: DraftTree) -> None:
         torch._dynamo.mark_dynamic(tree.shape.ancestor_mask, [1, 2])
 
 
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """With strides of one kind, whatever it was cut from."""
+    return tensor.reshape(-1).view(tensor.shape)
+
+
 def _in_words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:
-    """The compiled steps of a pair; kept with the heads, so that later calls find them ready.
+    """The compiled steps of a pair for a call that begins; kept with the heads, so that later calls find them ready.
 
     Args:
         heads: Draft heads.
@@ -274,4 +379,5 @@ def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: Ge
         if options.get("backend", "inductor") == "inductor" and target.device.type == "cpu":
             warm_up_toolchain()
         known[key] = CompiledRounds(options)
+    known[key].begin_call()
     return known[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +13,7 @@ from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren, select_nodes
 from ..tree.shape import FixedLevel, TreeShape, fixed_children, fixed_shape
+from .chains import Link, favourites, fixed_tree, grow_links, numbers
 from .foresight import Reach
 from .sampling import DraftSampler
 
@@ -51,25 +51,13 @@ def top_children(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
     if width == 1:
-        scores, tokens = _favourites(head, logits, temperature)
-        return _numbers(scores), tokens
+        scores, tokens = favourites(head, logits, temperature)
+        return numbers(scores), tokens
     logits = logits if temperature == 1 else logits / temperature
     scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
     if head.draft_vocabulary is not None:
         tokens = head.draft_vocabulary[tokens]
-    return _numbers(scores), tokens
-
-
-def _favourites(head: DraftingContract, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., V]."""
-    logits = logits if temperature == 1 else logits / temperature
-    scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
-    return scores, tokens if head.draft_vocabulary is None else head.draft_vocabulary[tokens]
-
-
-def _numbers(scores: torch.Tensor) -> torch.Tensor:
-    """A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart."""
-    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return numbers(scores), tokens
 
 
 def gives_up(
@@ -322,7 +310,7 @@ def _grow_levels(
         children = fixed_children(tree.paths, len(parts), root.device)
         sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
     all_tokens, all_scores = zip(*parts, strict=True)
-    return _fixed_tree(root, all_tokens, all_scores, shape, sampled)
+    return fixed_tree(root, all_tokens, all_scores, shape, sampled)
 
 
 def _grow_chain(
@@ -334,47 +322,17 @@ def _grow_chain(
     shape: TreeShape,
     reach: Reach | None,
 ) -> DraftTree:
-    """A chain of favourites, all of them whatever they score unless a reach ends it.
+    """A chain of favourites; arguments as in [`_grow_levels`]."""
+    states, logits = drafted
 
-    Args:
-        head, cache, tree, root, drafted: As in [`_grow_levels`].
-        shape: The chain's.
-        reach: As in [`grow_tree`].
-    """
-    (states, logits), links, scores = drafted, [], []
-    for position, level in enumerate(shape.levels, start=1):
-        score, token = _favourites(head, logits[:, 0], tree.draft_temperature)
-        if reach is not None and not reach.keeps(score[:, 0].tolist()):
-            break
-        links.append(token)
-        scores.append(score)
-        if position == len(shape.levels) or (reach is not None and not reach.goes_on()):
-            break
+    def follow(position: int, token: torch.Tensor, states: torch.Tensor) -> Link:
+        level = shape.levels[position - 1]
         visible = None if cache.lengths is None else level.visible[None].expand(len(root), -1, -1)
         states, logits = head.extend_draft(cache, position, token, states, visible)
-    if len(links) < len(shape.levels):
-        shape = fixed_shape(tree.paths, len(links), root.device)
-    return _fixed_tree(root, links, [_numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
+        return states, *favourites(head, logits[:, 0], tree.draft_temperature)
 
-
-def _fixed_tree(
-    root: torch.Tensor,
-    tokens: Sequence[torch.Tensor],
-    scores: Sequence[torch.Tensor],
-    shape: TreeShape,
-    sampled: SampledChildren | None,
-) -> DraftTree:
-    """A tree of a shape from its root [B, 1] and the tokens and scores [B, n] of all levels, in parts."""
-    batch = root.shape[0]
-    return DraftTree(
-        token_ids=torch.cat([root, *tokens], dim=1),
-        parents=shape.parents.expand(batch, -1),
-        depths=shape.depths.expand(batch, -1),
-        scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
-        max_depth=len(shape.levels),
-        sampled=sampled,
-        shape=shape,
-    )
+    first = (states, *favourites(head, logits[:, 0], tree.draft_temperature))
+    return grow_links(tree, root, first, follow, shape, reach)
 
 
 def _nodes_of(

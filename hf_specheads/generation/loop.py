@@ -262,7 +262,7 @@ class RoundLoop:
         self.emit(outputs, accepted, first, prefill=True)
         rows = NewRows.of_prompt(torch.cat([prompt, first], dim=1), features, self.padding_mask)
         if self.compiled:
-            drafted = self.candidates.head.draft_rows(self.options.tree) + self.options.tree.lookup
+            drafted = self.candidates.head.draft_rows(largest := self.candidates.largest) + largest.lookup
             capacity = bucket(rows.token_ids.shape[1] + self.stop.budget(self.sequences.prompt_length) + drafted)
             self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
         rows = self.drop_ended(rows, accepted)
@@ -274,7 +274,7 @@ class RoundLoop:
         if self.compiled is None:
             return None
         budget = self.stop.budget(self.sequences.prompt_length)
-        return bucket(self.prefilled + budget + self.options.tree.most_nodes), self.compiled.rooms
+        return bucket(self.prefilled + budget + self.candidates.largest.most_nodes), self.compiled.rooms
 
     # ------------------------------------------------------------------ a round
     def begin_round(self) -> bool:
@@ -305,7 +305,7 @@ class RoundLoop:
         cache, hidden_states = self.target_cache, self.reader.forward_kwargs
         plain = self.pace is not None or self.candidates.lookup is not None
         sizes = (self.options.tree.num_nodes, self.options.tree.most_nodes, *([1] if plain else []))
-        if self.compiled is not None and isinstance(cache, TreeCache) and tree.num_nodes in sizes:
+        if self.compiled is not None and isinstance(cache, TreeCache) and self.compiled.takes(tree, sizes):
             return self.compiled.verify(self.target, cache, tree, hidden_states)
         if isinstance(cache, RecurrentCache):
             before, outputs = cache.additional_forwards, cache.verify(tree, **hidden_states)
@@ -327,7 +327,7 @@ class RoundLoop:
 
     def commit(self, tree: DraftTree, outputs: ModelOutput, accepted: dict[int, Accepted]) -> NewRows:
         """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
-        longest = None if self.compiled is None else self.options.tree.most_levels + 1
+        longest = None if self.compiled is None else self.candidates.largest.most_levels + 1
         paths = PackedPaths.of(list(accepted.values()), self.sequences.last_tokens(), tree.token_ids.device, longest)
         self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
         return paths.rows(self.reader.features(outputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -69,6 +70,30 @@ def trees_to_choose(
     return tuple(dict.fromkeys(menu))
 
 
+def menu_of(
+    heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions, drawn: bool = False
+) -> tuple[tuple[DraftTreeConfig, ...], int]:
+    """Trees of a call's rounds, that in force first, and levels of chains that end where they like; 0 without any.
+
+    Compiled rounds have the tree in force, and chains where one graph drafts every link ([`CompiledRounds.grow`]):
+    any other tree would be a graph of its own.
+
+    Args:
+        heads, target, options: Of the call.
+        drawn: As in [`trees_to_choose`].
+    """
+    farthest = farthest_chain(heads, target) if options.free_tree else 0
+    if options.compiled and heads.link_layers is None:
+        farthest = 0
+    if not options.free_tree or (options.compiled and not farthest):
+        return (options.tree,), 0
+    drawn = drawn and not options.compiled
+    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest)
+    if options.compiled:
+        menu = tuple(tree for tree in menu if tree.kind == "chain" or tree == options.tree)
+    return menu, farthest
+
+
 def way_of(tree: DraftTreeConfig) -> Way:
     """How the nodes of a tree are chosen."""
     return tree.children, tree.lookup > 0
@@ -85,9 +110,12 @@ def farthest_chain(heads: DraftingContract, target: PreTrainedModel) -> int:
 
 def deepest_draft(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> int:
     """Draft positions of the deepest tree that a round of a call may draft."""
-    chooses = (options.adaptive or options.in_stream) and options.free_tree and not options.compiled
-    if not chooses:
+    if not (options.adaptive or options.in_stream or options.compiled):
         return options.tree.depth
-    farthest = farthest_chain(heads, target)
-    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, farthest=farthest)
-    return max(tree.depth for tree in menu)
+    return max(tree.depth for tree in menu_of(heads, target, options)[0])
+
+
+def largest_tree(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> DraftTreeConfig:
+    """The tree of most nodes that a compiled round of a call may verify, whether it chooses trees or not: graphs are
+    made for its sizes."""
+    return max(menu_of(heads, target, options)[0], key=attrgetter("most_nodes"))

@@ -7,8 +7,7 @@ from operator import itemgetter
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..contract import DraftingContract
-from ..tree.config import DraftTreeConfig
-from .menu import farthest_chain, trees_to_choose
+from .menu import menu_of
 from .options import DraftingOptions
 from .pace import Pace
 
@@ -31,13 +30,8 @@ def pace_of(
         config: How tokens are chosen.
         active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
     """
-    menu: tuple[DraftTreeConfig, ...] = (options.tree,)
-    farthest = 0
-    if options.free_tree and not options.compiled:
-        seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
-        drawn = bool(config.do_sample) and not seeded
-        farthest = farthest_chain(heads, target)
-        menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest)
+    seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
+    menu, farthest = menu_of(heads, target, options, drawn=bool(config.do_sample) and not seeded)
     # One that is left of a batch pays for the batch's masks, as two do.
     octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
     settings = (repr(menu), farthest, options.compiled, config.do_sample, config.temperature)

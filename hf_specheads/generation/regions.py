@@ -12,9 +12,9 @@ The target, which others may be using, is not touched: a forward goes through co
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,6 +153,18 @@ def links_of(head: DraftingContract, cache: DraftCache, shape: TreeShape | None)
     run = None if None in known or len(known) > MOST_KINDS else _link_region
     kinds, offsets = tuple(map(known.index, signatures)), _numbers(len(shape.levels), head.device)
     return Links(offsets, kinds, run, _best_region or top_children, head.dtype)
+
+
+def links_apart(head: DraftingContract, depth: int, run: Callable[..., Any]) -> Links:
+    """How links are drafted that are compiled alone: the compiler itself asks whether they are alike.
+
+    Args:
+        head: Draft head that has `link_layers`.
+        depth: Links.
+        run: As in [`Links`], with the specialist's number in the place of the kind.
+    """
+    specialists = tuple(range(len(cast(Sequence[nn.Module], head.link_layers))))
+    return Links(_numbers(depth, head.device), specialists, run, top_children, head.dtype)
 
 
 @lru_cache(maxsize=32)

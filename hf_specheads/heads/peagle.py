@@ -128,6 +128,11 @@ class PEagleHead(Eagle3Head):
     def drafts_in_one_forward(self) -> bool:
         return True
 
+    @property
+    def link_layers(self) -> None:
+        """All positions are drafted at once."""
+        return None
+
     def draft_rows(self, tree: DraftTreeConfig) -> int:
         """Positions one forward drafts, and two at least."""
         return max(tree.depth, 2)

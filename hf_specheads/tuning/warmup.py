@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
 from ..generation.compiled import SMALLEST_BUCKET, bucket
+from ..generation.menu import largest_tree
 from ..generation.observer import Round
+from ..generation.options import DraftingOptions
 from ..generation.pace import Pace
+from ..tree.config import DraftTreeConfig
 from .progress import bar
 
 PROMPT = 8  # tokens
@@ -61,16 +64,17 @@ def warmup(
         raise ValueError(f"`max_length` must be a number of tokens, 1 or more, got {max_length}.")
     started = time.perf_counter()
     heads.bind(target)
-    shapes = [(size, capacity) for size in sizes for capacity in _capacities(heads, max_length)]
+    tree = largest_tree(heads, target, DraftingOptions.of(heads))
+    shapes = [(size, capacity) for size in sizes for capacity in _capacities(tree, max_length)]
     with _left_as_it_was(heads, target):
         for size, capacity in bar(shapes, "compiling rounds"):
-            _compile_rounds(target, heads, size, capacity)
+            _compile_rounds(target, heads, tree, size, capacity)
     return time.perf_counter() - started
 
 
-def _capacities(heads: DraftingContract, max_length: int | None) -> list[int]:
+def _capacities(tree: DraftTreeConfig, max_length: int | None) -> list[int]:
     """Slots of the caches of calls up to a length: powers of two."""
-    largest = SMALLEST_BUCKET if max_length is None else bucket(max_length + heads.tree_config.most_nodes)
+    largest = SMALLEST_BUCKET if max_length is None else bucket(max_length + tree.most_nodes)
     capacities = [SMALLEST_BUCKET]
     while capacities[-1] < largest:
         capacities.append(2 * capacities[-1])
@@ -100,9 +104,11 @@ def _forget_paces(known: dict[tuple, Any]) -> None:
         del known[key]
 
 
-def _compile_rounds(target: PreTrainedModel, heads: Any, batch_size: int, capacity: int) -> None:
-    """Rounds that draft, and a plain step where calls may take one."""
-    tree, takes_plain_steps = heads.tree_config, heads.adaptive
+def _compile_rounds(
+    target: PreTrainedModel, heads: Any, tree: DraftTreeConfig, batch_size: int, capacity: int
+) -> None:
+    """Rounds that draft, of no larger trees than this one, and a plain step where calls may take one."""
+    takes_plain_steps = heads.adaptive
     rows = max(tree.most_nodes, heads.draft_rows(tree) + tree.lookup) + 1
     ids = torch.arange(batch_size * PROMPT, device=target.device).view(batch_size, PROMPT)
     ids = ids % (target.get_input_embeddings().num_embeddings // 2) + 1

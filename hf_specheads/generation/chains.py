@@ -1,0 +1,81 @@
+"""Chains of favourites, link by link; and the tree that drafted levels of a known shape make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..contract import DraftingContract
+from ..tree.config import DraftTreeConfig
+from ..tree.draft_tree import DraftTree, SampledChildren
+from ..tree.shape import TreeShape, fixed_shape
+from .foresight import Reach
+
+# A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
+# favourite child, [B, 1] each.
+Link = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def favourites(head: DraftingContract, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., V]."""
+    logits = logits if temperature == 1 else logits / temperature
+    scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
+    return scores, tokens if head.draft_vocabulary is None else head.draft_vocabulary[tokens]
+
+
+def numbers(scores: torch.Tensor) -> torch.Tensor:
+    """A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart."""
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
+def grow_links(
+    tree: DraftTreeConfig,
+    root: torch.Tensor,
+    link: Link,
+    follow: Callable[[int, torch.Tensor, torch.Tensor], Link],
+    shape: TreeShape,
+    reach: Reach | None,
+) -> DraftTree:
+    """A chain from links that are made one after the other, all of them whatever they score unless a reach ends it.
+
+    Args:
+        tree, shape: The chain's.
+        root: int64 [B, 1].
+        link: The first one.
+        follow: Makes the next one of its draft position (0-based) and the token and state of the link above.
+        reach: As in [`grow_tree`].
+    """
+    links, scores = [], []
+    for position in range(1, len(shape.levels) + 1):
+        states, score, token = link
+        if reach is not None and not reach.keeps(score[:, 0].tolist()):
+            break
+        links.append(token)
+        scores.append(score)
+        if position == len(shape.levels) or (reach is not None and not reach.goes_on()):
+            break
+        link = follow(position, token, states)
+    if len(links) < len(shape.levels):
+        shape = fixed_shape(tree.paths, len(links), root.device)
+    return fixed_tree(root, links, [numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
+
+
+def fixed_tree(
+    root: torch.Tensor,
+    tokens: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor],
+    shape: TreeShape,
+    sampled: SampledChildren | None,
+) -> DraftTree:
+    """A tree of a shape from its root [B, 1] and the tokens and scores [B, n] of all levels, in parts."""
+    batch = root.shape[0]
+    return DraftTree(
+        token_ids=torch.cat([root, *tokens], dim=1),
+        parents=shape.parents.expand(batch, -1),
+        depths=shape.depths.expand(batch, -1),
+        scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
+        max_depth=len(shape.levels),
+        sampled=sampled,
+        shape=shape,
+    )
