@@ -1,14 +1,17 @@
-"""Compiled rounds: one graph drafts a tree, one verifies it, both of fixed shapes.
+"""Compiled rounds: one graph drafts a tree, one verifies it. On a CPU two draft a chain, one its first link and one
+each of the others, and one verifies trees of all sizes.
 
 Every round of a pair has the same shapes if its caches show all their slots and every round takes in as many rows,
-real or not; `torch.compile` then sees each step once. Rounds that are smaller (the last token of a budget, a draft
-near the end of the target's context) and draws of sampled children run uncompiled.
+real or not; `torch.compile` then sees each step once. Other rounds that are smaller (the last token of a budget, a
+draft near the end of the target's context) and draws of sampled children run uncompiled.
 """
 
 from __future__ import annotations
 
+import gc
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -99,6 +102,19 @@ def _without_guards(step: Callable) -> Callable | None:
     return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage is looked for meanwhile: compilers make so many objects that the search, through all objects of the
+    process each time, takes a good part of their time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _own_copy(step: Callable) -> Callable:
     """The same function with a code object of its own."""
     return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
@@ -172,7 +188,8 @@ class CompiledRounds:
             self._steps[step, shape] = own, torch.compile(own, **self.options)
         own, compiled = self._steps[step, shape]
         try:
-            result = compiled(*args)
+            with _no_collections() if self.compiles else nullcontext():
+                result = compiled(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise UnsupportedGenerationError(

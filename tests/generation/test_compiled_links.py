@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from support.batches import alone_texts, assert_rows, batch_of, greedy
@@ -187,3 +189,21 @@ def test_planted_bug_guards_are_never_asked_again(target, monkeypatch):
     monkeypatch.setattr(CompiledRounds, "begin_call", lambda self: None)
     with pytest.raises(AssertionError):
         changed_between_calls(target, other_activation)
+
+
+def test_no_garbage_is_looked_for_while_compiling(target):
+    """And it is again afterwards, if it was before."""
+    heads, ids, seen = specialists(target), prompt(), []
+    counted(target, heads)
+    backend = target.generation_config.compile_config.backend
+    target.generation_config.compile_config.backend = lambda *args: seen.append(gc.isenabled()) or backend(*args)
+    try:
+        for before in (True, False):
+            gc.enable() if before else gc.disable()
+            torch._dynamo.reset()
+            heads.memory.clear()
+            plain(target, ids, NEW, assistant_model=heads)
+            assert gc.isenabled() == before
+    finally:
+        gc.enable()
+    assert seen == [False] * 6
