@@ -38,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 # Graphs of one step of one pair that may live side by side: one per batch size, capacity and draft tree.
 MOST_GRAPHS = 64
+# By default the compiler does not look for hooks: one that a module gets after it was compiled would never run.
+GUARD_HOOKS = {"skip_nnmodule_hook_guards": False}
 TOO_MANY = (
     f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
     "similar batch size, length and draft tree share their graphs."
@@ -188,7 +190,7 @@ class CompiledRounds:
             self._steps[step, shape] = own, torch.compile(own, **self.options)
         own, compiled = self._steps[step, shape]
         try:
-            with _no_collections() if self.compiles else nullcontext():
+            with torch._dynamo.config.patch(GUARD_HOOKS), _no_collections() if self.compiles else nullcontext():
                 result = compiled(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]

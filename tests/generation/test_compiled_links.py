@@ -154,7 +154,18 @@ def other_module(target):
     target.lm_head = torch.nn.Linear(target.lm_head.in_features, target.lm_head.out_features)
 
 
-@pytest.mark.parametrize("change", [other_activation, other_module, setting])
+def hook_outside_the_layers(target):
+    target.model.norm.register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+def hook_before_embedding(target):
+    target.model.embed_tokens.register_forward_pre_hook(lambda module, args: ((args[0] + 1) % module.num_embeddings,))
+
+
+CHANGES = [other_activation, other_module, setting, hook_outside_the_layers, hook_before_embedding]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_target_that_changes_between_calls_is_compiled_anew(target, change):
     changed_between_calls(target, change)
 
