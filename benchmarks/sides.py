@@ -47,10 +47,13 @@ def generate_once(
 ) -> Run:
     """One timed generation, counting the target's forwards; greedy unless the options say otherwise."""
     torch.manual_seed(seed)
+    heads = options.get("assistant_model")
+    if heads is not None and heads.compiled:  # which a hook would have compiled anew
+        ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **options)
+        return Run(ids, seconds, heads.last_stats.target_forwards, heads.last_stats)
     with CountForwards(target) as forwards:
         ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **options)
-    stats = options["assistant_model"].last_stats if "assistant_model" in options else None
-    return Run(ids, seconds, forwards.count, stats)
+    return Run(ids, seconds, forwards.count, None if heads is None else heads.last_stats)
 
 
 def run_interleaved(

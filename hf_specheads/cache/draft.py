@@ -39,6 +39,7 @@ class Links(NamedTuple):
             installed torch cannot.
         best: The best children of a link, as drafting finds them.
         dtype: That links are computed in.
+        catch_up: Whether `run` takes, as the last tensor, rows that a specialist lacks as well, where it starts.
     """
 
     offsets: tuple[torch.Tensor, ...]
@@ -46,6 +47,7 @@ class Links(NamedTuple):
     run: Callable[..., Any] | None
     best: Callable[..., Any]
     dtype: torch.dtype
+    catch_up: bool = False
 
 
 class DraftCache(SlotCache):
@@ -174,9 +176,9 @@ class DraftCache(SlotCache):
             return None if self.slots is None else chain_mask(self.slots[:, -1:], self.shown()[1], dtype)
         return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
 
-    def lacks_nothing(self, specialist: int) -> bool:
-        """Whether a specialist's layer has all of this round's drafted rows."""
-        return self._levels_in[specialist] == len(self.drafted_inputs)
+    def lacked(self, specialist: int) -> list[torch.Tensor]:
+        """This round's drafted rows that a specialist's layer does not have, [B, rows, *] each."""
+        return self.drafted_inputs[self._levels_in[specialist] :]
 
     def take_level(self, specialist: int) -> int:
         """Which levels of this round's drafted rows a specialist's layer lacks: all from the one returned on. They

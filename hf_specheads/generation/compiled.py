@@ -1,5 +1,5 @@
 """Compiled rounds: one graph drafts a tree, one verifies it. On a CPU two draft a chain, one its first link and one
-each of the others, and one verifies trees of all sizes.
+each of the others (a third where another specialist starts), and one verifies trees of all sizes.
 
 Every round of a pair has the same shapes if its caches show all their slots and every round takes in as many rows,
 real or not; `torch.compile` then sees each step once. Other rounds that are smaller (the last token of a budget, a
@@ -44,6 +44,10 @@ TOO_MANY = (
     f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
     "similar batch size, length and draft tree share their graphs."
 )
+CHANGES_TOO_OFTEN = (
+    "what `heads.compiled` compiles is another in every call (hooks that come and go, say), and was compiled anew too "
+    "often: from now on it runs uncompiled."
+)
 OF_THEIR_OWN = (
     "the layers of %s seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
     "compiled call takes longer."
@@ -56,6 +60,7 @@ ROWS_OF_THEIR_OWN = (
     "torch.compile makes no code of %s for any number of rows (%s): trees of other sizes are compiled for themselves."
 )
 SMALLEST_BUCKET = 256
+LINK_TENSORS = 6  # of every link; one where a specialist starts gets the rows that it lacks besides
 
 
 def bucket(slots: int) -> int:
@@ -192,6 +197,10 @@ class CompiledRounds:
         try:
             with torch._dynamo.config.patch(GUARD_HOOKS), _no_collections() if self.compiles else nullcontext():
                 result = compiled(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            logger.warning_once(CHANGES_TOO_OFTEN)
+            self._steps[step, shape] = step, step
+            return step(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise UnsupportedGenerationError(
@@ -243,18 +252,19 @@ class CompiledRounds:
         in_shape: bool,
         reach: Reach | None,
     ) -> DraftTree:
-        """A chain from its links. The few that take in several rows, where a specialist starts, are not compiled."""
+        """A chain from its links."""
         shape, temperature = fixed_shape(tree.paths, depth, token_ids.device), tree.draft_temperature
         alike = (len(token_ids), cache.capacity, temperature)
 
         def run(number: int, head: DraftingContract, layer: nn.Module, *tensors: torch.Tensor) -> tuple:
-            fused, states, *favourite = self._call(_link, alike, head, layer, temperature, *tensors, of=number)
+            lacked = tuple(rows.shape[1] for rows in tensors[LINK_TENSORS:])
+            shape = (*alike, *lacked)
+            fused, states, *favourite = self._call(_link, shape, head, layer, temperature, *tensors, of=number)
             return fused, states, favourite
 
         def follow(position: int, token: torch.Tensor, states: torch.Tensor) -> Link:
-            states, told = head.extend_draft(cache, position, token, states, None)
-            is_logits = isinstance(told, torch.Tensor)
-            return states, *(favourites(head, told[:, 0], temperature) if is_logits else told)
+            states, favourite = head.extend_draft(cache, position, token, states, None)
+            return states, *favourite
 
         rows = (head, cache, token_ids, cast(torch.Tensor, features), temperature)
         first = self._call(_start, (*alike, token_ids.shape[1], cache.deepest), *rows) if in_shape else _start(*rows)

@@ -12,6 +12,7 @@ The target, which others may be using, is not touched: a forward goes through co
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -19,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.draft import DraftCache, Links
 from ..cache.rooms import stays
@@ -32,6 +33,7 @@ from .drafting import top_children
 NUMBER = "layer_idx"  # of a layer in the cache, as transformers' modules call it
 COLLECTORS = "transformers.utils.output_capturing"  # hooks that know their layer's number
 MOST_KINDS = 64  # of layers in one target
+_DICTS = (dict, OrderedDict)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 _NOT_SETTINGS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", NUMBER)
 
@@ -164,7 +166,7 @@ def links_apart(head: DraftingContract, depth: int, run: Callable[..., Any]) -> 
         run: As in [`Links`], with the specialist's number in the place of the kind.
     """
     specialists = tuple(range(len(cast(Sequence[nn.Module], head.link_layers))))
-    return Links(_numbers(depth, head.device), specialists, run, top_children, head.dtype)
+    return Links(_numbers(depth, head.device), specialists, run, top_children, head.dtype, catch_up=True)
 
 
 @lru_cache(maxsize=32)
@@ -197,8 +199,9 @@ def _signature(layer: nn.Module) -> tuple | None:
         settings = [
             (key, _value(value))
             for key, value in vars(module).items()
+            if not (type(value) in _DICTS and not value)  # hooks that nobody has hung on it
             # The layer's own hooks are called around a region, not in it; some are told the layer's number.
-            if key not in _NOT_SETTINGS and not (module is layer and key.endswith(("_hooks", "_hooks_with_kwargs")))
+            and key not in _NOT_SETTINGS and not (module is layer and key.endswith(("_hooks", "_hooks_with_kwargs")))
         ]
         parts.append((name, type(module), tuple(sorted(settings, key=lambda setting: setting[0]))))
         for held in (module._parameters, module._buffers):
@@ -215,6 +218,8 @@ def _tensor(tensor: torch.Tensor) -> tuple:
 
 def _value(value: Any) -> Any:
     """A setting by what it says; of objects, which they are."""
+    if isinstance(value, PreTrainedConfig):  # first: to ask one whether it is anything else takes long
+        return id(value)
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):

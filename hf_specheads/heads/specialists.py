@@ -182,8 +182,10 @@ class SpecialistHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nodes = token_ids.shape[1]
         specialist = self.specialist_of(position)
-        if cache.links is not None and visible is None and cache.lacks_nothing(specialist):
-            return self._next_link(cache, specialist, token_ids, features)
+        if cache.links is not None and visible is None:
+            lacked = cache.lacked(specialist)
+            if cache.links.catch_up or not lacked:
+                return self._next_link(cache, specialist, token_ids, features, lacked)
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
         cache.drafted_inputs.append(fused)
         # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
@@ -196,12 +198,19 @@ class SpecialistHead(DraftHead):
         return drafted, self.draft_logits(drafted)
 
     def _next_link(
-        self, cache: DraftCache, specialist: int, token_ids: torch.Tensor, features: torch.Tensor
+        self,
+        cache: DraftCache,
+        specialist: int,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        lacked: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`extend_draft`] for the only node [B, 1] of a level, by a specialist that has all levels above."""
+        """As [`extend_draft`] for the only node [B, 1] of a level, with rows of levels above that the specialist's
+        layer lacks."""
         links, layer, own = cast(Links, cache.links), self.layers[specialist], cache.layers[specialist]
         place = (cast(torch.Tensor, cache.lengths), links.offsets[len(cache.drafted_inputs)])
         tensors = (own.keys, own.values, *place, token_ids, features)
+        tensors = (*tensors, torch.cat(lacked, dim=1)) if lacked else tensors
         if links.run is None:
             fused, drafted, logits = self.link(layer, *tensors)
         else:
@@ -219,6 +228,7 @@ class SpecialistHead(DraftHead):
         offset: torch.Tensor,
         token_ids: torch.Tensor,
         features: torch.Tensor,
+        lacked: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One link of a chain, of tensors alone: whatever the link's number, a compiler sees the same.
 
@@ -229,15 +239,19 @@ class SpecialistHead(DraftHead):
             offset: int64 [1], how far after them the link's row lies.
             token_ids: int64 [B, 1].
             features: [B, 1, *], state of the link above.
+            lacked: [B, R, *], fused rows of the links right above that the layer takes in as well; `None` without.
 
         Returns:
             The fused row [B, 1, *], the drafted state [B, 1, h], and draft logits [B, 1, V].
         """
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
-        slots = lengths[:, None] + offset
+        rows, slots = fused, lengths[:, None] + offset
         mask = chain_mask(slots, keys.shape[2], fused.dtype)
-        rotary = self.rotary_emb(fused, slots)
-        drafted = self.drafted_state(layer(fused, rotary, mask, OwnSlots(keys, values, slots), 1))
+        if lacked is not None:
+            rows = torch.cat([lacked, fused], dim=1)
+            slots = slots + torch.arange(-lacked.shape[1], 1, device=slots.device)
+        rotary = self.rotary_emb(rows, slots)
+        drafted = self.drafted_state(layer(rows, rotary, mask, OwnSlots(keys, values, slots), 1))
         return fused, drafted, self.draft_logits(drafted)
 
     def _rotary_of_levels(self, cache: DraftCache, first: int, levels: list[torch.Tensor]) -> Rotary:

@@ -44,14 +44,14 @@ def free_heads(target, method="eagle", **options):
 
 
 @pytest.mark.parametrize("lengths", [(9,), pytest.param((9, 4), marks=SLOW)])
-def test_links_of_all_positions_and_specialists_are_one_graph(target, lengths):
+def test_links_of_all_positions_are_one_graph(target, lengths):
     inputs, alone = batch_of(lengths)
     heads, texts = specialists(target), alone_texts(target, alone, max_new_tokens=NEW)
     graphs = counted(target, heads)
     assert_rows(greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads), max(lengths), texts)
     drafted = heads.last_stats.pos_acc
     if len(lengths) == 1:
-        assert len(graphs) == 3, "the first link, the others, the verifying forward"
+        assert len(graphs) == 4, "the first link, the second specialist's first, the others, the verifying forward"
     known = len(graphs)
     assert_rows(greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads), max(lengths), texts)
     assert len(graphs) == known
@@ -77,7 +77,7 @@ def test_links_that_use_their_number_are_graphs_of_their_own(target):
     for _ in range(2):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
         assert heads.last_stats.pos_acc == expected
-        assert len(graphs) == 4
+        assert len(graphs) == 5
 
 
 @pytest.mark.parametrize("lookup", [0, 4])
@@ -104,7 +104,7 @@ def test_chains_end_where_they_like_and_share_their_graphs(target, monkeypatch, 
         ids = prompt(length, seed=length)
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
     assert len(set(levels)) >= 4, "chains of many lengths"
-    assert len(graphs) == 3
+    assert len(graphs) == 4
 
 
 def test_chains_of_favourites_alone(target):
@@ -170,6 +170,18 @@ def test_a_target_that_changes_between_calls_is_compiled_anew(target, change):
     changed_between_calls(target, change)
 
 
+def test_what_changes_with_every_call_runs_uncompiled_in_the_end(target, caplog):
+    heads, ids = free_heads(target), prompt()
+    counted(target, heads)
+    expected, seen = plain(target, ids, NEW), []
+    for call in range(12):
+        hook = target.model.norm.register_forward_hook(lambda *_, call=call: seen.append(call))
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+        hook.remove()
+    assert seen[-1] == 11
+    assert "another in every call" in caplog.text
+
+
 def test_guards_are_asked_once_a_call(target, monkeypatch):
     asked = []
     real = compiled._without_guards
@@ -179,7 +191,7 @@ def test_guards_are_asked_once_a_call(target, monkeypatch):
     for calls in (1, 2):
         plain(target, ids, NEW, assistant_model=heads)
         assert heads.last_stats.target_forwards > 6
-        assert len(asked) == calls * (2 + len(heads.layers)), "first links, every specialist's, and verifying"
+        assert len(asked) == calls * (3 + len(heads.layers)), "first links, every specialist's, verifying"
 
 
 def test_what_is_several_graphs_keeps_its_guards():
@@ -217,4 +229,4 @@ def test_no_garbage_is_looked_for_while_compiling(target):
             assert gc.isenabled() == before
     finally:
         gc.enable()
-    assert seen == [False] * 6
+    assert seen == [False] * 8
