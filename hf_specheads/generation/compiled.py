@@ -8,10 +8,8 @@ draft near the end of the target's context) and draws of sampled children run un
 
 from __future__ import annotations
 
-import gc
-import types
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -30,6 +28,7 @@ from ..tree.shape import TreeShape, fixed_shape
 from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
 from .foresight import Reach
+from .guards import GUARD_HOOKS, no_collections, own_copy, without_guards
 from .probe import difference, drafts_problem
 from .regions import links_apart, links_of, with_regions
 from .toolchain import warm_up_toolchain
@@ -38,8 +37,6 @@ logger = logging.get_logger(__name__)
 
 # Graphs of one step of one pair that may live side by side: one per batch size, capacity and draft tree.
 MOST_GRAPHS = 64
-# By default the compiler does not look for hooks: one that a module gets after it was compiled would never run.
-GUARD_HOOKS = {"skip_nnmodule_hook_guards": False}
 TOO_MANY = (
     f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
     "similar batch size, length and draft tree share their graphs."
@@ -99,32 +96,6 @@ def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_s
 
 
 STEPS: tuple[Callable, ...] = (_grow, _start, _link, _verify)
-
-
-def _without_guards(step: Callable) -> Callable | None:
-    """What the compiler has made of a step, without the guards it evaluates before it runs it: whether everything is
-    as it was when it was compiled, down to the settings of every module. `None` if it has made several things of it.
-    """
-    entries: list[Any] = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda _: [])(step.__code__)
-    return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """No garbage is looked for meanwhile: compilers make so many objects that the search, through all objects of the
-    process each time, takes a good part of their time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _own_copy(step: Callable) -> Callable:
-    """The same function with a code object of its own."""
-    return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
 
 
 class CompiledRounds:
@@ -191,11 +162,11 @@ class CompiledRounds:
             self.compiles = True
         if (step, shape) not in self._steps:
             # A code object each: the compiler asks the guards of all graphs of one, in turn.
-            own = _own_copy(step)
+            own = own_copy(step)
             self._steps[step, shape] = own, torch.compile(own, **self.options)
         own, compiled = self._steps[step, shape]
         try:
-            with torch._dynamo.config.patch(GUARD_HOOKS), _no_collections() if self.compiles else nullcontext():
+            with torch._dynamo.config.patch(GUARD_HOOKS), no_collections() if self.compiles else nullcontext():
                 result = compiled(*args)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             logger.warning_once(CHANGES_TOO_OFTEN)
@@ -207,7 +178,7 @@ class CompiledRounds:
                 f"`heads.compiled` compiles rounds whole, which torch.compile cannot do for this pair ({reason}); set "
                 "`heads.compiled = False`."
             ) from error
-        self._known_to_hold[step, shape, of] = _without_guards(own)
+        self._known_to_hold[step, shape, of] = without_guards(own)
         return result
 
     def grow(

@@ -15,7 +15,10 @@ RECENT = 5  # rounds and steps whose median tells how fast the machine is just n
 REMEMBERED = 128  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
 STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
 USUAL_LEVELS = 3  # of chains that end where they like, before any was drafted
+FIRST_LEVELS, GROWS = 3, 2  # that they may have at first, and times as many as are known
+CURIOUS_AFTER = 32  # rounds of them, to see again what lies deeper, or what other numbers of levels cost
 A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what those cost and give
+NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
 # off that may be.
@@ -24,6 +27,8 @@ SPREAD = np.array([0.4, 0.3, 0.15])
 SCATTER = 0.15  # of the cost of one round, as a share
 MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
 BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
+MEDIAN_OF = 31  # rounds of a kind, where a stall must not count
+STEADY = 8.0  # rounds' worth: that a chain is as far off from what levels and nodes tell as one of a level less
 
 
 class _Kind:
@@ -31,10 +36,12 @@ class _Kind:
 
     def __init__(self, mean: float = 0.0):
         self.mean, self.count, self.weight = mean, 0, 0
+        self.recent: deque[float] = deque(maxlen=MEDIAN_OF)
 
     def record(self, cost: float) -> float:
         """Adds one; returns what it counts as."""
         self.count, self.weight = self.count + 1, self.weight + 1
+        self.recent.append(cost)
         if self.weight <= FEW:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
             return self.mean
@@ -144,14 +151,28 @@ class Costs:
         """
         if choice == PLAIN:
             return 1.0
-        if self._expectation is None:
-            self._expectation = self._expected()
-        expected, spread = self._expectation[choice]
+        expected, spread = self.expected(choice)
         count = min(self._kinds[choice].weight, REMEMBERED)
         expected += spread if unsure else 0.0
         return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
 
-    def known_levels(self, choice: int) -> int:
+    def expected(self, choice: int) -> tuple[float, float]:
+        """By what trees that were tried tell of levels and nodes: the cost, and its standard deviation."""
+        if self._expectation is None:
+            self._expectation = self._expected()
+        return self._expectation[choice]
+
+    def levels_to_draft(self, choice: int, rounds: int) -> tuple[int, int, int]:
+        """Of a chain that ends where it likes, for the next round after so many: up to how many levels are known well
+        enough to judge them, and how many it has at the least and at the most."""
+        known = self._known_levels(choice)
+        farthest = max(FIRST_LEVELS, GROWS * known)
+        if rounds % CURIOUS_AFTER != CURIOUS_AFTER - 1:
+            return known, 0, farthest
+        levels = self._unknown_levels(choice)
+        return 0, levels, levels or farthest
+
+    def _known_levels(self, choice: int) -> int:
         """Up to how many levels a chain that ends where it likes was timed a few times."""
         rounds = 0
         for levels in range(self._farthest[choice], 0, -1):
@@ -160,16 +181,35 @@ class Costs:
                 return levels
         return 0
 
+    def _unknown_levels(self, choice: int) -> int:
+        """Levels, close to those that such chains usually have, that were not timed often enough in contexts like
+        this; 0 if all were."""
+        usual, farthest = round(self.levels[choice]), self._farthest[choice]
+        near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= farthest]
+        return next((levels for levels in near if self._kinds[self._places[choice, levels]].weight < STEADY), 0)
+
     def of_levels(self, choice: int, levels: int) -> float:
         """Of a chain that ends where it likes, where it has so many levels; in plain steps."""
         return self.cost(self._places[choice, levels])
 
-    @property
-    def marginal(self) -> tuple[float, float]:
-        """What another draft level and another node cost, in plain steps."""
-        if self._expectation is None:
-            self._expectation = self._expected()
-        return self._marginal
+    def steps(self, choice: int) -> list[float]:
+        """By how much chains that end where they like cost more than levels and nodes tell, by levels from 0 on; in
+        plain steps. Kernels are made for some numbers of rows: a forward over one more may cost nothing, or a lot."""
+        more = [0.0]
+        for levels in range(1, self._farthest[choice] + 1):
+            place, off = self._places[choice, levels], more[-1]
+            if (count := self._kinds[place].weight) >= A_FEW_TIMES:
+                own = statistics.median(self._kinds[place].recent) / self._kinds[PLAIN].mean
+                off += (own - self.expected(place)[0] - off) * count / (count + STEADY)
+            more.append(off)
+        return more
+
+    def marginal(self, one_forward: bool = False) -> tuple[float, float]:
+        """What another draft level and another node cost, in plain steps; of `one_forward` heads, which draft all
+        levels in any case, nodes alone cost something."""
+        self.expected(0)
+        level, node = self._marginal
+        return (0.0, level + node) if one_forward else (level, node)
 
     def own(self, choice: int) -> float:
         """By its own rounds alone; 0 where there were none."""

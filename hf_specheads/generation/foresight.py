@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 Traits = tuple[float, float, float]  # of a link: a constant, how sure the head is of it, and the mood
 
@@ -66,6 +67,11 @@ class Foresight:
         self.usual_mood = UNKNOWN_MOOD
         self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of the weights: a symmetric matrix, row by row
         self._positions: list[_Position] = []
+
+    def follow(self, moods: list[float | None]) -> list[float]:
+        """The same list, in which new texts are in the usual mood."""
+        moods[:] = [self.usual_mood if mood is None else mood for mood in moods]
+        return cast(list[float], moods)
 
     def traits(self, sureness: float, mood: float) -> Traits:
         """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
@@ -135,7 +141,9 @@ class Reach:
         next_chance: How likely another one would be, of the sequences on average; `None` before that was asked.
         ended: It was this that ended the chains, not a limit.
         known: Levels of which enough was seen to judge them; deeper ones are drafted to see them. `None` for all.
+        least: Links that chains have whatever they are worth, to see what so many cost.
         farthest: Links that chains may have by now.
+        steps: Tokens that the time of chains would give besides what `link` and `node` tell, by links from 0 on.
     """
 
     foresight: Foresight
@@ -148,7 +156,9 @@ class Reach:
     next_chance: float | None = None
     ended: bool = False
     known: int | None = None
+    least: int = 0
     farthest: float = math.inf
+    steps: Sequence[float] = (0.0,)
     _links: list[list[Traits]] = field(default_factory=list)
 
     @property
@@ -165,7 +175,8 @@ class Reach:
         if self._links:
             self.next_chance = sum(likely) / len(likely)
             likely = [before * chance for before, chance in zip(self.likely, likely, strict=True)]
-            self.ended = not self.drawn and sum(likely) < self.node * len(likely)
+            worth = len(self._links) < self.least or sum(likely) >= (self.node + self._step(1)) * len(likely)
+            self.ended = not (self.drawn or worth)
             if self.ended:
                 return False
         self.likely = likely
@@ -173,13 +184,29 @@ class Reach:
         return True
 
     def goes_on(self) -> bool:
-        """Whether other links may be worth drafting and verifying after these."""
-        chances = [self.foresight.chance_at(len(self._links), mood) for mood in self.moods]
+        """Whether other links may be worth drafting and verifying after these: the next one, or the next two where it
+        is after the next that rounds are cheap."""
+        chances = self._chances(0)
         self.next_chance = sum(chances) / len(chances)
-        worth = sum(likely * chance for likely, chance in zip(self.likely, chances, strict=True))
-        link = self.link if self.known is None or len(self._links) < self.known else CURIOUS * self.link
-        self.ended = worth < link * len(chances) or len(self._links) >= self.farthest
+        one = [likely * chance for likely, chance in zip(self.likely, chances, strict=True)]
+        if self.known is not None and len(self._links) >= self.known:
+            pays = sum(one) >= CURIOUS * self.link * len(one)
+        else:
+            pays = sum(one) >= (self.link + self._step(1)) * len(one)
+        if not pays and self._step(2) < self._step(1):
+            two = [likely * chance for likely, chance in zip(one, self._chances(1), strict=True)]
+            pays = sum(one) + sum(two) >= (2 * self.link + self._step(2)) * len(one)
+        self.ended = not (pays or len(self._links) < self.least) or len(self._links) >= self.farthest
         return not self.ended
+
+    def _chances(self, further: int) -> list[float]:
+        """Of the next link of every sequence, or of one further on."""
+        return [self.foresight.chance_at(len(self._links) + further, mood) for mood in self.moods]
+
+    def _step(self, more: int) -> float:
+        """What so many links more cost besides."""
+        last = len(self.steps) - 1
+        return self.steps[min(len(self._links) + more, last)] - self.steps[min(len(self._links), last)]
 
     def learn(self, num_accepted: Sequence[int]) -> None:
         """What became of the links, one number per sequence."""

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from ..tree.config import DraftTreeConfig
 from .budget import FIRST_TRIALS, Budget
@@ -41,8 +40,6 @@ FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give,
 FIRST_ENDING_ROUNDS = 4  # of those that end where they like whatever they promise: few rounds of them say little
 LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
 OVERDUE_AFTER = 1024  # rounds, at anything, whatever promises more in the meantime
-FIRST_LEVELS, GROWS = 3, 2  # of a chain that ends where it likes, and times as many as are known, that it may have
-CURIOUS_AFTER = 32  # rounds of a chain that ends where it likes, to see again what lies deeper
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
 CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
@@ -113,6 +110,7 @@ class Pace:
     def _work_out_again(self) -> None:
         """Forgets what followed from the rounds until now."""
         self._rates: dict[int, float] = {}
+        self._steps: dict[int, list[float]] = {}
         self._chains: dict[str, list[float]] = {}
         self._chains_known: set[Way] | None = None
         self._best: int | None = None
@@ -193,8 +191,7 @@ class Pace:
         return self.tried[nearest].copied
 
     def _is_plain_chain(self, choice: int) -> bool:
-        tree = self.menu[choice]
-        return tree.kind == "chain" and not tree.stop_below and choice not in self._ending
+        return choice not in self._ending and self.menu[choice].kind == "chain" and not self.menu[choice].stop_below
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
@@ -308,18 +305,21 @@ class Pace:
         """
         if choice not in self._ending:
             return None
-        level, node = self.costs.marginal
-        level, node = (0.0, level + node) if one_forward else (level, node)
-        rate, children = max(self.rate(self.best), 1.0), self.menu[choice].children
-        foresight = self.foresight[children]
-        moods[:] = [foresight.usual_mood if mood is None else mood for mood in moods]
-        known = cast(list[float], moods)
-        reach = Reach(foresight, known, rate * (level + node), rate * node, drawn=children == "sampled")
-        known_levels = self.costs.known_levels(choice)
-        curious = self.tried[choice].rounds % CURIOUS_AFTER == CURIOUS_AFTER - 1
-        reach.known = 0 if curious else known_levels
-        reach.farthest = max(FIRST_LEVELS, GROWS * known_levels)
+        level, node = self.costs.marginal(one_forward)
+        rate, drawn = max(self._given_otherwise(choice), 1.0), self.menu[choice].children == "sampled"
+        foresight = self.foresight[self.menu[choice].children]
+        reach = Reach(foresight, foresight.follow(moods), rate * (level + node), rate * node, drawn)
+        reach.known, reach.least, reach.farthest = self.costs.levels_to_draft(choice, self.tried[choice].rounds)
+        steps = self._steps.get(choice) or self._steps.setdefault(choice, self.costs.steps(choice))
+        reach.steps = [rate * more for more in steps]
         return reach
+
+    def _given_otherwise(self, choice: int) -> float:
+        """Tokens that a plain step's time would give instead of links of chains: where these are the best, what they
+        have given until now, not what they may give yet (Dinkelbach's method for ratios)."""
+        tried, usual = self.tried[choice], self.rate(self.best)
+        achieves = self.best == choice and tried.rounds >= FIRST_ENDING_ROUNDS
+        return min(usual, tried.tokens / self.costs.own(choice)) if achieves else usual
 
     # ------------------------------------------------------------------ what rounds tell
     def record_plain(self, seconds: float) -> None:

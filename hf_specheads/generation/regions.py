@@ -201,7 +201,8 @@ def _signature(layer: nn.Module) -> tuple | None:
             for key, value in vars(module).items()
             if not (type(value) in _DICTS and not value)  # hooks that nobody has hung on it
             # The layer's own hooks are called around a region, not in it; some are told the layer's number.
-            and key not in _NOT_SETTINGS and not (module is layer and key.endswith(("_hooks", "_hooks_with_kwargs")))
+            and key not in _NOT_SETTINGS
+            and not (module is layer and key.endswith(("_hooks", "_hooks_with_kwargs")))
         ]
         parts.append((name, type(module), tuple(sorted(settings, key=lambda setting: setting[0]))))
         for held in (module._parameters, module._buffers):

@@ -209,8 +209,8 @@ class SpecialistHead(DraftHead):
         layer lacks."""
         links, layer, own = cast(Links, cache.links), self.layers[specialist], cache.layers[specialist]
         place = (cast(torch.Tensor, cache.lengths), links.offsets[len(cache.drafted_inputs)])
-        tensors = (own.keys, own.values, *place, token_ids, features)
-        tensors = (*tensors, torch.cat(lacked, dim=1)) if lacked else tensors
+        rows = [torch.cat(lacked, dim=1)] if lacked else []
+        tensors = (own.keys, own.values, *place, token_ids, features, *rows)
         if links.run is None:
             fused, drafted, logits = self.link(layer, *tensors)
         else:

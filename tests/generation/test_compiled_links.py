@@ -184,8 +184,8 @@ def test_what_changes_with_every_call_runs_uncompiled_in_the_end(target, caplog)
 
 def test_guards_are_asked_once_a_call(target, monkeypatch):
     asked = []
-    real = compiled._without_guards
-    monkeypatch.setattr(compiled, "_without_guards", lambda step: asked.append(step) or real(step))
+    real = compiled.without_guards
+    monkeypatch.setattr(compiled, "without_guards", lambda step: asked.append(step) or real(step))
     heads, ids = specialists(target), prompt()
     counted(target, heads)
     for calls in (1, 2):
@@ -199,12 +199,12 @@ def test_what_is_several_graphs_keeps_its_guards():
         return numbers + 1
 
     torch._dynamo.reset()
-    step = compiled._own_copy(step)
+    step = compiled.own_copy(step)
     several = torch.compile(step, backend="eager", dynamic=False)
     several(torch.ones(2))
-    assert torch.equal(compiled._without_guards(step)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(compiled.without_guards(step)(torch.ones(2)), torch.full((2,), 2.0))
     several(torch.ones(3))
-    assert compiled._without_guards(step) is None
+    assert compiled.without_guards(step) is None
 
 
 @SLOW

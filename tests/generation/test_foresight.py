@@ -308,13 +308,43 @@ def test_levels_that_were_hardly_drafted_are_drafted_to_see_them():
     pace, depths = Pace((CHAIN,), ending=True), []
     pace.record_plain(1.0)
     for levels in (1, 3, 3, 2, 5):
-        depths.append(pace.costs.known_levels(0))
+        depths.append(pace.costs.levels_to_draft(0, 0)[0])
         pace.costs.record(0, 1.5, levels)
-    assert [*depths, pace.costs.known_levels(0)] == [0, 0, 0, 1, 2, 3]
+    assert [*depths, pace.costs.levels_to_draft(0, 0)[0]] == [0, 0, 0, 1, 2, 3]
     chance = Foresight().chance_at(1, 0.5) * Foresight().chance(0, Foresight().traits(-0.3, 0.5))
     for known, goes_on in ((None, False), (2, False), (1, True), (0, True)):
         reach = Reach(Foresight(), [0.5], chance / 0.8, 0.0, known=known)
         assert reach.keeps([-0.3]) and reach.goes_on() == goes_on
+
+
+# Costs of rounds over chains by links, in plain steps. Kernels are made for some numbers of rows.
+ROWS = {"dip": [2.2, 3.1, 2.68, 2.95], "jump": [1.35, 1.75, 2.5, 2.8], "smooth": [1.4, 1.8, 2.2, 2.6]}
+
+
+@pytest.mark.parametrize(("kernels", "tau", "best"), [
+    ("dip", 3, 3), ("dip", 4, 3), ("jump", 3, 2), ("jump", 4, 2), ("smooth", 3, 2), ("smooth", 4, 3),
+])  # fmt: skip
+def test_kernels_that_are_made_for_some_numbers_of_rows(kernels, tau, best):
+    """As many drafts are right in every round, and the head says nothing of it."""
+    costs = [*ROWS[kernels], *(ROWS[kernels][-1] + 0.4 * more for more in range(1, 13))]
+    menu = trees_to_choose(CHAIN, None, lambda tree: None, farthest=FARTHEST)
+    for seed in range(3):
+        rng, moods, tokens, seconds = random.Random(seed), [None], 0, 0.0
+        pace = Pace(menu, ending=True)
+        for step in range(1000):
+            if step == 300:
+                tokens, seconds = 0, 0.0
+            if (choice := pace.choose(100)) == PLAIN:
+                pace.record_plain(1 + 0.05 * rng.gauss(0, 1))
+                tokens, seconds = tokens + 1, seconds + 1
+                continue
+            reach = pace.reach(choice, moods)
+            levels = grown_by(reach, [[-9 + 0.3 * rng.gauss(0, 1)] for _ in range(FARTHEST)])
+            accepted, stall = min(levels, tau - 1), 6 if rng.random() < 0.01 else 1
+            reach.learn([accepted])
+            pace.record_round(choice, costs[levels - 1] * (1 + 0.05 * rng.gauss(0, 1)) * stall, [accepted], reach)
+            tokens, seconds = tokens + 1 + accepted, seconds + costs[levels - 1]
+        assert tokens / seconds > 0.94 * min(best + 1, tau) / costs[best - 1], (seed, pace.costs.steps(0)[:5])
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,40 @@
+"""What the compiler asks before it runs what it has compiled, and what is done around its work."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# By default the compiler does not look for hooks: one that a module gets after it was compiled would never run.
+GUARD_HOOKS = {"skip_nnmodule_hook_guards": False}
+
+
+def without_guards(step: Callable) -> Callable | None:
+    """What the compiler has made of a step, without the guards it evaluates before it runs it: whether everything is
+    as it was when it was compiled, down to the settings of every module. `None` if it has made several things of it.
+    """
+    entries: list[Any] = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda _: [])(step.__code__)
+    return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage is looked for meanwhile: compilers make so many objects that the search, through all objects of the
+    process each time, takes a good part of their time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def own_copy(step: Callable) -> Callable:
+    """The same function with a code object of its own."""
+    return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
