@@ -22,7 +22,7 @@ from .compiled import CompiledRounds
 from .drafting import grow_tree
 from .foresight import Reach, mood_after
 from .lookup import TextLookup
-from .menu import deepest_draft, largest_tree
+from .menu import largest, trees_of_call
 from .options import DraftingOptions
 from .pace import PLAIN, Pace
 from .sampling import DraftSampler
@@ -70,8 +70,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
         self.draft_cache = head.new_draft_cache()
-        self.draft_cache.deepest = deepest_draft(head, target, self.options)
-        self.largest = largest_tree(head, target, self.options)  # of compiled rounds
+        trees = trees_of_call(head, target, self.options)
+        self.draft_cache.deepest = max(tree.depth for tree in trees)
+        self.largest = largest(trees)  # of compiled rounds
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)

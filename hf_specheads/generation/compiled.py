@@ -112,11 +112,11 @@ class CompiledRounds:
             not to be.
         links_once: The same of links of a chain ([`regions.links_of`]).
         rows_once: Whether trees of all sizes share a graph on a CPU, until there is none for them.
-        links_apart: Whether links of a chain are called one by one on a CPU: the one graph of all of them is found
+        link_by_link: Whether links of a chain are called one by one on a CPU: the one graph of all of them is found
             sooner than one of the whole chain, and a chain may end where it likes.
     """
 
-    links_apart = True
+    link_by_link = True
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
@@ -210,7 +210,9 @@ class CompiledRounds:
 
     def drafts_links(self, head: DraftingContract, tree: DraftTreeConfig) -> bool:
         """Whether such drafts are made link by link, on a CPU."""
-        return self.links_apart and tree.kind == "chain" and head.link_layers is not None and head.device.type == "cpu"
+        return (
+            self.link_by_link and tree.kind == "chain" and head.link_layers is not None and head.device.type == "cpu"
+        )
 
     def _grow_apart(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -108,14 +108,15 @@ def farthest_chain(heads: DraftingContract, target: PreTrainedModel) -> int:
     return FARTHEST_AT_ONCE if heads.drafts_in_one_forward and heads.max_draft_positions is None else FARTHEST
 
 
-def deepest_draft(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> int:
-    """Draft positions of the deepest tree that a round of a call may draft."""
+def trees_of_call(
+    heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions
+) -> tuple[DraftTreeConfig, ...]:
+    """Trees that rounds of a call may draft, whether it chooses among them or not."""
     if not (options.adaptive or options.in_stream or options.compiled):
-        return options.tree.depth
-    return max(tree.depth for tree in menu_of(heads, target, options)[0])
+        return (options.tree,)
+    return menu_of(heads, target, options)[0]
 
 
-def largest_tree(heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions) -> DraftTreeConfig:
-    """The tree of most nodes that a compiled round of a call may verify, whether it chooses trees or not: graphs are
-    made for its sizes."""
-    return max(menu_of(heads, target, options)[0], key=attrgetter("most_nodes"))
+def largest(trees: Iterable[DraftTreeConfig]) -> DraftTreeConfig:
+    """The tree of most nodes: compiled rounds make their graphs for its sizes."""
+    return max(trees, key=attrgetter("most_nodes"))

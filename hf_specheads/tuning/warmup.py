@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
 from ..generation.compiled import SMALLEST_BUCKET, bucket
-from ..generation.menu import largest_tree
+from ..generation.menu import largest, trees_of_call
 from ..generation.observer import Round
 from ..generation.options import DraftingOptions
 from ..generation.pace import Pace
@@ -64,7 +64,7 @@ def warmup(
         raise ValueError(f"`max_length` must be a number of tokens, 1 or more, got {max_length}.")
     started = time.perf_counter()
     heads.bind(target)
-    tree = largest_tree(heads, target, DraftingOptions.of(heads))
+    tree = largest(trees_of_call(heads, target, DraftingOptions.of(heads)))
     shapes = [(size, capacity) for size in sizes for capacity in _capacities(tree, max_length)]
     with _left_as_it_was(heads, target):
         for size, capacity in bar(shapes, "compiling rounds"):

@@ -14,7 +14,7 @@ from support.targets import own_target, plain, prompt
 from hf_specheads.generation import compiled
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.generation.foresight import Reach
-from hf_specheads.generation.menu import FARTHEST, largest_tree, menu_of
+from hf_specheads.generation.menu import FARTHEST, largest, menu_of, trees_of_call
 from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import Pace
 from hf_specheads.heads.layers import DraftDecoderLayer
@@ -114,7 +114,7 @@ def test_chains_of_favourites_alone(target):
     options = DraftingOptions.of(heads)
     menu, farthest = menu_of(heads, target, options, drawn=True)
     assert farthest == FARTHEST and [tree.depth for tree in menu] == [FARTHEST]
-    assert largest_tree(heads, target, options) == menu[0]
+    assert largest(trees_of_call(heads, target, options)) == menu[0]
     heads = random_heads(target, "eagle", DraftTreeConfig(depth=3, top_k=3, total_tokens=7))
     heads.compiled = True
     menu, _ = menu_of(heads, target, DraftingOptions.of(heads))

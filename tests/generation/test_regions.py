@@ -63,7 +63,7 @@ def regions_called(graph) -> list[str]:
 @pytest.fixture
 def whole_chains(monkeypatch):
     """As on accelerators: a chain is one graph."""
-    monkeypatch.setattr(CompiledRounds, "links_apart", False)
+    monkeypatch.setattr(CompiledRounds, "link_by_link", False)
 
 
 def chain_heads(target, method="poss", depth=8, **options):
