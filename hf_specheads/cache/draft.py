@@ -66,6 +66,7 @@ class DraftCache(SlotCache):
         links: How a compiled step drafts chains, `None` for other trees and heads, and where nothing is compiled.
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
         rotary: Of the positions of this round's levels; `None` before anybody has made it.
+        rotary_table: Of the positions from 0 on, [1, slots, head_dim] each, for sequences that are alike in length.
     """
 
     def __init__(self, num_specialists: int):
@@ -76,6 +77,7 @@ class DraftCache(SlotCache):
         self.links: Links | None = None
         self.drafted_inputs: list[torch.Tensor] = []
         self.rotary: Rotary | None = None
+        self.rotary_table: Rotary | None = None
         self._levels_in = [0] * num_specialists
 
     @property

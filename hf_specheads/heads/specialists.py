@@ -163,7 +163,8 @@ class SpecialistHead(DraftHead):
         rows = fused.shape[1]
         positions = cache.open_rows(rows, fused.device)
         mask = cache.last_row_mask(rows, fused.dtype)
-        rotary = self.rotary_of(fused, positions)
+        in_a_row = cache.slots is None and not self._rope_moves
+        rotary = self._rotary_at(cache, fused, cache.start) if in_a_row else self.rotary_of(fused, positions)
         drafted = self(fused, rotary, mask, cache, specialist=0, num_queries=1)
         # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
         deepest = cache.deepest or self.tree_config.depth
@@ -254,22 +255,46 @@ class SpecialistHead(DraftHead):
         drafted = self.drafted_state(layer(rows, rotary, mask, OwnSlots(keys, values, slots), 1))
         return fused, drafted, self.draft_logits(drafted)
 
+    @property
+    def _rope_moves(self) -> bool:
+        """Whether cosines of a position depend on the highest that is asked for."""
+        return self.rotary_emb.rope_type in MOVING_ROPES
+
+    def _rotary_at(self, cache: DraftCache, like: torch.Tensor, start: int, rows: int | None = None) -> Rotary:
+        """Cosines and sines of positions in a row: from a table, made once for all slots of the cache."""
+        end = start + (like.shape[1] if rows is None else rows)
+        if cache.rotary_table is None or cache.rotary_table[0].shape[1] < end:
+            positions = torch.arange(max(cache.capacity, end), device=like.device)
+            cache.rotary_table = self.rotary_of(like, positions[None])
+        cos, sin = cache.rotary_table
+        return cos[:, start:end], sin[:, start:end]
+
     def _rotary_of_levels(self, cache: DraftCache, first: int, levels: list[torch.Tensor]) -> Rotary:
-        """Cosines and sines of the rows of some levels, from the `first` on; made once a round. Nodes of a level share
-        a position, one after that of the level above."""
-        end = first + len(levels)
-        if cache.rotary is None or cache.rotary[0].shape[1] < end:
-            ahead = 0 if self.rotary_emb.rope_type in MOVING_ROPES else cache.deepest or self.tree_config.depth
-            lengths, levels_after = cache.known_lengths(), torch.arange(max(end, ahead), device=levels[0].device)
-            lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
-            cache.rotary = self.rotary_of(levels[0], torch.atleast_2d(levels_after + lengths))
-        cos, sin = (table[:, first:end] for table in cache.rotary)
+        """Cosines and sines of the rows of some levels, from the `first` on. Nodes of a level share a position, one
+        after that of the level above."""
+        lengths = cache.known_lengths()
+        if isinstance(lengths, int) and not self._rope_moves:
+            cos, sin = self._rotary_at(cache, levels[0], lengths + first, len(levels))
+        else:
+            cos, sin = self._rotary_of_round(cache, lengths, first, first + len(levels), levels[0])
         widths = [level.shape[1] for level in levels]
         if max(widths) > 1:
             nodes = [[table[:, i : i + 1].expand(-1, width, -1) for i, width in enumerate(widths)]
                      for table in (cos, sin)]  # fmt: skip
             cos, sin = torch.cat(nodes[0], dim=1), torch.cat(nodes[1], dim=1)
         return cos, sin
+
+    def _rotary_of_round(
+        self, cache: DraftCache, lengths: int | torch.Tensor, first: int, end: int, like: torch.Tensor
+    ) -> Rotary:
+        """Of one row per level, made once a round."""
+        if cache.rotary is None or cache.rotary[0].shape[1] < end:
+            ahead = 0 if self._rope_moves else cache.deepest or self.tree_config.depth
+            lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
+            after = torch.arange(max(end, ahead), device=like.device)
+            cache.rotary = self.rotary_of(like, torch.atleast_2d(after + lengths))
+        cos, sin = cache.rotary
+        return cos[:, first:end], sin[:, first:end]
 
     # ------------------------------------------------------------------ training
     @property
