@@ -107,6 +107,7 @@ class CompiledRounds:
     Attributes:
         compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
             compiled.
+        calls: That have begun.
         rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
         layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]), until they turn out
             not to be.
@@ -120,7 +121,7 @@ class CompiledRounds:
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
-        self.compiles = False
+        self.compiles, self.calls = False, 0
         self.layers_once = self.links_once = self.rows_once = True
         self.rooms = Rooms() if self.replays else None
         self._steps: dict[tuple, tuple[Callable, Callable]] = {}
@@ -134,6 +135,7 @@ class CompiledRounds:
 
     def begin_call(self) -> None:
         """From here on the target, the heads and the process may be others than they were."""
+        self.calls += 1
         self._known_to_hold.clear()
 
     def begin_round(self) -> None:
@@ -225,12 +227,15 @@ class CompiledRounds:
         in_shape: bool,
         reach: Reach | None,
     ) -> DraftTree:
-        """A chain from its links."""
+        """A chain from its links. That with which another specialist starts is not compiled in a pair's first call."""
         shape, temperature = fixed_shape(tree.paths, depth, token_ids.device), tree.draft_temperature
         alike = (len(token_ids), cache.capacity, temperature)
 
         def run(number: int, head: DraftingContract, layer: nn.Module, *tensors: torch.Tensor) -> tuple:
             lacked = tuple(rows.shape[1] for rows in tensors[LINK_TENSORS:])
+            if lacked and self.calls < 2:  # one link of a round: it pays in many rounds what it would cost now
+                fused, states, *favourite = _link(head, layer, temperature, *tensors)
+                return fused, states, favourite
             shape = (*alike, *lacked)
             fused, states, *favourite = self._call(_link, shape, head, layer, temperature, *tensors, of=number)
             return fused, states, favourite

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.compiled import SMALLEST_BUCKET, bucket
+from ..generation.compiled import SMALLEST_BUCKET, bucket, compiled_rounds
 from ..generation.menu import largest, trees_of_call
 from ..generation.observer import Round
 from ..generation.options import DraftingOptions
@@ -64,6 +64,7 @@ def warmup(
         raise ValueError(f"`max_length` must be a number of tokens, 1 or more, got {max_length}.")
     started = time.perf_counter()
     heads.bind(target)
+    compiled_rounds(heads, target, target.generation_config)  # the first call of a pair leaves out what pays late
     tree = largest(trees_of_call(heads, target, DraftingOptions.of(heads)))
     shapes = [(size, capacity) for size in sizes for capacity in _capacities(tree, max_length)]
     with _left_as_it_was(heads, target):
