@@ -18,6 +18,8 @@ USUAL_LEVELS = 3  # of chains that end where they like, before any was drafted
 FIRST_LEVELS, GROWS = 3, 2  # that they may have at first, and times as many as are known
 CURIOUS_AFTER = 32  # rounds of them, to see again what lies deeper, or what other numbers of levels cost
 A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what those cost and give
+UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of rows make of it, at the least
+SHORT = 6  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
 NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
@@ -185,7 +187,7 @@ class Costs:
         """Levels, close to those that such chains usually have, that were not timed often enough in contexts like
         this; 0 if all were."""
         usual, farthest = round(self.levels[choice]), self._farthest[choice]
-        near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= farthest]
+        near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= min(farthest, SHORT)]
         return next((levels for levels in near if self._kinds[self._places[choice, levels]].weight < STEADY), 0)
 
     def of_levels(self, choice: int, levels: int) -> float:
@@ -196,11 +198,14 @@ class Costs:
         """By how much chains that end where they like cost more than levels and nodes tell, by levels from 0 on; in
         plain steps. Kernels are made for some numbers of rows: a forward over one more may cost nothing, or a lot."""
         more = [0.0]
-        for levels in range(1, self._farthest[choice] + 1):
+        for levels in range(1, min(self._farthest[choice], SHORT) + 1):
             place, off = self._places[choice, levels], more[-1]
             if (count := self._kinds[place].weight) >= A_FEW_TIMES:
-                own = statistics.median(self._kinds[place].recent) / self._kinds[PLAIN].mean
-                off += (own - self.expected(place)[0] - off) * count / (count + STEADY)
+                expected = self.expected(place)[0]
+                own = statistics.median(self._kinds[place].recent) / self._kinds[PLAIN].mean - expected
+                # By luck, or by as much as no choice depends on, none is off.
+                own = own if abs(own) > expected * max(UNEVEN, 2 * SCATTER / count**0.5) else 0.0
+                off += (own - off) * count / (count + STEADY)
             more.append(off)
         return more
 
