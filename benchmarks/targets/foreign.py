@@ -1,4 +1,4 @@
-"""A target that the shipped pair knows nothing of: another family, tokenizer and kind of text.
+r"""A target that the shipped pair knows nothing of: another family, tokenizer and kind of text.
 
     python -m benchmarks.targets.foreign --output runs/foreign --minutes 20
 
@@ -6,8 +6,9 @@ trains a small Qwen3 on the Python standard library's source and writes, next to
 (`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of long
 ones); then, for example,
 
-    python -m hf_specheads.trainer --target runs/foreign --method eagle --train_data runs/foreign/texts.jsonl ...
-    python -m benchmarks default --target runs/foreign --prompts runs/foreign/prompts.jsonl --heads runs/foreign_eagle
+    specheads train --config eagle target=runs/foreign train_data=runs/foreign/texts.jsonl output_dir=runs/eagle60 \
+        max_length=256 per_device_train_batch_size=8 bf16=false learning_rate=1e-3 warmup_steps=5 max_steps=60
+    python -m benchmarks default --target runs/foreign --prompts runs/foreign/prompts.jsonl --heads runs/eagle60
 
 It learns little in that time: sharp where code repeats itself, unsure elsewhere, as targets are that no heads follow
 for long.

@@ -54,12 +54,14 @@ class Recording:
         rounds: Seconds of rounds.
         plain_seconds: Of a plain step.
         begins: Place at which every text begins, and after all the end of the last.
+        one_forward: The heads draft all positions in one forward.
     """
 
     drafts: RecordedDrafts
     rounds: TimedRounds
     plain_seconds: float
     begins: list[int]
+    one_forward: bool
 
     @cached_property
     def favourites(self) -> list[int]:
@@ -123,7 +125,7 @@ def record(target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], new
         whole, first = (timed_generation(target, one, max_new_tokens=n, **TO_THE_END)[1] for n in (new_tokens, 1))
         steps.append((whole - first) / (new_tokens - 1))
     begins = [sum(drafts.lengths[:text]) for text in range(len(drafts.lengths) + 1)]
-    return Recording(drafts, rounds, statistics.median(steps), begins)
+    return Recording(drafts, rounds, statistics.median(steps), begins, heads.drafts_in_one_forward)
 
 
 class Clock:
@@ -172,7 +174,7 @@ def _round(
     if choice == PLAIN:
         pace.record_plain(clock.measures(recording.plain_seconds))
         return recording.plain_seconds, 0
-    reach = pace.reach(choice, text.moods)
+    reach = pace.reach(choice, text.moods, recording.one_forward)
     if reach is None:
         seconds, number = recording.seconds(pace.menu[choice]), accepted[choice][place]
     else:

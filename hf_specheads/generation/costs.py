@@ -29,6 +29,7 @@ SPREAD = np.array([0.4, 0.3, 0.15])
 SCATTER = 0.15  # of the cost of one round, as a share
 MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
 BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
+OF_BEFORE = 3  # rounds of a kind that count on where the context is of another length
 MEDIAN_OF = 31  # rounds of a kind, where a stall must not count
 STEADY = 8.0  # rounds' worth: that a chain is as far off from what levels and nodes tell as one of a level less
 
@@ -50,6 +51,11 @@ class _Kind:
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
         return cost
+
+    def begin_context(self) -> None:
+        """What was seen is of another context: the next rounds count for more."""
+        self.weight = min(self.weight, OF_BEFORE)
+        self.recent = deque(list(self.recent)[-OF_BEFORE:], maxlen=MEDIAN_OF)
 
     def mix(self, cost: float) -> None:
         """Adds one of several sorts, of which the costs differ by more than by luck."""
@@ -108,7 +114,7 @@ class Costs:
         """In a context of another length all is different: plain steps are timed anew, and costs learnt quickly."""
         self._units.clear()
         for kind in self._kinds.values():
-            kind.weight = min(kind.weight, 3)
+            kind.begin_context()
         self._expectation = None
 
     def rounds(self, choice: int) -> int:

@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList
 
 from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.cache.draft import DraftCache
+from hf_specheads.generation.costs import Costs
 from hf_specheads.generation.drafting import grow_tree
 from hf_specheads.generation.foresight import Foresight, Reach, mood_after
 from hf_specheads.generation.lessons import _usual_tree
@@ -345,6 +346,26 @@ def test_kernels_that_are_made_for_some_numbers_of_rows(kernels, tau, best):
             pace.record_round(choice, costs[levels - 1] * (1 + 0.05 * rng.gauss(0, 1)) * stall, [accepted], reach)
             tokens, seconds = tokens + 1 + accepted, seconds + costs[levels - 1]
         assert tokens / seconds > 0.94 * min(best + 1, tau) / costs[best - 1], (seed, pace.costs.steps(0)[:5])
+
+
+def test_what_numbers_of_links_cost_is_asked_anew_in_another_context():
+    """Three links are dear in a short context. In a long one they are not: few rounds tell so."""
+    costs, unit = Costs((CHAIN,), ending={0}), 0.01
+    costs.record(PLAIN, unit)
+
+    def draft(rounds, dear):
+        for number in range(rounds):
+            levels = 2 + number % 3
+            costs.record(PLAIN, unit)
+            costs.record(0, unit * (1.2 + 0.2 * levels + dear * (levels == 3)), levels)
+        return costs.steps(0)
+
+    short = draft(93, 1.5)
+    assert short[3] > 0.8 and short[3] > short[2] + 0.5
+    costs.begin_context()
+    costs.record(PLAIN, unit)
+    long = draft(24, 0.0)
+    assert abs(long[3]) < 0.2, long
 
 
 @settings(max_examples=20, deadline=None)

@@ -39,7 +39,7 @@ def test_costs_lie_on_the_lines_between_measured_ones():
 def test_every_stage_of_a_round_is_timed():
     target = shared_target()
     found = time_rounds(target, random_heads(target), [prompt()], 1, max_new_tokens=6)
-    assert set(found.chain_target) == {2, 3, 4, 5, 7, 9} and set(found.chain_draft) == {1, 2, 3, 4, 6, 8}
+    assert set(found.chain_target) == set(range(2, 10)) and set(found.chain_draft) == set(range(1, 9))
     assert {2, 4, 8} == set(found.dynamic_draft) and {2, 8} == set(found.dynamic_draft[8])
     times = [*found.chain_target.values(), *found.tree_target.values(), *found.chain_draft.values(), found.other]
     assert min(times) > 0
