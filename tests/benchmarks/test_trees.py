@@ -10,6 +10,7 @@ import torch
 from benchmarks import figure
 from benchmarks.trees import default, grid, replay
 from hf_specheads import DraftTreeConfig
+from hf_specheads.generation.pace import Pace
 from hf_specheads.tuning.replay import RecordedDrafts
 from hf_specheads.tuning.rounds import TimedRounds
 
@@ -94,7 +95,7 @@ def test_the_choice_replayed(measure_pair, monkeypatch):
     assert replay.ENDING in replay.table(result)
 
 
-def recording_of(ranks: list[list[int]]) -> replay.Recording:
+def recording_of(ranks: list[list[int]], one_forward: bool = False) -> replay.Recording:
     """A text at whose places the true tokens have these ranks; a level costs 0.1 plain steps, a node nothing."""
     depth, places = len(ranks[0]), len(ranks)
     drafts = RecordedDrafts(
@@ -103,7 +104,7 @@ def recording_of(ranks: list[list[int]]) -> replay.Recording:
         true_children=torch.tensor(ranks), true_ranks=torch.tensor(ranks), lengths=(places,),
     )  # fmt: skip
     rounds = TimedRounds(chain_target={1: 1.0, 5: 1.0}, chain_draft={1: 0.1, 4: 0.4})
-    return replay.Recording(drafts, rounds, 1.0, [0, places])
+    return replay.Recording(drafts, rounds, 1.0, [0, places], one_forward)
 
 
 def test_what_rounds_cost_and_give_wherever_they_begin():
@@ -125,3 +126,20 @@ def test_in_a_replay_nothing_is_lost_of_a_text():
     first, *later = replay.passes(recording, menu, True, seed=3)
     assert len(later) == replay.PASSES - 1
     assert all(100 * 1.2 <= spent <= 300 for spent in (first, *later)) and max(later) < 100 * 1.3
+
+
+def test_a_replay_knows_what_further_links_of_block_drafters_cost(monkeypatch):
+    """All their positions come of one forward, so that a link costs what verifying it does."""
+    menu, worth = (DraftTreeConfig(kind="chain", depth=3, top_k=1, total_tokens=4),), {True: [], False: []}
+    reach = Pace.reach
+
+    def spied(*args):
+        found = reach(*args)
+        worth[recording.one_forward].append((found.link, found.node))
+        return found
+
+    monkeypatch.setattr(Pace, "reach", spied)
+    for recording in (recording_of([[0, 0, 1]] * 60, one) for one in (True, False)):
+        list(replay.passes(recording, menu, True, seed=3))
+    assert worth[True] and all(link == node for link, node in worth[True])
+    assert worth[False] and all(link > node for link, node in worth[False])
