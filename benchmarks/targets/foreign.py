@@ -4,11 +4,18 @@ r"""A target that the shipped pair knows nothing of: another family, tokenizer a
 
 trains a small Qwen3 on the Python standard library's source and writes, next to it, what heads are trained on
 (`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of long
-ones); then, for example,
+ones). The heads of the committed tables are then made by
 
-    specheads train --config eagle target=runs/foreign train_data=runs/foreign/texts.jsonl output_dir=runs/eagle60 \
-        max_length=256 per_device_train_batch_size=8 bf16=false learning_rate=1e-3 warmup_steps=5 max_steps=60
-    python -m benchmarks default --target runs/foreign --prompts runs/foreign/prompts.jsonl --heads runs/eagle60
+    training="target=runs/foreign train_data=runs/foreign/texts.jsonl max_length=256 per_device_train_batch_size=8 \
+        lr_scheduler_type=constant eval_examples=32 bf16=false"
+    for run in "6 0" "60 5" "400 20"; do set -- $run
+        specheads train --config eagle $training output_dir=runs/foreign_eagle$1 max_steps=$1 warmup_steps=$2 \
+            learning_rate=1e-3
+    done
+    specheads train --config poss3 $training output_dir=runs/foreign_poss from_heads=runs/foreign_eagle400 \
+        max_steps=250 warmup_steps=10 learning_rate=3e-4
+
+and measured by `python -m benchmarks default --target runs/foreign ...`, as the tables say.
 
 It learns little in that time: sharp where code repeats itself, unsure elsewhere, as targets are that no heads follow
 for long.
