@@ -23,10 +23,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig
+from hf_specheads.generation.favourites import Favourites
 from hf_specheads.generation.foresight import Reach
 from hf_specheads.generation.menu import CHAIN_DEPTHS, DYNAMIC_TREES, farthest_chain, trees_to_choose
 from hf_specheads.generation.pace import PLAIN, Pace
-from hf_specheads.generation.tallies import TextTally
+from hf_specheads.generation.tallies import TextTally, candidates_of
 from hf_specheads.tree.default import default_tree
 from hf_specheads.tuning.measure import interpolate
 from hf_specheads.tuning.replay import RecordedDrafts, record_drafts, replay_dynamic
@@ -85,6 +86,23 @@ class Recording:
                 slot = chosen.index(slot * drafts.top_k)
             found.append(links)
         return found
+
+    def told(self, place: int, tree: DraftTreeConfig, depth: int, accepted: int) -> Favourites:
+        """What a round over a tree tells of its favourites.
+
+        Args:
+            place: Where it begins.
+            tree: The tree.
+            depth: Links of its favourites.
+            accepted: How many of all its drafts are right.
+        """
+        right = self.favourites[place]
+        if right >= depth:
+            return Favourites(depth, depth)
+        rank = int(self.drafts.true_ranks[place, right])
+        if tree.kind == "chain" or accepted > right:
+            return Favourites(right, depth, rank)
+        return Favourites(right, depth, min(rank, round(candidates_of(tree))), at_least=True)
 
     def accepted(self, tree: DraftTreeConfig) -> list[int]:
         """Drafts of a tree that are accepted, by place."""
@@ -146,9 +164,10 @@ def passes(recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool
     rng = random.Random(seed)
     clock, pace = Clock(rng), Pace(menu, ending=ending)
     accepted = [recording.accepted(tree) for tree in menu]
+    texts = list(zip(recording.begins, recording.begins[1:], strict=False))
+    rng.shuffle(texts)  # whether an easy text comes first or a hard one is luck, too
     for _ in range(PASSES):
-        texts, spent = list(zip(recording.begins, recording.begins[1:], strict=False)), 0.0
-        rng.shuffle(texts)
+        spent = 0.0
         for begin, end in texts:
             pace.begin_call((text := Text()).tally)
             while begin < end:
@@ -181,7 +200,9 @@ def _round(
         seconds, number = _link_by_link(recording, reach, place)
     measured = clock.measures(seconds)
     if text.drafted:
-        pace.record_round(choice, measured, [number], reach, text.tally)
+        tree = pace.menu[choice]
+        told = recording.told(place, tree, tree.depth if reach is None else reach.levels, number)
+        pace.record_round(choice, measured, [number], reach, text.tally, [told])
     else:
         pace.record_intake(choice, measured, [number], text.tally)
     text.drafted = True

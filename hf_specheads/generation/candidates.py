@@ -20,6 +20,7 @@ from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled import CompiledRounds
 from .drafting import grow_tree
+from .favourites import Favourites, favourites_of_chain, favourites_of_tree
 from .foresight import Reach, mood_after
 from .lookup import TextLookup
 from .menu import largest, trees_of_call
@@ -27,6 +28,7 @@ from .options import DraftingOptions
 from .pace import PLAIN, Pace
 from .sampling import DraftSampler
 from .tallies import TextTally
+from .verification.accepted import Accepted
 
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
@@ -65,6 +67,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.tree = self.options.tree  # of the round: the loop may take another one
         self.reach: Reach | None = None  # of the round
         self.moods: list[float | None] = []  # of the sequences, see [`Reach`]; `None` of new ones
+        self.told: list[Favourites] | None = None  # of the round's favourites, per sequence
         self.text = TextTally()  # of all sequences
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
@@ -174,15 +177,33 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         ended = self.tree.stop_below > 0 or (self.reach is not None and self.reach.ended)
         return ended or tree.max_depth >= self.tree.depth
 
-    def learn(self, tree: DraftTree, num_accepted: Sequence[int]) -> None:
-        """What became of a round's tree, one number per sequence: for chains that end where they like."""
+    def learn(self, tree: DraftTree, accepted: Sequence[Accepted]) -> None:
+        """What became of a round's tree, one result per sequence: for the choice of the next ones."""
+        self.told = None
         if tree.num_nodes == 1:
             return
+        self.told = self._told(tree, accepted)
+        num_accepted = [result.num_accepted for result in accepted]
         if self.reach is not None:
             self.reach.learn(num_accepted)
             return
         moods = zip(self.moods, num_accepted, strict=True)
         self.moods[:] = [None if mood is None else mood_after(mood, n, tree.max_depth) for mood, n in moods]
+
+    def _told(self, tree: DraftTree, accepted: Sequence[Accepted]) -> list[Favourites] | None:
+        """What became of the favourites, per sequence; `None` where it is not known, or only on an accelerator."""
+        if self.reach is not None:
+            if not (offered := self.reach.offered):
+                return None
+            levels = self.reach.levels
+            return [
+                favourites_of_chain(self.head, [link[sequence] for link in offered], levels, result.token_ids)
+                for sequence, result in enumerate(accepted)
+            ]
+        if tree.sampled is not None or self.tree.lookup or tree.token_ids.device.type != "cpu":
+            return None
+        trees = zip(tree.parents.tolist(), tree.scores.tolist(), accepted, strict=True)
+        return [favourites_of_tree(parents, scores, result.nodes) for parents, scores, result in trees]
 
     def begin_text(self, prompt: torch.Tensor) -> None:
         """Takes in the prompts [B, T] of a call, where copies are looked for in them."""

@@ -323,16 +323,19 @@ def _grow_chain(
     reach: Reach | None,
 ) -> DraftTree:
     """A chain of favourites; arguments as in [`_grow_levels`]."""
-    states, logits = drafted
+    offered = None if reach is None else reach.offered
+
+    def link(states: torch.Tensor, logits: torch.Tensor) -> Link:
+        if offered is not None:
+            offered.append(logits[:, 0])
+        return states, *favourites(head, logits[:, 0], tree.draft_temperature)
 
     def follow(position: int, token: torch.Tensor, states: torch.Tensor) -> Link:
         level = shape.levels[position - 1]
         visible = None if cache.lengths is None else level.visible[None].expand(len(root), -1, -1)
-        states, logits = head.extend_draft(cache, position, token, states, visible)
-        return states, *favourites(head, logits[:, 0], tree.draft_temperature)
+        return link(*head.extend_draft(cache, position, token, states, visible))
 
-    first = (states, *favourites(head, logits[:, 0], tree.draft_temperature))
-    return grow_links(tree, root, first, follow, shape, reach)
+    return grow_links(tree, root, link(*drafted), follow, shape, reach)
 
 
 def _nodes_of(

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
+
 Traits = tuple[float, float, float]  # of a link: a constant, how sure the head is of it, and the mood
 
 UNKNOWN_MOOD = 0.7  # before any round was seen
@@ -144,6 +146,7 @@ class Reach:
         least: Links that chains have whatever they are worth, to see what so many cost.
         farthest: Links that chains may have by now.
         steps: Tokens that the time of chains would give besides what `link` and `node` tell, by links from 0 on.
+        offered: Draft logits [B, V] that the links were chosen from; `None` where nobody asks for them.
     """
 
     foresight: Foresight
@@ -159,6 +162,7 @@ class Reach:
     least: int = 0
     farthest: float = math.inf
     steps: Sequence[float] = (0.0,)
+    offered: list[torch.Tensor] | None = None
     _links: list[list[Traits]] = field(default_factory=list)
 
     @property

@@ -347,15 +347,15 @@ class RoundLoop:
         if caught_up or (self.compiled is not None and self.compiled.compiles):
             return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
-        num_accepted, text = [result.num_accepted for result in accepted.values()], self.candidates.text
+        num_accepted, drafts = [result.num_accepted for result in accepted.values()], self.candidates
         if not (cut := any(result.cut for result in accepted.values())):
-            self.candidates.learn(tree, num_accepted)
+            drafts.learn(tree, list(accepted.values()))
         if tree.num_nodes == 1 and not gave_up:
             pace.record_plain(seconds)
         elif self.stats.rounds == 1:
-            pace.record_intake(self.choice, seconds, num_accepted, text)
-        elif self.candidates.is_whole(tree) and not cut:
-            pace.record_round(self.choice, seconds, num_accepted, self.candidates.reach, text)
+            pace.record_intake(self.choice, seconds, num_accepted, drafts.text)
+        elif drafts.is_whole(tree) and not cut:
+            pace.record_round(self.choice, seconds, num_accepted, drafts.reach, drafts.text, drafts.told)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Statistics of a finished round."""

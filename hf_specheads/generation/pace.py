@@ -1,8 +1,8 @@
 """What the next round drafts: the tree, of a small menu, that has given most tokens per second, or nothing.
 
 A round that drafts costs a draft and a forward over a tree, and pays in accepted tokens; a plain step is a forward
-over one token. Both are known from the rounds themselves: what rounds of every tree cost ([`Costs`]), and how often
-drafts at each position were accepted ([`Acceptance`], [`Siblings`]). From these every tree of the menu has an expected
+over one token. Both are known from the rounds themselves: what rounds of every tree cost ([`Costs`]), and what they
+give by how often drafts at each position were accepted ([`Gains`]). From these every tree of the menu has an expected
 rate in tokens per plain step, the less certain the fewer rounds there were of it. Each round takes the best; now and
 then another one that may be better, or worth it again, is tried. Trials cost no more than [`TRIAL_SHARE`] of the time,
 and [`PLAIN_TRIAL_SHARE`] where drafts do not pay.
@@ -20,18 +20,11 @@ from functools import partial
 from ..tree.config import DraftTreeConfig
 from .budget import FIRST_TRIALS, Budget
 from .costs import PLAIN, Costs
-from .foresight import Foresight, Reach
+from .favourites import Favourites
+from .foresight import Reach
+from .gains import Gains
 from .menu import Way, way_of
-from .tallies import (
-    ENDING_ROUNDS_OF_A_MEAN,
-    ROUNDS_OF_A_MEAN,
-    Acceptance,
-    Siblings,
-    TextTally,
-    Tried,
-    tokens_by_depth,
-    tokens_of,
-)
+from .tallies import TextTally
 
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
@@ -48,8 +41,10 @@ ROUNDS_BEFORE_TEXTS_DIFFER = 8  # and before texts are told apart
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
 STAYS = 1.04  # times as fast a tree must be as the best until now, to be the best instead: of near ties luck decides
 CLEARLY = 1.02  # better than the best, for a tree that is tried
-PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too
+PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too,
+STILL_PAYS = 1.02  # and what they must keep
 BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
+BETTER_BY_LESS_LUCK = 0.06  # the same where it is told which children are right, but for what its cost may be,
 ENDING_BETTER_BY_LUCK = 0.6  # the same of chains that end where they like: they are still learning where that is
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
 # What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
@@ -70,10 +65,7 @@ class Pace:
 
     Attributes:
         costs: Of rounds and plain steps.
-        tried: Per tree of the menu, see [`Tried`].
-        foresight: How likely the links of such chains are to be accepted, by how children are chosen.
-        acceptance: Of chains, by how children are chosen; what is copied comes after all that was drafted.
-        siblings: What they add to chains.
+        gains: Of rounds.
         rounds: Rounds that drafted.
         budget: What trials may lose.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
@@ -83,21 +75,15 @@ class Pace:
         self.menu = tuple(menu)
         self._ending = {choice for choice, tree in enumerate(self.menu) if ending and tree.kind == "chain"}
         self.costs: Costs = Costs(self.menu, None if before is None else before.costs, self._ending)
-        self.foresight: defaultdict[str, Foresight] = defaultdict(Foresight) if before is None else before.foresight
-        self.tried = [Tried() for _ in self.menu]
-        self._deepest = max(tree.depth for tree in self.menu)
-        self.acceptance: defaultdict[str, Acceptance] = (
-            defaultdict(partial(Acceptance, self._deepest)) if before is None else before.acceptance
-        )
-        self.siblings: Siblings = Siblings() if before is None else before.siblings
+        self.gains: Gains = Gains(self.menu, self._ending, None if before is None else before.gains)
         self.rounds = 0
         self.budget: Budget = Budget() if before is None else replace(before.budget)
         self.context = 0
         self._plain_due = 0
-        self._best_before = PLAIN
+        self._best_before, self._pays = PLAIN, False
         self._known_before: set[int] = set()
         if before is not None:
-            chains = (c for c in range(len(self.menu)) if c in self._ending or self._is_plain_chain(c))
+            chains = (c for c in range(len(self.menu)) if c in self._ending or self.gains.is_plain_chain(c))
             self._known_before = set(filter(before.is_known, chains))
         self._work_out_again()
 
@@ -111,7 +97,7 @@ class Pace:
         """Forgets what followed from the rounds until now."""
         self._rates: dict[int, float] = {}
         self._steps: dict[int, list[float]] = {}
-        self._chains: dict[str, list[float]] = {}
+        self.gains.work_out_again()
         self._chains_known: set[Way] | None = None
         self._best: int | None = None
         self._planned: tuple[int, float, bool] | None = None
@@ -126,21 +112,22 @@ class Pace:
             if self._best_before != PLAIN and self.rate(best) < STAYS * self.rate(self._best_before):
                 best = self._best_before
             self._best_before = best
-            self._best = best if self.rate(best) > PAYS else PLAIN
+            self._pays = self.rate(best) > (STILL_PAYS if self._pays else PAYS)
+            self._best = best if self._pays else PLAIN
         return self._best
 
     def is_known(self, choice: int) -> bool:
         """Whether a tree was tried, or is a chain among others that were: their costs and gains tell its own."""
-        if self.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT or choice in self._known_before:
+        if self.gains.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT or choice in self._known_before:
             return True
         if self._chains_known is None:
             self._chains_known = self._known_ways()
-        return self._is_plain_chain(choice) and way_of(self.menu[choice]) in self._chains_known
+        return self.gains.is_plain_chain(choice) and way_of(self.menu[choice]) in self._chains_known
 
     def _known_ways(self) -> set[Way]:
         """Ways of which a chain was tried, where two chains of any tell what chains cost."""
-        timed = [way_of(self.menu[choice]) for choice, tried in enumerate(self.tried)
-                 if tried.rounds > 1 and self._is_plain_chain(choice)]  # fmt: skip
+        timed = [way_of(self.menu[choice]) for choice, tried in enumerate(self.gains.tried)
+                 if tried.rounds > 1 and self.gains.is_plain_chain(choice)]  # fmt: skip
         return set(timed) if len(timed) > 1 else set()
 
     def rate(self, choice: int) -> float:
@@ -153,45 +140,26 @@ class Pace:
 
     def promise(self, choice: int) -> float:
         """The rate that a tree may turn out to have: the fewer rounds there were, and the longer ago, the higher."""
-        tried = self.tried[choice]
+        tried = self.gains.tried[choice]
         seen = tried.rounds * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
-        if self.is_known(choice) and self._is_plain_chain(choice):
+        if self.is_known(choice) and self.gains.is_plain_chain(choice):
             seen += CHAINS_TELL
-        luck = ENDING_BETTER_BY_LUCK if choice in self._ending else BETTER_BY_LUCK
-        return self.rate(choice) * (1 + luck / (1 + seen) ** 0.5)
+        return self.rate(choice) * (1 + self._luck(choice) / (1 + seen) ** 0.5)
+
+    def _luck(self, choice: int) -> float:
+        """As a share of its rate, what a tree that was not tried of late may be better than expected."""
+        if choice in self._ending:
+            return ENDING_BETTER_BY_LUCK
+        if not self.gains.siblings.misses:
+            return BETTER_BY_LUCK
+        if self.gains.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT:
+            return BETTER_BY_LESS_LUCK
+        cost, spread = self.costs.expected(choice)
+        return min(max(spread / cost, BETTER_BY_LESS_LUCK), BETTER_BY_LUCK)
 
     def tokens(self, choice: int) -> float:
         """Expected tokens of a round over a tree."""
-        tree = self.menu[choice]
-        if tree.children not in self._chains:
-            self._chains[tree.children] = self.acceptance[tree.children].rates(self._deepest)
-        rates = self._chains[tree.children][: tree.depth]
-        if choice in self._ending:
-            return self._tokens_of_ending(choice, rates)
-        if self._is_plain_chain(choice):
-            return tokens_of(rates) + self._copied(choice)
-        return self.tried[choice].tokens_given(self.siblings.tokens(tree, rates))
-
-    def _tokens_of_ending(self, choice: int, rates: Sequence[float]) -> float:
-        """Tokens of a round of chains that end where they like: by their own rounds, and no fewer per second than if
-        they ended always at the best depth."""
-        own = self.tried[choice].tokens_given(tokens_of(rates[: round(self.costs.levels[choice])]))
-        fixed = (given / self.costs.of_levels(choice, depth) for depth, given in enumerate(tokens_by_depth(rates), 1))
-        return max(own, max(fixed) * self.costs.cost(choice))
-
-    def _copied(self, choice: int) -> float:
-        """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
-        of the chain with copies that is most like it."""
-        if not self.menu[choice].lookup or self.tried[choice].rounds:
-            return self.tried[choice].copied
-        depth = self.menu[choice].depth
-        alike = [other for other, tried in enumerate(self.tried)
-                 if tried.rounds and self.menu[other].lookup and self._is_plain_chain(other)]  # fmt: skip
-        nearest = min(alike, key=lambda other: abs(self.menu[other].depth - depth), default=choice)
-        return self.tried[nearest].copied
-
-    def _is_plain_chain(self, choice: int) -> bool:
-        return choice not in self._ending and self.menu[choice].kind == "chain" and not self.menu[choice].stop_below
+        return self.gains.tokens(choice, self.costs)
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
@@ -251,7 +219,7 @@ class Pace:
     def _neglected(self, best: int) -> tuple[int, float]:
         """What was not tried for longest, as it may have had bad luck, and what that may lose; the best itself while
         the latest trial is not long ago."""
-        last = {choice: tried.last for choice, tried in enumerate(self.tried) if choice != best}
+        last = {choice: tried.last for choice, tried in enumerate(self.gains.tried) if choice != best}
         if not last or self.rounds - max(last.values()) < LOOKS_AGAIN_AFTER:
             return best, 0.0
         neglected = min(filter(partial(self._may_be_tried, best=best), last), key=last.__getitem__, default=best)
@@ -263,8 +231,8 @@ class Pace:
             return first, 0.0, True
         others = [choice for choice in range(len(self.menu)) if self._may_be_tried(choice, best)]
         trial = max(others, key=self.promise, default=best)
-        longest = min(others, key=lambda choice: self.tried[choice].last, default=best)
-        if best != PLAIN and self.rounds - self.tried[longest].last >= OVERDUE_AFTER:
+        longest = min(others, key=lambda choice: self.gains.tried[choice].last, default=best)
+        if best != PLAIN and self.rounds - self.gains.tried[longest].last >= OVERDUE_AFTER:
             return longest, self._loss(longest, best), True
         better = PAYS if best == PLAIN else CLEARLY * self.rate(best)
         return trial, self._loss(trial, best), self.promise(trial) > better
@@ -275,7 +243,7 @@ class Pace:
 
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
-        unsure = self.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
+        unsure = self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
         return max(self.costs.cost(choice, unsure) * self.rate(best) - self.tokens(choice), 0.0)
 
     def _first_chain(self) -> int | None:
@@ -283,14 +251,14 @@ class Pace:
         every way in which nodes are chosen."""
         chains_of = defaultdict(list)
         for choice in sorted(range(len(self.menu)), key=lambda c: self.menu[c].depth):
-            if choice in self._ending or self._is_plain_chain(choice):
+            if choice in self._ending or self.gains.is_plain_chain(choice):
                 chains_of[way_of(self.menu[choice])].append(choice)
         wanted = [chains[(len(chains) - 1) // 2] for chains in chains_of.values()]
         return next(filter(self._is_unknown, wanted), None)
 
     def _is_unknown(self, choice: int) -> bool:
         """Whether a chain was tried too seldom to be judged."""
-        rounds = self.tried[choice].rounds
+        rounds = self.gains.tried[choice].rounds
         if choice in self._ending:
             return rounds < FIRST_ENDING_ROUNDS
         return rounds < FIRST_ROUNDS and self.promise(choice) > PAYS
@@ -307,17 +275,18 @@ class Pace:
             return None
         level, node = self.costs.marginal(one_forward)
         rate, drawn = max(self._given_otherwise(choice), 1.0), self.menu[choice].children == "sampled"
-        foresight = self.foresight[self.menu[choice].children]
+        foresight = self.gains.foresight[self.menu[choice].children]
         reach = Reach(foresight, foresight.follow(moods), rate * (level + node), rate * node, drawn)
-        reach.known, reach.least, reach.farthest = self.costs.levels_to_draft(choice, self.tried[choice].rounds)
+        reach.known, reach.least, reach.farthest = self.costs.levels_to_draft(choice, self.gains.tried[choice].rounds)
         steps = self._steps.get(choice) or self._steps.setdefault(choice, self.costs.steps(choice))
         reach.steps = [rate * more for more in steps]
+        reach.offered = [] if self.gains.asks_for_favourites(choice) else None
         return reach
 
     def _given_otherwise(self, choice: int) -> float:
         """Tokens that a plain step's time would give instead of links of chains: where these are the best, what they
         have given until now, not what they may give yet (Dinkelbach's method for ratios)."""
-        tried, usual = self.tried[choice], self.rate(self.best)
+        tried, usual = self.gains.tried[choice], self.rate(self.best)
         achieves = self.best == choice and tried.rounds >= FIRST_ENDING_ROUNDS
         return min(usual, tried.tokens / self.costs.own(choice)) if achieves else usual
 
@@ -336,6 +305,7 @@ class Pace:
         num_accepted: Sequence[int],
         reach: Reach | None = None,
         text: TextTally | None = None,
+        told: Sequence[Favourites] | None = None,
     ) -> None:
         """Adds a round that drafted a tree of the menu.
 
@@ -345,22 +315,16 @@ class Pace:
             num_accepted: Accepted tokens per sequence.
             reach: What decided where its chains ended.
             text: What is known of the texts at hand.
+            told: What became of the favourites, per sequence; `None` where that is not known.
         """
         if not self.costs.unit:
             return  # another thread, in a longer context, has just asked for new times: there is no measure
         best, best_rate = self.best, self.rate(self.best)
         tree, tokens = self.menu[choice], 1 + sum(num_accepted) / len(num_accepted)
         depth = tree.depth if reach is None else reach.levels
-        copied = sum(max(number - depth, 0) for number in num_accepted) / len(num_accepted)
         self.rounds += 1
+        self.gains.record(choice, self.rounds, num_accepted, self.costs, reach, told)
         self.costs.record(choice, seconds, None if reach is None else depth)
-        self.tried[choice].record(self.rounds, tokens, copied, ENDING_ROUNDS_OF_A_MEAN if reach else ROUNDS_OF_A_MEAN)
-        if reach is not None:
-            self.acceptance[tree.children].record(depth, num_accepted, reach.next_chance)
-        elif self._is_plain_chain(choice):
-            self.acceptance[tree.children].record(depth, num_accepted)
-        else:
-            self.siblings.record(tree, self.acceptance[tree.children], num_accepted)
         if text is not None and self.is_known(choice):
             cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)
             text.record(tokens, cost * self.rate(choice))
@@ -393,7 +357,7 @@ class Pace:
     def why_plain(self) -> str:
         """What plain steps were taken for, in one sentence."""
         enough = 1 if self.budget.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
-        known = [choice for choice, tried in enumerate(self.tried) if tried.rounds >= enough]
+        known = [choice for choice, tried in enumerate(self.gains.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
             return "to time them, for the choice of what to draft, or because drafts did not pay in this text"
         gain = max(self.rate(choice) for choice in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import operator
@@ -14,7 +15,6 @@ from ..tree.config import DraftTreeConfig
 MEMORIES = (1 / 16, 1 / 1024)  # of what was seen, forgotten with every round: for texts that change, and that do not
 FIT_KEEPS = 1 - 1 / 128  # of how well each of them, or of exponents, has told what came, with every round
 ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about so many
-ENDING_ROUNDS_OF_A_MEAN = 64  # the same of chains that end where they like, which follow the text
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
 HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
 OWN_WORD = 2.0  # rounds' worth: what acceptance by position tells of a chain, next to how many rounds it would need
@@ -23,10 +23,12 @@ NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent or memory
 NEVER = 1e-9  # how likely it is, at the least, to come to a position: nothing is divided by less
 HEAVY = 1e9  # weight of a round at which all are made lighter
 # How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
-SIBLINGS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SIBLINGS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+RANKS = (1, 2, 3, 5, 6, 10)  # of children besides favourites: each is where those begin that are not told apart
+BELOW_A_SIBLING = 0.7  # times as often as below a favourite, drafts are accepted below its siblings
 TEXTS_BEFORE = 8.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
 ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # of which so much is forgotten with every round, and every plain step
-BELIEVED = 12.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
+BELIEVED = 32.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
 
 
 class Acceptance:
@@ -39,16 +41,16 @@ class Acceptance:
     def __init__(self, deepest: int) -> None:
         self.memories = [_Memory(forgets, deepest) for forgets in MEMORIES]
 
-    def record(self, depth: int, num_accepted: Sequence[int], then: float | None = None) -> None:
-        """Adds a round of chains of a depth, one entry per sequence.
+    def record(self, depths: Sequence[int], num_accepted: Sequence[int], then: float | None = None) -> None:
+        """Adds a round of chains, one entry per sequence.
 
         Args:
-            depth: Draft positions.
+            depths: Draft positions.
             num_accepted: Accepted tokens.
             then: How likely another one would have been, where chains ended because of that.
         """
         for memory in self.memories:
-            memory.record(depth, num_accepted, then)
+            memory.record(depths, num_accepted, then)
 
     def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
         """Adds a round of trees with so many `tries` at every position, one entry per sequence: where one of the
@@ -89,12 +91,12 @@ class _Memory:
         self.forgets, self.fit, self.weight, self.tokens = forgets, 0.0, 1.0, 0.0
         self.tried, self.accepted, self.rounds, self.beyond = ([0.0] * deepest for _ in range(4))
 
-    def record(self, depth: int, num_accepted: Sequence[int], then: float | None = None) -> None:
+    def record(self, depths: Sequence[int], num_accepted: Sequence[int], then: float | None = None) -> None:
         """As [`Acceptance.record`]."""
         rates = self._by_position(len(self.rounds))
         self._forget()
         told, share = 0.0, self.weight / len(num_accepted)
-        for number in num_accepted:
+        for depth, number in zip(depths, num_accepted, strict=True):
             number = min(number, depth)
             for position in range(number):
                 self.tried[position] += share
@@ -176,12 +178,11 @@ def _rounds_for(depth: int, number: int, deepest: int) -> tuple[float, ...]:
     return tuple(max((depth + 1) / (chain + 1), 1.0) for chain in range(1, deepest + 1))
 
 
-def tokens_of(rates: Sequence[float], tries: float = 1.0) -> float:
-    """Expected tokens of a round over a chain, the bonus token included: with so many `tries` at every position, of
-    which each is accepted at these rates."""
+def tokens_of(rates: Sequence[float]) -> float:
+    """Expected tokens of a round over a chain, the bonus token included, of links accepted at these rates."""
     tokens = reached = 1.0
     for rate in rates:
-        reached *= rate if tries == 1 else 1 - (1 - rate) ** tries
+        reached *= rate
         tokens += reached
     return tokens
 
@@ -192,17 +193,36 @@ def tokens_by_depth(rates: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(reached, initial=1.0))[1:]
 
 
+def coming_to(rates: Sequence[float], tries: float) -> list[float]:
+    """How likely rounds over a tree are to accept so many drafts, from 1 on, with so many `tries` at every position,
+    of which the first is accepted at the rates of a chain. Where that was wrong once, the text is a hard one."""
+    favourites, others, found = 1.0, 0.0, []
+    for rate in rates:
+        either = 1 - (1 - rate) ** tries
+        others = others * either * BELOW_A_SIBLING + favourites * (either - rate)
+        favourites *= rate
+        found.append(favourites + others)
+    return found
+
+
 class Siblings:
-    """What siblings add to a chain: how well each of the exponents [`SIBLINGS`] has told what trees gave."""
+    """What siblings add to a chain: how well each of the exponents [`SIBLINGS`] has told which children were right
+    where favourites were not, or what trees gave.
+
+    Attributes:
+        misses: Favourites that were wrong, of which it was told what was right.
+    """
 
     def __init__(self) -> None:
         self.fits = [0.0] * len(SIBLINGS)
+        self.misses = 0
 
     def record(self, tree: DraftTreeConfig, chain: Acceptance, num_accepted: Sequence[int]) -> None:
         """Adds a round of a tree, one entry per sequence."""
         rates, candidates = chain.rates(tree.depth), candidates_of(tree)
         for place, exponent in enumerate(SIBLINGS):
-            stops = [min(max((1 - rate) ** candidates**exponent, 1e-3), 1 - 1e-3) for rate in rates]
+            reached = [1.0, *coming_to(rates, candidates**exponent)]
+            stops = [_not_sure(1 - then / max(before, NEVER)) for before, then in itertools.pairwise(reached)]
             goes = [0.0, *itertools.accumulate(math.log(1 - stop) for stop in stops)]
             told = sum(
                 goes[min(number, tree.depth)] + (math.log(stops[number]) if number < tree.depth else 0.0)
@@ -210,6 +230,22 @@ class Siblings:
             )
             self.fits[place] = self.fits[place] * FIT_KEEPS + told / len(num_accepted)
         chain.record_tree(tree.depth, candidates**self.exponent, num_accepted)
+
+    def record_miss(self, rate: float, rank: int, at_least: bool = False) -> None:
+        """Adds a favourite that was wrong.
+
+        Args:
+            rate: How often favourites are accepted there.
+            rank: Of the child that was right, from 1 on; the favourite's is 0.
+            at_least: It is that or a higher one.
+        """
+        rejected = 1 - min(max(rate, 1 - SURE), SURE)
+        place = bisect.bisect_right(RANKS, rank)
+        best, worst = (rank, None) if at_least else (RANKS[place - 1], (*RANKS, None)[place])
+        for number, exponent in enumerate(SIBLINGS):
+            chance = rejected**best**exponent - (0.0 if worst is None else rejected**worst**exponent)
+            self.fits[number] = self.fits[number] * FIT_KEEPS + math.log(_not_sure(chance / rejected))
+        self.misses += 1
 
     @property
     def exponent(self) -> float:
@@ -226,11 +262,16 @@ class Siblings:
         candidates = candidates_of(tree)
         weights = self._weights()
         expected = sum(
-            weight * tokens_of(rates, candidates**exponent)
+            weight * (1 + sum(coming_to(rates, candidates**exponent)))
             for exponent, weight in zip(SIBLINGS, weights, strict=True)
             if weight > NEGLIGIBLE
         )
         return expected / sum(weight for weight in weights if weight > NEGLIGIBLE)
+
+
+def _not_sure(chance: float) -> float:
+    """A chance of which the logarithm is a number, and that of its contrary."""
+    return min(max(chance, 1e-3), 1 - 1e-3)
 
 
 def candidates_of(tree: DraftTreeConfig) -> float:
@@ -244,27 +285,34 @@ class Tried:
 
     Attributes:
         tokens: Tokens per round and sequence, bonus token included, running mean.
+        expected: What was expected of them just before, running mean.
         rounds: How many there were.
         last: Number of the newest, counted over all rounds.
         copied: Tokens per round and sequence that were copied from the text after all drafted ones, running mean.
     """
 
     tokens: float = 0.0
+    expected: float = 0.0
     rounds: int = 0
     last: int = 0
     copied: float = 0.0
 
-    def record(self, number: int, tokens: float, copied: float, most: int = ROUNDS_OF_A_MEAN) -> None:
-        """Adds a round: its number, and the latest of everything else that is kept; running means are over `most`."""
+    def record(self, number: int, tokens: float, expected: float, copied: float) -> None:
+        """Adds a round: its number, and the latest of everything else that is kept."""
         self.rounds, self.last = self.rounds + 1, number
-        share = max(1 / most, 1 / self.rounds)
+        # Of the first rounds too much was expected: each counts for more than the one before it.
+        share = max(1 / ROUNDS_OF_A_MEAN, 2 / (self.rounds + 1))
         self.tokens += (tokens - self.tokens) * share
+        self.expected += (expected - self.expected) * share
         self.copied += (copied - self.copied) * share
 
     def tokens_given(self, expected: float) -> float:
-        """Tokens of a round: on average so far, the more rounds there were the less what was `expected`."""
+        """Tokens of a round of which now so many are expected: as many times more or less as there were until now, the
+        more rounds there were."""
+        if not self.rounds:
+            return expected
         rounds = min(self.rounds, ROUNDS_OF_A_MEAN)
-        return (rounds * self.tokens + BELIEVED * expected) / (rounds + BELIEVED)
+        return expected * (rounds * self.tokens / self.expected + BELIEVED) / (rounds + BELIEVED)
 
 
 @dataclass

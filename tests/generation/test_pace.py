@@ -92,7 +92,7 @@ CHEAP, DEAR, VERY_DEAR = (0.02, 0.002), (0.1, 0.12), (0.4, 0.6)  # a draft level
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("costs", [CHEAP, (0.05, 0.05), DEAR, (0.2, 0.3), VERY_DEAR], ids=str)
-@pytest.mark.parametrize("accepted", [0.0, 0.4, 0.75, 0.9])
+@pytest.mark.parametrize("accepted", [0.1, 0.4, 0.75, 0.9])
 @pytest.mark.parametrize("start", [CPU_TREE, DraftTreeConfig()], ids=["cpu", "gpu"])
 def test_close_to_the_best_of_the_menu(start, accepted, costs):
     """Whatever the drafts are worth and rounds cost, and from whichever tree it begins."""
@@ -162,17 +162,17 @@ def test_a_round_without_a_measure_of_plain_steps_tells_nothing():
 def test_an_assigned_tree_is_the_only_one_on_the_menu():
     pace = Pace((CPU_TREE,))
     simulate(pace, 200, World(0.8, *CHEAP))
-    assert pace.tried[0].rounds > 150 and len(pace.tried) == 1
+    assert pace.gains.tried[0].rounds > 150 and len(pace.gains.tried) == 1
     pace = Pace((CPU_TREE,))
     simulate(pace, 600, World(0.1, *VERY_DEAR))
-    assert pace.tried[0].rounds < 12
+    assert pace.gains.tried[0].rounds < 12
 
 
 def test_drafting_comes_back_when_it_pays_again():
     """A text that is hard to draft for a while, and easy after."""
     pace, world = Pace(menu_of(CPU_TREE)), World(0.0, *DEAR)
     simulate(pace, 300, world)
-    assert sum(tried.rounds for tried in pace.tried) < 50
+    assert sum(tried.rounds for tried in pace.gains.tried) < 50
     world.accepted = 0.95
     tokens, seconds = simulate(pace, 300, world)
     assert tokens / seconds > 1.5
@@ -207,12 +207,13 @@ def test_a_machine_that_has_become_slower_changes_nothing(factor):
     """Rounds and steps are compared with those right before and after, not with those of another hour."""
     pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, noise=0.02)
     simulate(pace, 150, world)
-    costs = [pace.costs.cost(choice) for choice in range(len(pace.menu))]
+    tried = [choice for choice, of in enumerate(pace.gains.tried) if of.rounds > 1]
+    costs = [pace.costs.cost(choice) for choice in tried]
     best, seconds = pace.best, world.seconds
     world.seconds = lambda tree: factor * seconds(tree)
     simulate(pace, 30, world)
-    again = [pace.costs.cost(choice) for choice in range(len(pace.menu))]
-    assert again == pytest.approx(costs, rel=0.15) and pace.rate(best) > 1
+    again = [pace.costs.cost(choice) for choice in tried]
+    assert len(tried) > 1 and again == pytest.approx(costs, rel=0.15) and pace.rate(best) > 1
 
 
 @pytest.mark.parametrize("stall", [100.0, 1e4])
@@ -240,7 +241,7 @@ def test_few_dear_rounds_are_the_reason_for_plain_steps():
     pace = Pace(menu_of(CPU_TREE))
     assert pace.why_plain().startswith("to time them")
     simulate(pace, 12, World(0.0, 20.0, 20.0, noise=0))
-    assert pace.budget.debt > 0 and max(tried.rounds for tried in pace.tried) < 3 and pace.best == PLAIN
+    assert pace.budget.debt > 0 and max(tried.rounds for tried in pace.gains.tried) < 3 and pace.best == PLAIN
     assert pace.why_plain().startswith("because a drafted round gave 0.")
 
 
@@ -298,7 +299,9 @@ def test_a_few_sequences_left_of_a_batch_tell_nothing_of_what_all_of_it_costs():
     assert pace(8, active=3) is pace(4) and pace(8, active=1) is pace(2) and pace(1) is not pace(2)
     simulate(pace(8), 10, World(0.8, *CHEAP))
     assert pace(8).costs.unit and not pace(2).costs.unit
-    assert pace(2).acceptance is pace(8).acceptance, "what is accepted does not depend on how many there are"
+    assert pace(2).gains.acceptance is pace(8).gains.acceptance, (
+        "what is accepted does not depend on how many there are"
+    )
 
 
 def test_taking_in_a_prompt_is_a_loss_where_drafts_do_not_pay():

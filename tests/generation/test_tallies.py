@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specheads.generation import tallies
-from hf_specheads.generation.tallies import Acceptance, tokens_of
+from hf_specheads.generation.tallies import Acceptance, Siblings, Tried, tokens_of
+from hf_specheads.tree.config import DraftTreeConfig
 
 DEEPEST = 8
 
@@ -45,7 +46,7 @@ def test_deep_chains_tell_of_shallow_ones(depth, stays):
     right = text_in_runs(60_000, stays, seed=depth)
     acceptance = Acceptance(DEEPEST)
     for number in rounds_of(right, depth):
-        acceptance.record(depth, [number])
+        acceptance.record([depth], [number])
     for shallow in range(1, depth + 1):
         expected = tokens_of(acceptance.memories[-1].rates(DEEPEST)[:shallow])  # others know the last stretch best
         assert expected == pytest.approx(mean_tokens(right, shallow), rel=0.08), shallow
@@ -55,7 +56,7 @@ def test_shallow_chains_tell_of_deep_ones_what_positions_let_expect():
     acceptance, chance = Acceptance(DEEPEST), random.Random(0)
     for _ in range(4000):
         depth = chance.choice([2, 2, 2, 4])
-        acceptance.record(depth, [next((n for n in range(depth) if chance.random() > 0.7), depth)])
+        acceptance.record([depth], [next((n for n in range(depth) if chance.random() > 0.7), depth)])
     for depth in (1, 2, 4, 8):
         assert tokens_of(acceptance.rates(DEEPEST)[:depth]) == pytest.approx(tokens_of([0.7] * depth), rel=0.1)
 
@@ -66,7 +67,7 @@ def test_shallow_chains_tell_of_deep_ones_what_positions_let_expect():
 def test_rates_are_rates(rounds):
     acceptance = Acceptance(DEEPEST)
     for depth, numbers in rounds:
-        acceptance.record(depth, numbers)
+        acceptance.record([depth] * len(numbers), numbers)
         acceptance.record_tree(depth, 1.7, [min(number, depth) for number in numbers])
     assert all(0 < rate < 1 for rate in acceptance.rates(DEEPEST))
     assert acceptance.rates(3) == acceptance.rates(DEEPEST)[:3]
@@ -77,7 +78,7 @@ def test_heads_of_no_use_and_very_deep_chains(depth):
     """So unlikely are their last positions that they are no number any more."""
     acceptance = Acceptance(150)
     for _ in range(300):
-        acceptance.record(depth, [0])
+        acceptance.record([depth], [0])
     assert 1 < tokens_of(acceptance.rates(150)) < 1.1
 
 
@@ -86,7 +87,7 @@ def test_a_text_that_changes_is_noticed_and_one_that_does_not_is_known_well():
 
     def read(rate: float, rounds: int) -> float:
         for _ in range(rounds):
-            acceptance.record(2, [next((n for n in range(2) if chance.random() > rate), 2)])
+            acceptance.record([2], [next((n for n in range(2) if chance.random() > rate), 2)])
         return acceptance.rates(1)[0]
 
     steady = [read(0.5, 50) for _ in range(40)][10:]
@@ -101,8 +102,46 @@ def test_weights_that_grow_are_made_lighter(monkeypatch):
         monkeypatch.setattr(tallies, "HEAVY", heavy)
         acceptance = Acceptance(DEEPEST)
         for number in numbers:
-            acceptance.record(4, [number])
+            acceptance.record([4], [number])
             acceptance.record_tree(3, 1.5, [number % 4])
         rates.append(acceptance.rates(DEEPEST))
         assert max(memory.weight for memory in acceptance.memories) <= 1.1 * heavy
     assert rates[0] == pytest.approx(rates[1])
+
+
+def ranks(generator: random.Random, rounds: int, rate: float, exponent: float) -> list[int]:
+    """Of right children: k of them are wrong as often as one is k ** exponent times in a row."""
+    found = []
+    for _ in range(rounds):
+        chance = generator.random()
+        found.append(next((rank for rank in range(40) if chance > (1 - rate) ** (rank + 1) ** exponent), 40))
+    return found
+
+
+@pytest.mark.parametrize("exponent", [0.2, 0.4, 0.8])
+def test_what_chains_missed_tells_what_trees_would_give(exponent):
+    """No tree was ever tried."""
+    siblings, rate = Siblings(), 0.6
+    for rank in ranks(random.Random(3), 1500, rate, exponent):
+        if rank:
+            siblings.record_miss(rate, rank)
+    assert siblings.exponent == pytest.approx(exponent, abs=0.1)
+    wide = DraftTreeConfig(depth=1, top_k=5, total_tokens=6)
+    assert siblings.tokens(wide, [rate]) == pytest.approx(2 - (1 - rate) ** 5**exponent, abs=0.05)
+
+
+def test_trees_that_had_no_such_child_tell_less_but_nothing_wrong():
+    siblings, rate = Siblings(), 0.6
+    for rank in ranks(random.Random(4), 3000, rate, 0.4):
+        if rank:
+            siblings.record_miss(rate, min(rank, 3), at_least=rank >= 3)
+    assert siblings.exponent == pytest.approx(0.4, abs=0.1)
+
+
+def test_a_tree_that_was_tried_where_the_text_was_easy():
+    """What it gave is kept next to what was expected there."""
+    tried = Tried()
+    for number in range(64):
+        tried.record(number, tokens=4.4, expected=4.0, copied=0.0)
+    assert 1.05 < tried.tokens_given(2.0) / 2.0 < 1.1, "a tenth better than expected, where the text is hard too"
+    assert Tried().tokens_given(3.0) == 3.0
