@@ -191,7 +191,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.moods[:] = [None if mood is None else mood_after(mood, n, tree.max_depth) for mood, n in moods]
 
     def _told(self, tree: DraftTree, accepted: Sequence[Accepted]) -> list[Favourites] | None:
-        """What became of the favourites, per sequence; `None` where it is not known, or only on an accelerator."""
+        """What became of the favourites, per sequence; `None` where nobody asks, or only an accelerator knows."""
         if self.reach is not None:
             if not (offered := self.reach.offered):
                 return None

@@ -126,7 +126,7 @@ class Gains:
         copied = sum(max(accepted - depth, 0) for accepted in num_accepted) / len(num_accepted)
         self.tried[choice].record(number, tokens, self._expected(choice, costs), copied)
         for one in told or ():
-            if one.rank:
+            if one.rank > one.at_least:  # that the favourite was wrong and had no siblings tells nothing of those
                 self.siblings.record_miss(self._rates_of(choice)[one.accepted], one.rank, one.at_least)
         depths = [depth] * len(num_accepted)
         if reach is not None:

@@ -12,7 +12,10 @@ from support.batches import batch_of, greedy
 from support.heads import random_heads
 from support.targets import shared_target
 
+from hf_specheads import DraftTreeConfig
+from hf_specheads.generation.costs import Costs
 from hf_specheads.generation.favourites import Favourites, favourites_of_chain, favourites_of_tree
+from hf_specheads.generation.gains import Gains
 from hf_specheads.generation.pace import Pace
 
 #        0
@@ -85,3 +88,11 @@ def test_rounds_of_a_batch_tell_what_became_of_every_sequence(kind, monkeypatch)
             assert one.accepted <= number and (one.rank > 0) == (one.accepted < one.depth)
             assert one.accepted == number or (kind == "dynamic" and not one.at_least)
     assert any(one.rank for _, told in rounds for one in told)
+
+
+@pytest.mark.parametrize(("told", "misses"), [(Favourites(0, 1, 1, at_least=True), 0), (Favourites(0, 1, 1), 1)])
+def test_a_favourite_without_siblings_tells_nothing_of_them(told, misses):
+    menu = (DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2), DraftTreeConfig())
+    gains = Gains(menu, set())
+    gains.record(0, 1, [0], Costs(menu), told=[told])
+    assert gains.siblings.misses == misses
