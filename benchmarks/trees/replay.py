@@ -201,8 +201,9 @@ def _round(
     measured = clock.measures(seconds)
     if text.drafted:
         tree = pace.menu[choice]
-        told = recording.told(place, tree, tree.depth if reach is None else reach.levels, number)
-        pace.record_round(choice, measured, [number], reach, text.tally, [told])
+        asked = reach is None or reach.offered is not None
+        told = [recording.told(place, tree, tree.depth if reach is None else reach.levels, number)] if asked else None
+        pace.record_round(choice, measured, [number], reach, text.tally, told)
     else:
         pace.record_intake(choice, measured, [number], text.tally)
     text.drafted = True

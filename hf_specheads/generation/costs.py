@@ -22,10 +22,10 @@ UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of
 SHORT = 6  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
 NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
-# What a round that drafts adds to a plain step, before any was seen: once, per draft level and per node; with how far
-# off that may be.
-EXPECTED = np.array([0.05, 0.12, 0.02])
-SPREAD = np.array([0.4, 0.3, 0.15])
+# What a round that drafts adds to a plain step, before any was seen: once, per draft level, per node, and per level of
+# which children are drawn; with how far off that may be.
+EXPECTED = np.array([0.05, 0.12, 0.02, 0.02])
+SPREAD = np.array([0.4, 0.3, 0.15, 0.2])
 SCATTER = 0.15  # of the cost of one round, as a share
 MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
 BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
@@ -80,22 +80,24 @@ class Costs:
     """
 
     def __init__(self, menu: Sequence[DraftTreeConfig], before: Costs | None = None, ending: Collection[int] = ()):
-        rows = [[1.0, tree.depth, tree.most_nodes - 1] for tree in menu]
+        rows = [_row(tree, tree.depth, tree.most_nodes - 1) for tree in menu]
         self._places: dict[tuple[int, int], int] = {}  # of the chains of every number of levels, after the menu
         for choice in ending:
             for levels in range(1, menu[choice].depth + 1):
                 self._places[choice, levels] = len(rows)
-                rows.append([1.0, levels, levels + menu[choice].lookup])
+                rows.append(_row(menu[choice], levels, levels + menu[choice].lookup))
         self._farthest = {choice: menu[choice].depth for choice in ending}
+        self._known = dict.fromkeys(ending, 0)
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
-        self._rows = np.array(rows)
+        self._rows = rows  # plain lists: one changes in every round, and they are reckoned with now and then
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
         for choice in ending:
-            self._rows[choice] = self._rows[self._places[choice, int(self.levels[choice])]]
+            self._rows[choice] = list(self._rows[self._places[choice, int(self.levels[choice])]])
         self._units: deque[float] = deque(maxlen=RECENT)
         self._prior = EXPECTED if before is None else _without_negative(*before._equations())
         self._expectation: list[tuple[float, float]] | None = None
-        self._marginal = (0.0, 0.0)
+        self._marginal = (0.0, 0.0, 0.0)
+        self._drawn = {choice for choice, tree in enumerate(menu) if tree.children == "sampled"}
 
     @property
     def unit(self) -> float:
@@ -148,7 +150,8 @@ class Costs:
         """A chain that ends where it likes is expected to cost what one of as many levels would."""
         share = 1 / min(self._kinds[choice].weight, REMEMBERED)
         self.levels[choice] += (levels - self.levels[choice]) * share
-        self._rows[choice] += (self._rows[self._places[choice, levels]] - self._rows[choice]) * share
+        of_levels = self._rows[self._places[choice, levels]]
+        self._rows[choice] = [row + (of - row) * share for row, of in zip(self._rows[choice], of_levels, strict=True)]
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -181,13 +184,14 @@ class Costs:
         return 0, levels, levels or farthest
 
     def _known_levels(self, choice: int) -> int:
-        """Up to how many levels a chain that ends where it likes was timed a few times."""
+        """Up to how many levels a chain that ends where it likes was timed a few times: never fewer than before."""
         rounds = 0
-        for levels in range(self._farthest[choice], 0, -1):
+        for levels in range(self._farthest[choice], self._known[choice], -1):
             rounds += self._kinds[self._places[choice, levels]].count
             if rounds >= A_FEW_TIMES:
-                return levels
-        return 0
+                self._known[choice] = levels
+                break
+        return self._known[choice]
 
     def _unknown_levels(self, choice: int) -> int:
         """Levels, close to those that such chains usually have, that were not timed often enough in contexts like
@@ -215,11 +219,12 @@ class Costs:
             more.append(off)
         return more
 
-    def marginal(self, one_forward: bool = False) -> tuple[float, float]:
+    def marginal(self, choice: int, one_forward: bool = False) -> tuple[float, float]:
         """What another draft level and another node cost, in plain steps; of `one_forward` heads, which draft all
         levels in any case, nodes alone cost something."""
-        self.expected(0)
-        level, node = self._marginal
+        self.expected(choice)
+        level, node, drawn = self._marginal
+        level += drawn if choice in self._drawn else 0.0
         return (0.0, level + node) if one_forward else (level, node)
 
     def own(self, choice: int) -> float:
@@ -230,24 +235,31 @@ class Costs:
         """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
         standard deviations, per tree of the menu."""
         matrix, right = self._equations()
-        spread = np.sqrt(np.einsum("ni,ij,nj->n", self._rows, np.linalg.inv(matrix), self._rows))
+        rows = np.array(self._rows)
+        spread = np.sqrt(np.einsum("ni,ij,nj->n", rows, np.linalg.inv(matrix), rows))
         found = _without_negative(matrix, right)
-        self._marginal = float(found[1]), float(found[2])
-        return list(zip((1.0 + self._rows @ found).tolist(), spread.tolist(), strict=True))
+        self._marginal = float(found[1]), float(found[2]), float(found[3])
+        return list(zip((1.0 + rows @ found).tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of weighted least squares over the trees that were tried, drawn to what was expected: [3, 3] and [3]."""
+        """Of weighted least squares over the trees that were tried, drawn to what was expected: [4, 4] and [4]."""
         kinds = [self._kinds[choice] for choice in range(len(self._rows))]
         tried = np.array([kind.count > 0 and choice not in self.levels for choice, kind in enumerate(kinds)])
-        rows, own = self._rows[tried], np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
+        rows = np.array(self._rows)[tried]
+        own = np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
         count = np.array([min(max(kind.weight, 1), REMEMBERED) for kind in kinds])[tried]
         weighted = rows.T * (own**-2 / (SCATTER**2 / count + MISFIT**2))
         return np.diag(SPREAD**-2) + weighted @ rows, self._prior / SPREAD**2 + weighted @ (own - 1.0)
 
 
+def _row(tree: DraftTreeConfig, levels: int, nodes: int) -> list[float]:
+    """How often a round pays what [`EXPECTED`] is the price of."""
+    return [1.0, levels, nodes, levels if tree.children == "sampled" else 0.0]
+
+
 def _without_negative(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solves for three numbers; one that would be negative is 0, and the others are solved for again."""
-    kept, found = [0, 1, 2], np.zeros(3)
+    """Solves for some numbers; one that would be negative is 0, and the others are solved for again."""
+    kept, found = list(range(len(right))), np.zeros(len(right))
     while kept:
         solved = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])
         if (solved >= 0).all():

@@ -12,6 +12,9 @@ from .favourites import Favourites
 from .foresight import Foresight, Reach
 from .tallies import Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
 
+ENOUGH_MISSES = 64  # favourites that were wrong, before it is asked less often what was right,
+ROUNDS_BETWEEN_MISSES = 4  # in every so many rounds
+
 
 class Gains:
     """Tokens of rounds over a menu's trees.
@@ -59,16 +62,20 @@ class Gains:
             choice: Place of the tree.
             costs: Of the menu.
         """
-        expected = self._expected(choice, costs)
-        if self.is_plain_chain(choice):
-            return expected + self._copied(choice)
-        given = self.tried[choice].tokens_given(expected)
+        given = self.given(choice, costs)
         if choice not in self.ending:
             return given
         # No fewer per second than if they ended always at the best depth.
         by_depth = tokens_by_depth(self._rates_of(choice))
         fixed = max(tokens / costs.of_levels(choice, depth) for depth, tokens in enumerate(by_depth, 1))
         return max(given, fixed * costs.cost(choice))
+
+    def given(self, choice: int, costs: Costs) -> float:
+        """The same of rounds as they were until now, however well chains might yet learn where to end."""
+        expected = self._expected(choice, costs)
+        if self.is_plain_chain(choice):
+            return expected + self._copied(choice)
+        return self.tried[choice].tokens_given(expected)
 
     def _expected(self, choice: int, costs: Costs) -> float:
         """The same by what chains and siblings tell alone; of chains that end where they like, of one as deep as they
@@ -97,9 +104,10 @@ class Gains:
         return self.tried[nearest].copied
 
     def asks_for_favourites(self, choice: int) -> bool:
-        """Whether it is worth knowing which child would have been right where a chain was not: where there are trees
-        that may have it."""
-        return self._branches and self.menu[choice].children == "top_k"
+        """Whether it is worth knowing, of the next round, which child would have been right where a chain was not:
+        where there are trees that may have it, and in some rounds only once it is known well."""
+        now = self.siblings.misses < ENOUGH_MISSES or self.tried[choice].rounds % ROUNDS_BETWEEN_MISSES == 0
+        return now and self._branches and self.menu[choice].children == "top_k"
 
     def record(
         self,
@@ -124,7 +132,7 @@ class Gains:
         depth = tree.depth if reach is None else reach.levels
         tokens = 1 + sum(num_accepted) / len(num_accepted)
         copied = sum(max(accepted - depth, 0) for accepted in num_accepted) / len(num_accepted)
-        self.tried[choice].record(number, tokens, self._expected(choice, costs), copied)
+        self.tried[choice].record(number, tokens, self._expected(choice, costs), copied, len(num_accepted))
         for one in told or ():
             if one.rank > one.at_least:  # that the favourite was wrong and had no siblings tells nothing of those
                 self.siblings.record_miss(self._rates_of(choice)[one.accepted], one.rank, one.at_least)

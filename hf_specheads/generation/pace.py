@@ -141,7 +141,7 @@ class Pace:
     def promise(self, choice: int) -> float:
         """The rate that a tree may turn out to have: the fewer rounds there were, and the longer ago, the higher."""
         tried = self.gains.tried[choice]
-        seen = tried.rounds * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
+        seen = tried.sequences * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
         if self.is_known(choice) and self.gains.is_plain_chain(choice):
             seen += CHAINS_TELL
         return self.rate(choice) * (1 + self._luck(choice) / (1 + seen) ** 0.5)
@@ -244,7 +244,7 @@ class Pace:
     def _loss(self, choice: int, best: int) -> float:
         """What a round over a tree may lose to the best, in plain steps."""
         unsure = self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
-        return max(self.costs.cost(choice, unsure) * self.rate(best) - self.tokens(choice), 0.0)
+        return max(self.costs.cost(choice, unsure) * self.rate(best) - self.gains.given(choice, self.costs), 0.0)
 
     def _first_chain(self) -> int | None:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
@@ -273,7 +273,7 @@ class Pace:
         """
         if choice not in self._ending:
             return None
-        level, node = self.costs.marginal(one_forward)
+        level, node = self.costs.marginal(choice, one_forward)
         rate, drawn = max(self._given_otherwise(choice), 1.0), self.menu[choice].children == "sampled"
         foresight = self.gains.foresight[self.menu[choice].children]
         reach = Reach(foresight, foresight.follow(moods), rate * (level + node), rate * node, drawn)
@@ -331,7 +331,8 @@ class Pace:
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
         # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain steps by
         # what it gave: what is usual may be of texts that were easier, and trials would seem to cost nothing for ever.
-        lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - self.tokens(choice), 0.0)
+        given = self.gains.given(choice, self.costs)
+        lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - given, 0.0)
         lost = lost if best != PLAIN else self.costs.own(choice) - tokens
         self.budget.lose(lost)
         self.budget.earn(TRIAL_SHARE * self.costs.cost(choice))

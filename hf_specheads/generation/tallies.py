@@ -287,6 +287,7 @@ class Tried:
         tokens: Tokens per round and sequence, bonus token included, running mean.
         expected: What was expected of them just before, running mean.
         rounds: How many there were.
+        sequences: Of those rounds, one with the other: what a round gives is a mean over so many.
         last: Number of the newest, counted over all rounds.
         copied: Tokens per round and sequence that were copied from the text after all drafted ones, running mean.
     """
@@ -294,12 +295,13 @@ class Tried:
     tokens: float = 0.0
     expected: float = 0.0
     rounds: int = 0
+    sequences: int = 0
     last: int = 0
     copied: float = 0.0
 
-    def record(self, number: int, tokens: float, expected: float, copied: float) -> None:
+    def record(self, number: int, tokens: float, expected: float, copied: float, sequences: int = 1) -> None:
         """Adds a round: its number, and the latest of everything else that is kept."""
-        self.rounds, self.last = self.rounds + 1, number
+        self.rounds, self.sequences, self.last = self.rounds + 1, self.sequences + sequences, number
         # Of the first rounds too much was expected: each counts for more than the one before it.
         share = max(1 / ROUNDS_OF_A_MEAN, 2 / (self.rounds + 1))
         self.tokens += (tokens - self.tokens) * share
@@ -308,11 +310,11 @@ class Tried:
 
     def tokens_given(self, expected: float) -> float:
         """Tokens of a round of which now so many are expected: as many times more or less as there were until now, the
-        more rounds there were."""
+        more there were."""
         if not self.rounds:
             return expected
-        rounds = min(self.rounds, ROUNDS_OF_A_MEAN)
-        return expected * (rounds * self.tokens / self.expected + BELIEVED) / (rounds + BELIEVED)
+        seen = min(self.sequences, ROUNDS_OF_A_MEAN)
+        return expected * (seen * self.tokens / self.expected + BELIEVED) / (seen + BELIEVED)
 
 
 @dataclass

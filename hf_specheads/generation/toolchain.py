@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib
 import threading
 from functools import cache
+from typing import Any
 
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# That it holds a vector decides which headers are read.
+# As torch tries a processor's vector instructions, and reads the headers that kernels with vectors read.
 _KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel(float* out) { at::vec::Vectorized<float>(1).store(out); }
+extern "C" void kernel(float* out) { at::vec::Vectorized<float>(1).exp().store(out); }
 """
 
 
@@ -31,19 +32,23 @@ def warm_up_toolchain() -> threading.Thread:
 
 def _warm_up() -> None:
     try:
-        _try_vector_instructions()
+        kinds = importlib.import_module("torch._inductor.cpu_vec_isa")
+        config = importlib.import_module("torch._inductor.config")
         codecache = importlib.import_module("torch._inductor.codecache")
-        codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], _KERNEL)
+        _read_headers(kinds, config, codecache.CppPythonBindingsCodeCache)
     except Exception as error:  # of places inside torch that may move, or a machine without a C++ compiler
         logger.debug("the C++ compiler was not warmed up: %s", error)
 
 
-def _try_vector_instructions() -> None:
-    """One trial for all that the processor names: who compiles for the newest can compile for those before it."""
-    kinds = importlib.import_module("torch._inductor.cpu_vec_isa")
-    config = importlib.import_module("torch._inductor.config")
-    named = set(kinds.x86_isa_checker())
-    newest = next((kind for kind in kinds.supported_vec_isa_list if set(str(kind).split()) <= named), None)
-    if newest is not None and newest.check_build(newest._avx_code):
-        with config.patch({"cpp.vec_isa_ok": True}):
-            kinds.valid_vec_isa_list()
+def _read_headers(kinds: Any, config: Any, kernels: Any) -> None:
+    """Compiles a kernel with the newest vector instructions of this processor. That it can be is what torch would find
+    out of each generation of them alone, before it reads the headers: where it cannot be, torch is left to it."""
+    with config.patch({"cpp.vec_isa_ok": True}):
+        kinds.valid_vec_isa_list()
+    try:
+        kernels.load_pybinding(["float*"], _KERNEL)
+    except Exception:
+        kinds.valid_vec_isa_list.cache_clear()
+        for kind in {base for newest in kinds.supported_vec_isa_list for base in type(newest).__mro__}:
+            getattr(vars(kind).get("__bool__"), "cache_clear", bool)()
+        raise

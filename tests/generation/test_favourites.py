@@ -15,7 +15,7 @@ from support.targets import shared_target
 from hf_specheads import DraftTreeConfig
 from hf_specheads.generation.costs import Costs
 from hf_specheads.generation.favourites import Favourites, favourites_of_chain, favourites_of_tree
-from hf_specheads.generation.gains import Gains
+from hf_specheads.generation.gains import ENOUGH_MISSES, ROUNDS_BETWEEN_MISSES, Gains
 from hf_specheads.generation.pace import Pace
 
 #        0
@@ -96,3 +96,18 @@ def test_a_favourite_without_siblings_tells_nothing_of_them(told, misses):
     gains = Gains(menu, set())
     gains.record(0, 1, [0], Costs(menu), told=[told])
     assert gains.siblings.misses == misses
+
+
+def test_what_is_known_well_is_asked_less_often():
+    menu = (DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2), DraftTreeConfig())
+    gains, costs = Gains(menu, set()), Costs(menu)
+
+    def asked(rounds: int) -> int:
+        found = 0
+        for number in range(rounds):
+            found += (asks := gains.asks_for_favourites(0))
+            gains.record(0, number, [0], costs, told=[Favourites(0, 1, 1)] if asks else None)
+        return found
+
+    assert asked(ENOUGH_MISSES) == ENOUGH_MISSES
+    assert asked(4 * ROUNDS_BETWEEN_MISSES) == 4

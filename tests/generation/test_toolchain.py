@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 
@@ -18,10 +19,11 @@ from hf_specheads.generation import toolchain
 ASKS = """
 import sys
 from torch._inductor import cpu_vec_isa
-if sys.argv[1] == "before":
+if sys.argv[1] != "alone":
     from hf_specheads.generation.toolchain import warm_up_toolchain
     warm_up_toolchain().join()
-    assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1, "nothing is known yet"
+    known = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+    assert known == (sys.argv[1] == "before"), known
 print([str(kind) for kind in cpu_vec_isa.valid_vec_isa_list()], cpu_vec_isa.pick_vec_isa().build_arch_flags())
 """
 
@@ -63,6 +65,19 @@ def test_another_torch_is_left_alone(missing, fresh, monkeypatch):
     monkeypatch.setattr(toolchain.threading, "excepthook", failures.append)
     toolchain.warm_up_toolchain().join(60)
     assert not failures and not kernels
+
+
+@pytest.mark.slow
+def test_instructions_that_the_compiler_lacks_are_left_to_torch(tmp_path, monkeypatch):
+    """The processor has them all the same: what torch finds by its own trials holds."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -mavx"*) exit 1;; esac\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
+    found = [subprocess.run([sys.executable, "-c", ASKS, when], capture_output=True, text=True, check=True).stdout
+             for when in ("refused", "alone")]  # fmt: skip
+    assert found[0] == found[1] and found[0].startswith("[]")
 
 
 @pytest.mark.parametrize(("compiles", "accelerated", "begins"), [(True, False, 1), (True, True, 0), (False, False, 0)])

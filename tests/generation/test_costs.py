@@ -1,0 +1,54 @@
+"""What rounds cost: what a tree that was never tried is expected to, and what trials are thought to lose."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hf_specheads import DraftTreeConfig
+from hf_specheads.generation.costs import PLAIN, Costs
+from hf_specheads.generation.menu import trees_to_choose
+from hf_specheads.generation.pace import Pace
+
+CHAINS = tuple(
+    DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1, children=children)
+    for children in ("top_k", "sampled")
+    for depth in (2, 4, 8)
+)
+
+
+def seconds_of(tree: DraftTreeConfig, level: float, drawn: float) -> float:
+    return 1.1 + (level + drawn * (tree.children == "sampled")) * tree.depth
+
+
+def test_drawn_levels_have_a_price_of_their_own():
+    costs, level, drawn = Costs(CHAINS), 0.15, 0.2
+    for _ in range(64):
+        costs.record(PLAIN, 1.0)
+        for choice in (0, 2, 3):
+            costs.record(choice, seconds_of(CHAINS[choice], level, drawn))
+    for choice in (1, 4, 5):  # never tried
+        assert costs.expected(choice)[0] == pytest.approx(seconds_of(CHAINS[choice], level, drawn), rel=0.1)
+    assert sum(costs.marginal(4)) - sum(costs.marginal(1)) == pytest.approx(drawn, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
+    """Chains that end where they like might always end better yet: what trials of them lose is told by what they have
+    given, not by that."""
+    chain, farthest, batch = DraftTreeConfig(kind="chain", depth=4, top_k=1, total_tokens=5), 16, 8
+    menu = trees_to_choose(chain, None, lambda tree: None, drawn=True, farthest=farthest)
+    pace, draw, rounds, drawn = Pace(menu, ending=True), random.Random(seed), 600, 0
+    for _ in range(rounds):
+        if (choice := pace.choose(100)) == PLAIN:
+            pace.record_plain(1.0)
+            continue
+        reach = pace.reach(choice, [None] * batch)
+        while reach.keeps([-0.1] * batch) and reach.levels < farthest and reach.goes_on():
+            pass
+        accepted = [next((n for n in range(reach.levels) if draw.random() > 0.95), reach.levels) for _ in range(batch)]
+        reach.learn(accepted)
+        pace.record_round(choice, 1.1 + (0.3 if reach.drawn else 0.2) * reach.levels, accepted, reach)
+        drawn += reach.drawn
+    assert drawn < 0.045 * rounds
