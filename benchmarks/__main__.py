@@ -1,7 +1,7 @@
 """Runs a measurement, or puts the results of all of them into their tables and documents.
 
 python -m benchmarks NAME ...   measures, writes benchmarks/results/NAME.json and its table NAME.md
-python -m benchmarks --render   writes all tables, and the marked parts of README.md and docs/*.md, from the JSON
+python -m benchmarks --render   writes all tables, pictures and the marked parts of README.md and docs/*.md
 python -m benchmarks --check    exits with 1 and names what --render would change
 
 Run in the repository's root. A measurement exits with 1 if a text differs from plain `generate`'s that should not.
@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from . import results
+from . import figure, results
 from .acceptance import acceptance, curves
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
@@ -100,10 +100,16 @@ def bring_up_to_date(args: argparse.Namespace) -> int:
     """Writes what differs from the results; with `--check` names it instead, and returns 1 if there is any."""
     texts = rendered(args.results, args.documents)
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    pictures = list(figure.stale_pictures()) if args.results == RESULTS else []
     for path in stale:
         print(f"stale: {path}" if args.check else f"written: {path}")
         if not args.check:
             path.write_text(texts[path], encoding="utf-8")
+    for path in pictures:
+        print(f"stale: {path}" if args.check else f"drawn: {path}")
+        if not args.check:
+            figure.draw_again(path)
+    stale += pictures
     if args.check:
         print("run `python -m benchmarks --render`" if stale else f"{len(texts)} files say what the results say")
     return int(args.check and bool(stale))

@@ -1,9 +1,8 @@
 """Pictures of results: how far drafts are accepted, and what that brings by batch size; the default against a grid.
 
-    python -m benchmarks.figure  # draws docs/images/accepted.png, and default_against_grid.png where it was measured
-
-A file names the results it was drawn from, and the commits they measured (`Description`); the same results give the
-same bytes.
+`python -m benchmarks --render` draws docs/images/accepted.png and default_against_grid.png where they show other
+results than the committed ones: a file names the results it was drawn from, and the commits they measured
+(`Description`).
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from hf_specheads.publishing.palette import method_colour
 
@@ -110,7 +111,21 @@ def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
     axes.set_ylabel("speed-up over plain generate", fontsize=9)
 
 
-if __name__ == "__main__":
-    draw(PICTURE, read_results())
-    if (RESULTS / "default.json").is_file():
-        draw_default(PICTURE.with_name("default_against_grid.png"), read_results(["default"]))
+# What a picture is drawn from and by
+PICTURES: dict[Path, tuple[tuple[str, ...], Callable[[Path, dict[str, Result]], None]]] = {
+    PICTURE: (("speedup", "batch"), draw),
+    PICTURE.with_name("default_against_grid.png"): (("default",), draw_default),
+}
+
+
+def stale_pictures() -> Iterator[Path]:
+    """Pictures that are missing, or were drawn from other results than those committed."""
+    for path, (names, _) in PICTURES.items():
+        if not path.is_file() or Image.open(path).info.get("Description") != sources(read_results(names)):
+            yield path
+
+
+def draw_again(path: Path) -> None:
+    """Draws one of [`stale_pictures`] from the committed results."""
+    names, draws = PICTURES[path]
+    draws(path, read_results(names))

@@ -3,7 +3,7 @@
     python -m benchmarks default --heads model_cards/poss3 model_cards/eagle model_cards/medusa
     python -m benchmarks default --batch_sizes 1 4 8 --temperatures 0 1 --contexts 128 1024
     python -m benchmarks default --shape llama-100m --tau 2 3 5  # random weights, acceptance by a stub
-    python -m benchmarks.figure  # draws docs/images/default_against_grid.png from default.json
+    python -m benchmarks --render  # draws docs/images/default_against_grid.png from default.json
 
 In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
 fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,

@@ -13,6 +13,7 @@ from PIL import Image
 
 import hf_specheads
 import hf_specheads.trainer
+from benchmarks import __main__ as runner
 from benchmarks import figure
 from hf_specheads.cli import COMMANDS
 
@@ -44,10 +45,21 @@ def test_the_first_screen() -> None:
     assert "Not run yet" in first and "assistant_model=heads" in first and first.count("```") == 4
 
 
-def test_the_picture_is_of_the_committed_results() -> None:
-    picture = Image.open(figure.PICTURE)
+def test_the_pictures_are_of_the_committed_results() -> None:
     assert f"]({figure.PICTURE.relative_to(ROOT)})" in README
-    assert picture.text["Description"] == figure.sources(figure.read_results()), "run `python -m benchmarks.figure`"
+    assert not list(figure.stale_pictures()), "run `python -m benchmarks --render`"
+
+
+def test_pictures_of_other_results_are_drawn_again(tmp_path: Path, monkeypatch, capsys) -> None:
+    """What a measurement makes stale is named by `--check` and mended by `--render`, like its table."""
+    path = tmp_path / "accepted.png"
+    monkeypatch.setattr(figure, "PICTURES", {path: figure.PICTURES[figure.PICTURE]})
+    older = figure.read_results()
+    older["batch"]["provenance"]["commit"] = "0" * 40
+    figure.draw(path, older)
+    assert runner.main(["--check"]) == 1 and f"stale: {path}" in capsys.readouterr().out
+    assert runner.main(["--render"]) == 0 and f"drawn: {path}" in capsys.readouterr().out
+    assert runner.main(["--check"]) == 0
 
 
 def test_the_picture_shows_the_results(tmp_path: Path) -> None:
