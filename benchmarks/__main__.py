@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -100,26 +101,23 @@ def bring_up_to_date(args: argparse.Namespace) -> int:
     """Writes what differs from the results; with `--check` names it instead, and returns 1 if there is any."""
     texts = rendered(args.results, args.documents)
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    pictures = list(figure.stale_pictures()) if args.results == RESULTS else []
-    for path in stale:
+    mends = {path: partial(path.write_text, texts[path], encoding="utf-8") for path in stale}
+    if args.results == RESULTS:
+        mends |= figure.redraws()
+    for path, mend in mends.items():
         print(f"stale: {path}" if args.check else f"written: {path}")
         if not args.check:
-            path.write_text(texts[path], encoding="utf-8")
-    for path in pictures:
-        print(f"stale: {path}" if args.check else f"drawn: {path}")
-        if not args.check:
-            figure.draw_again(path)
-    stale += pictures
+            mend()
     if args.check:
-        print("run `python -m benchmarks --render`" if stale else f"{len(texts)} files say what the results say")
-    return int(args.check and bool(stale))
+        print("run `python -m benchmarks --render`" if mends else f"{len(texts)} files say what the results say")
+    return int(args.check and bool(mends))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """One subcommand per measurement."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=raw)
-    parser.add_argument("--render", action="store_true", help="write all tables and documents from the results")
+    parser.add_argument("--render", action="store_true", help="write tables, documents and pictures from the results")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something is stale")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to render from")
     parser.add_argument("--documents", type=Path, nargs="+", default=results.documents(), help="to render into")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,9 @@ HEADS = {"eagle": method_colour("eagle"), "poss3-longer": method_colour("poss")}
 STYLES = ("-", "--")
 
 
-def read_results(names: Sequence[str] = ("speedup", "batch")) -> dict[str, Result]:
-    """The results that are drawn, by name; by default those of the README's picture."""
+def read_results(picture: Path = PICTURE) -> dict[str, Result]:
+    """The committed results that one of `PICTURES` shows, by name."""
+    names, _ = PICTURES[picture]
     return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
@@ -118,14 +120,16 @@ PICTURES: dict[Path, tuple[tuple[str, ...], Callable[[Path, dict[str, Result]], 
 }
 
 
-def stale_pictures() -> Iterator[Path]:
-    """Pictures that are missing, or were drawn from other results than those committed."""
-    for path, (names, _) in PICTURES.items():
-        if not path.is_file() or Image.open(path).info.get("Description") != sources(read_results(names)):
-            yield path
+def redraws() -> dict[Path, Callable[[], None]]:
+    """What draws the pictures anew that are missing, or show other results than those committed."""
+    shown = {path: read_results(path) for path in PICTURES}
+    stale = [path for path, results in shown.items() if _drawn_from(path) != sources(results)]
+    return {path: partial(PICTURES[path][1], path, shown[path]) for path in stale}
 
 
-def draw_again(path: Path) -> None:
-    """Draws one of [`stale_pictures`] from the committed results."""
-    names, draws = PICTURES[path]
-    draws(path, read_results(names))
+def _drawn_from(path: Path) -> str | None:
+    """The [`sources`] a picture names; None where there is no picture."""
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        return image.info.get("Description")
