@@ -25,7 +25,7 @@ TARGETS = {
     "70B (Llama 3.3)": TargetSizes(LayerSizes(8192, 28672, 8192, 1024), 80, 128256),
 }
 TRAININGS = {"EAGLE": TrainingSizes(), "POSS-3": TrainingSizes(specialists=3, passes=9)}
-SMALL = {"family": "poss", **SIZES}
+SMALL = {"family": "poss", "dtype": "float32", **SIZES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

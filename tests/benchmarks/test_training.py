@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import make_parser
-from benchmarks.training import step, switches
+from benchmarks.training import memory, step, switches
 from benchmarks.training.naive_step import dense_step
 from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import Unroll
@@ -24,6 +24,7 @@ FAMILIES = {
     "eagle3": {"draft_vocab_size": 50, "draft_token_ids": range(0, VOCAB, 2)},
     "poss-eagle3": TWO,
 }
+TINY = {"hidden_size": 64, "vocab_size": VOCAB}
 WEIGHTS = {"feature": 1.0, "token": 0.5, "top_k": 0.3}
 
 
@@ -117,6 +118,13 @@ def test_a_step_that_does_not_fit(monkeypatch):
     assert measured["sides"]["dense"] == {"seconds": None, "peak_bytes": None}
     assert "speed_up" not in measured["sides"]["ours"]
     assert "gradient_difference" not in measured
+
+
+def test_memory_measures_steps_that_can_be_made(monkeypatch):
+    pairs = []
+    monkeypatch.setattr(memory, "peak_apart", lambda cell, side: pairs.append(step.make_pair(cell | TINY)) or 1)
+    found = memory.measure(make_parser().parse_args(["memory", "--lengths", "8", "--passes", "1", "2"]))
+    assert len(pairs) == len(found["checks"]) == 2
 
 
 def test_the_default_grid_and_others():
