@@ -12,6 +12,7 @@ from .masks import additive_mask, chain_mask, slot_mask
 from .slots import SlotCache, SlotCacheLayer
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of positions, [1 or B, rows, head_dim] each
+MOST_OWED = 32  # committed rows that a specialist may lack: more of them cost as much later as now, and stay in memory
 
 
 class RealRows(NamedTuple):
@@ -26,6 +27,20 @@ class RealRows(NamedTuple):
     valid: torch.Tensor
     counts: list[int]
     lengths: torch.Tensor
+
+
+class CommittedRows(NamedTuple):
+    """Rows of one round that are committed in some specialists' layers and owed to others.
+
+    Attributes:
+        fused: [B, M, *], as the layers take them in.
+        rotary: Of their positions.
+        valid: bool [B, M], which of them are real; `None` if all are.
+    """
+
+    fused: torch.Tensor
+    rotary: Rotary
+    valid: torch.Tensor | None
 
 
 class Links(NamedTuple):
@@ -57,6 +72,14 @@ class DraftCache(SlotCache):
     during a round and dropped at its end (invariant: a committed row never comes from a drafted feature). The slot of
     a row is its position.
 
+    A specialist that drafts in few rounds need not take in the rows of every round: they are owed to it ([`owe`]) and
+    written by the forward before its next draft ([`settle`]). It sees the same rows then, whenever they were written.
+
+    Args:
+        num_specialists: Layers.
+        take_in: Writes rows into a specialist's layer, called as `take_in(cache, fused, rotary, specialist)`; needed
+            where rows are owed.
+
     Attributes:
         taken_in: Which of the rows a round takes in are real, `None` if all are. In a batch, sequences have accepted
             different numbers of tokens; those that accepted fewer than others come after columns of no meaning. Set
@@ -69,8 +92,10 @@ class DraftCache(SlotCache):
         rotary_table: Of the positions from 0 on, [1, slots, head_dim] each, for sequences that are alike in length.
     """
 
-    def __init__(self, num_specialists: int):
+    def __init__(self, num_specialists: int, take_in: Callable[..., Any] | None = None):
         super().__init__()
+        self._take_in = take_in
+        self._owed: list[tuple[CommittedRows, ...]] = [()] * num_specialists
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
         self.taken_in: RealRows | None = None
         self.deepest = 0
@@ -140,6 +165,61 @@ class DraftCache(SlotCache):
         self.lengths = lengths + valid.sum(1)
         self.taken_in = None
 
+    def owe(self, specialist: int, rows: CommittedRows) -> None:
+        """A specialist is to have the rows just committed, whenever it drafts next."""
+        owed = (*self._owed[specialist], rows)
+        self._owed[specialist] = owed
+        if sum(some.fused.shape[1] for some in owed) > MOST_OWED:
+            self.settle(specialist)
+
+    def take_owed(self, specialist: int) -> tuple[CommittedRows, ...]:
+        """The rows owed to a specialist that starts to draft, for the same forward to write them right before its
+        first drafted row. Where sequences differ in length they are written at once, and none are returned."""
+        if self.lengths is not None:
+            self.settle(specialist)
+        owed, self._owed[specialist] = self._owed[specialist], ()
+        return owed
+
+    def settle(self, specialist: int) -> None:
+        """Writes the rows that are owed to a specialist; to be called between rounds, or before a level is placed."""
+        owed, self._owed[specialist] = self._owed[specialist], ()
+        if not owed or self._take_in is None:
+            return
+        fused, rotary = joined([rows.fused for rows in owed]), joined_rotary([rows.rotary for rows in owed])
+        self._place_owed(owed, fused.shape[:2])
+        self._take_in(self, fused, rotary, specialist)
+
+    def settle_all(self) -> None:
+        """Writes all rows that are owed."""
+        for specialist in range(len(self._owed)):
+            self.settle(specialist)
+
+    def _place_owed(self, owed: tuple[CommittedRows, ...], shape: torch.Size) -> None:
+        """The next forward writes owed rows [B, R]. Those that are not real come after the others, as in
+        [`open_rows`]: two rows must not go into one slot."""
+        batch, rows = shape
+        if self.lengths is None:
+            self.place(-rows, rows)
+            return
+        device = self.lengths.device
+        real = torch.cat([torch.ones(batch, some.fused.shape[1], dtype=torch.bool, device=device)
+                          if some.valid is None else some.valid for some in owed], dim=1)  # fmt: skip
+        taken = real.sum(1, keepdim=True)
+        index = torch.where(real, real.cumsum(1) - 1, taken + (~real).cumsum(1) - 1)
+        self.slots = self.lengths[:, None] - taken + index
+        self._end = self.longest + rows
+        self.reserve(self._end)
+
+    def select_sequences(self, kept: list[int]) -> None:
+        self.settle_all()
+        super().select_sequences(kept)
+
+    def put_sequence(self, place: int, other: SlotCache, batch: int, device: torch.device) -> None:
+        self.settle_all()
+        if isinstance(other, DraftCache):
+            other.settle_all()
+        super().put_sequence(place, other, batch, device)
+
     @contextmanager
     def drafting(self, links: Links) -> Iterator[None]:
         """Chains are drafted like this meanwhile."""
@@ -192,3 +272,15 @@ class DraftCache(SlotCache):
         """Ends a round: every specialist forgets its drafted rows."""
         self.drafted_inputs, self.rotary = [], None
         self._levels_in = [0] * len(self._levels_in)
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows [B, *, *] one after another: [B, R, *]. One part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def joined_rotary(parts: list[Rotary]) -> Rotary:
+    """Of rows one after another."""
+    batch = max(len(cos) for cos, _ in parts)
+    cos, sin = ([part[i].expand(batch, -1, -1) for part in parts] for i in (0, 1))
+    return joined(cos), joined(sin)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..cache.draft import DraftCache, Links, Rotary
+from ..cache.draft import CommittedRows, DraftCache, Links, Rotary, joined, joined_rotary
 from ..cache.masks import chain_mask
 from ..cache.slots import OwnSlots
 from ..errors import WarmStartError
@@ -154,7 +154,7 @@ class SpecialistHead(DraftHead):
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:
-        return DraftCache(self.config.num_specialists)
+        return DraftCache(self.config.num_specialists, self._take_in)
 
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
@@ -166,12 +166,23 @@ class SpecialistHead(DraftHead):
         in_a_row = cache.slots is None and not self._rope_moves
         rotary = self._rotary_at(cache, fused, cache.start) if in_a_row else self.rotary_of(fused, positions)
         drafted = self(fused, rotary, mask, cache, specialist=0, num_queries=1)
-        # Every later specialist in use commits the same rows, so that it is ready whenever its first position comes.
+        # Every later specialist in use commits the same rows: at once in a compiled step, else before it drafts next.
         deepest = cache.deepest or self.tree_config.depth
-        for specialist in range(1, self.specialist_of(deepest - 1) + 1):
-            self(fused, rotary, None, cache, specialist, num_queries=0)
+        later = range(1, self.specialist_of(deepest - 1) + 1)
+        if cache.static:
+            for specialist in later:
+                self._take_in(cache, fused, rotary, specialist)
+        taken_in = cache.taken_in
         cache.commit(rows)
+        if not cache.static:
+            owed = CommittedRows(fused, rotary, None if taken_in is None else taken_in.valid)
+            for specialist in later:
+                cache.owe(specialist, owed)
         return drafted, self.draft_logits(drafted)
+
+    def _take_in(self, cache: DraftCache, fused: torch.Tensor, rotary: Rotary, specialist: int) -> None:
+        """A specialist's layer gets rows to commit, [B, R, *], and computes nothing else."""
+        self(fused, rotary, None, cache, specialist, num_queries=0)
 
     def extend_draft(
         self,
@@ -189,13 +200,18 @@ class SpecialistHead(DraftHead):
                 return self._next_link(cache, specialist, token_ids, features, lacked)
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
         cache.drafted_inputs.append(fused)
-        # A specialist that starts here takes over the earlier levels first: their rows were never in its cache.
-        first = cache.take_level(specialist)
-        before, levels = cache.drafted_inputs[:first], cache.drafted_inputs[first:]
-        rows = fused if len(levels) == 1 else torch.cat(levels, dim=1)
-        cache.place(sum(level.shape[1] for level in before), rows.shape[1])
+        # A specialist that starts here takes over the committed rows it is owed and the earlier levels first: their
+        # rows were never in its cache.
+        owed, first = cache.take_owed(specialist), cache.take_level(specialist)
+        levels = cache.drafted_inputs[first:]
+        rows = joined([*(committed.fused for committed in owed), *levels])
+        drafted_rows = sum(level.shape[1] for level in cache.drafted_inputs)
+        cache.place(drafted_rows - rows.shape[1], rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
-        drafted = self(rows, self._rotary_of_levels(cache, first, levels), mask, cache, specialist, num_queries=nodes)
+        rotary = self._rotary_of_levels(cache, first, levels)
+        if owed:
+            rotary = joined_rotary([*(committed.rotary for committed in owed), rotary])
+        drafted = self(rows, rotary, mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)
 
     def _next_link(

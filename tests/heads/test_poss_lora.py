@@ -124,7 +124,7 @@ def test_drafting_switches_by_position(target, monkeypatch):
     heads.tree_config = DraftTreeConfig(kind="chain", depth=8)
     cache = heads.new_draft_cache()
     state, _ = heads.start_draft(cache, ids[:, :5], features)
-    assert calls == [0, 1, 2], "later specialists take in the committed rows as well"
+    assert calls == [0], "later specialists take in the committed rows with their first drafted ones"
     calls.clear()
     for position in range(1, 8):
         visible = torch.ones(1, 1, position, dtype=torch.bool)
