@@ -73,7 +73,8 @@ class DraftCache(SlotCache):
     a row is its position.
 
     A specialist that drafts in few rounds need not take in the rows of every round: they are owed to it ([`owe`]) and
-    written by the forward before its next draft ([`settle`]). It sees the same rows then, whenever they were written.
+    written with the next row it drafts ([`take_owed`]), or before ([`settle`]). It sees the same rows then, whenever
+    they were written.
 
     Args:
         num_specialists: Layers.
@@ -183,8 +184,10 @@ class DraftCache(SlotCache):
     def settle(self, specialist: int) -> None:
         """Writes the rows that are owed to a specialist; to be called between rounds, or before a level is placed."""
         owed, self._owed[specialist] = self._owed[specialist], ()
-        if not owed or self._take_in is None:
+        if not owed:
             return
+        if self._take_in is None:
+            raise RuntimeError("rows are owed in a draft cache that was made without `take_in`, which writes them.")
         fused, rotary = joined([rows.fused for rows in owed]), joined_rotary([rows.rotary for rows in owed])
         self._place_owed(owed, fused.shape[:2])
         self._take_in(self, fused, rotary, specialist)

@@ -144,6 +144,46 @@ def explain_difference(
     return found
 
 
+@torch.no_grad()
+def part_at_a_tie(
+    target: PreTrainedModel,
+    prompt: torch.Tensor,
+    token_ids: list[int],
+    plain_token_ids: list[int],
+    nodes: int,
+    **generate_options: Any,
+) -> bool:
+    """Whether greedy texts that are already there differ, at first, by no more than rounding decides. What a bug did
+    before, [`explain_difference`] finds.
+
+    Args:
+        target: The target.
+        prompt: int64 [1, T], without padding.
+        token_ids: New tokens with heads.
+        plain_token_ids: Plainly.
+        nodes: Of the forwards that verified them, at the most.
+        **generate_options: For a `generate` call that computes the scores both were chosen by.
+    """
+    position = first_difference(token_ids, plain_token_ids)
+    if position is None:
+        return True
+    if position >= min(len(token_ids), len(plain_token_ids)):
+        return False
+    before = torch.tensor([plain_token_ids[:position]], dtype=torch.long, device=target.device)
+    text = torch.cat([prompt.to(target.device), before], dim=1)
+    asked = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    options = {**generate_options, **asked, "max_new_tokens": 1, "do_sample": False}
+    outputs = target.generate(input_ids=text, attention_mask=torch.ones_like(text), **options)
+    plain, ours = outputs.scores[0][0, [plain_token_ids[position], token_ids[position]]].tolist()
+    rounding = measure_rounding(target, text, nodes)
+    return abs(plain - ours) <= MARGIN * rounding.gap + _least_allowed(target, outputs.logits[0].float())
+
+
+def _least_allowed(target: PreTrainedModel, logits: torch.Tensor) -> float:
+    """By how much logits of this size may always be off: [`FEWEST_STEPS`] roundings."""
+    return FEWEST_STEPS * float(torch.finfo(target.dtype).eps) * float(logits.abs().median())
+
+
 @dataclass(frozen=True)
 class _Run:
     """New tokens of a generation, raw logits [T, V] and scores [T, V] that they were chosen by."""
@@ -178,7 +218,7 @@ def _compare(
     position = first_difference(ours.token_ids, plain.token_ids)
     both = min(len(plain.token_ids), len(ours.token_ids))
     end = both if position is None else min(position + 1, both)
-    step = FEWEST_STEPS * float(torch.finfo(target.dtype).eps) * float(plain.logits.abs().median())
+    step = _least_allowed(target, plain.logits)
     allowed_gap, allowed_shift = MARGIN * rounding.gap + step, MARGIN * rounding.logits + step
     shifts = logit_shifts(plain.logits[:end], ours.logits[:end])
     wrong = (~(shifts <= allowed_shift)).nonzero()

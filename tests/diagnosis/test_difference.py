@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.diagnosis.diff import wrong_mask, wrong_positions
 from hf_specheads import UnsupportedGenerationError, explain_difference
 from hf_specheads.cli import main
-from hf_specheads.diagnosis.difference import first_difference
+from hf_specheads.diagnosis.difference import first_difference, part_at_a_tie
 from hf_specheads.diagnosis.rounding import logit_shifts, measure_rounding
 from hf_specheads.generation.loop import RoundLoop
 
@@ -183,3 +183,53 @@ def test_compare_explains_a_difference(target, tokenizer, tmp_path: Path, capsys
     facts = json.loads(capsys.readouterr().out)
     assert code == 1 and not facts["identical"]
     assert facts["difference"]["verdict"] == "bug"
+
+
+def test_texts_at_hand_part_at_a_tie_or_not(tied) -> None:
+    heads, ties = random_heads(tied), 0
+    for seed in range(4):
+        found = explain_difference(tied, inputs_of(seed), heads, max_new_tokens=20)
+        texts = (prompt(seed=seed), found.token_ids, found.plain_token_ids, heads.tree_config.most_nodes)
+        assert part_at_a_tie(tied, *texts)
+        ties += found.verdict == "tie"
+    assert ties >= 1
+
+
+def test_a_token_far_from_the_favourite_or_an_early_end_is_no_tie(tied) -> None:
+    ids = prompt(seed=7)
+    plain = tied.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, -8:].tolist()
+    least = int(tied(torch.cat([ids, torch.tensor([plain[:5]])], dim=1)).logits[0, -1].argmin())
+    assert not part_at_a_tie(tied, ids, [*plain[:5], least, *plain[6:]], plain, 8)
+    assert not part_at_a_tie(tied, ids, plain[:5], plain, 8)
+    assert part_at_a_tie(tied, ids, plain, plain, 8)
+    # What processors forbid is no favourite, however close its logit is.
+    twin = plain[5] ^ 1
+    texts = ([*plain[:5], twin, *plain[6:]], plain, 8)
+    assert part_at_a_tie(tied, ids, *texts)
+    assert not part_at_a_tie(tied, ids, *texts, suppress_tokens=[twin])
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_bench_tells_ties_from_bugs(tied, target, tokenizer, tmp_path: Path, capsys, batch) -> None:
+    bench = ["--max-new-tokens", "20", "--repeats", "1", "--batch-size", batch]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"w{i} w{i + 3} w9"}) + "\n" for i in range(6))
+    )
+    bench += ["--prompts", str(tmp_path / "prompts.jsonl")]
+    models = pair_in(tmp_path / "tied", tied, tokenizer)[:4]
+    with pytest.MonkeyPatch.context() as patch:
+        load = LlamaForCausalLM.from_pretrained.__func__
+
+        def rounding(*args: Any, **kwargs: Any) -> LlamaForCausalLM:
+            loaded = load(*args, **kwargs)
+            adds_up_in_another_order(loaded)
+            return loaded
+
+        patch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(rounding))
+        assert main(["bench", *models, *bench]) == 0
+    assert "up to ties" in capsys.readouterr().out
+    models = pair_in(tmp_path / "exact", target, tokenizer)[:4]
+    with wrong_mask():
+        assert main(["bench", *models, *bench, "--json"]) == 1
+    side = json.loads(capsys.readouterr().out)["sides"]["heads, every round"]
+    assert side["differing"] > side["ties"] and not side["identical"]
