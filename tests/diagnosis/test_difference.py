@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import tiny_target
 from support.heads import random_heads
 from support.targets import own_target, prompt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -207,6 +208,16 @@ def test_a_token_far_from_the_favourite_or_an_early_end_is_no_tie(tied) -> None:
     texts = ([*plain[:5], twin, *plain[6:]], plain, 8)
     assert part_at_a_tie(tied, ids, *texts)
     assert not part_at_a_tie(tied, ids, *texts, suppress_tokens=[twin])
+
+
+def test_where_rounding_is_not_measured_no_difference_is_a_tie(tied) -> None:
+    """Stock forwards over several tokens go on wrongly, or not at all, from the states of some recurrent targets."""
+    ids, target, recurrent = prompt(seed=7), own_target("llama"), tiny_target("mamba2")
+    with torch.no_grad():
+        for one in (recurrent, target):
+            one.get_output_embeddings().weight[7] = one.get_output_embeddings().weight[6]
+    assert part_at_a_tie(target, ids, [5, 6], [5, 7], 8) and not part_at_a_tie(recurrent, ids, [5, 6], [5, 7], 8)
+    assert not part_at_a_tie(tied, ids[:, :1], [6], [7], 8)
 
 
 @pytest.mark.parametrize("batch", ["1", "2"])
