@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
-from ..target.recurrence import is_recurrent
+from ..target.recurrence import recurrence_problem
 from .reproducer import write_reproducer
 from .rounding import Rounding, logit_shifts, measure_rounding
 
@@ -155,8 +155,8 @@ def part_at_a_tie(
     **generate_options: Any,
 ) -> bool:
     """Whether greedy texts that are already there differ, at first, by no more than rounding decides. What a bug did
-    before, [`explain_difference`] finds. Never, where rounding is not measured: of targets with recurrent states,
-    from which stock forwards over several tokens may not go on, and of a text of one token.
+    before, [`explain_difference`] finds. Never, where rounding is not measured: of targets with recurrent states
+    from which no forward over several tokens goes on, and of a text of one token.
 
     Args:
         target: The target.
@@ -173,7 +173,7 @@ def part_at_a_tie(
         return False
     before = torch.tensor([plain_token_ids[:position]], dtype=torch.long, device=target.device)
     text = torch.cat([prompt.to(target.device), before], dim=1)
-    if is_recurrent(target) or text.shape[1] < 2:
+    if recurrence_problem(target) is not None or text.shape[1] < 2:
         return False
     asked = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     options = {**generate_options, **asked, "max_new_tokens": 1, "do_sample": False}

@@ -8,11 +8,15 @@ model, type and shape; here it is measured, with forwards of transformers alone.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+from ..cache.layers import read_on
+from ..cache.recurrent import CACHE_NAMES
+from ..target.recurrence import is_recurrent
 
 POSITIONS = 64  # at the end of a text, at which both kinds of forwards are compared
 
@@ -53,21 +57,27 @@ def measure_rounding(target: PreTrainedModel, token_ids: torch.Tensor, nodes: in
         raise ValueError(f"rounding is measured on one text of at least 2 tokens, got shape {list(token_ids.shape)}.")
     start = max(1, length - POSITIONS)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=token_ids[:, :start], past_key_values=cache, use_cache=True)
-    single = _logits(target, token_ids, copy.deepcopy(cache), start, 1)
-    several = _logits(target, token_ids, cache, start, max(nodes, 2))
+    parameters = inspect.signature(target.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+    target(input_ids=token_ids[:, :start], use_cache=True, **{name: cache})
+    single = _logits(target, name, copy.deepcopy(cache), token_ids[:, start:], start, 1)
+    several = _logits(target, name, cache, token_ids[:, start:], start, max(nodes, 2))
     gaps, shifts = gap_changes(single, several), logit_shifts(single, several)
     return Rounding(nodes, length - start, float(gaps.max()), float(gaps.median()), float(shifts.max()))
 
 
-def _logits(target: PreTrainedModel, token_ids: torch.Tensor, cache: Any, start: int, step: int) -> torch.Tensor:
-    """fp32 [T - start, V], logits after every token from `start` on, `step` tokens a forward."""
+def _logits(
+    target: PreTrainedModel, name: str, cache: DynamicCache, token_ids: torch.Tensor, held: int, step: int
+) -> torch.Tensor:
+    """fp32 [Q, V], logits after every token [1, Q] that follows upon the `held` ones in the cache, `step` tokens a
+    forward."""
+    counted = is_recurrent(target) and "position_ids" in inspect.signature(target.forward).parameters
     pieces = []
-    for first in range(start, token_ids.shape[1], step):
-        tokens = token_ids[:, first : first + step]
-        mask = torch.ones_like(token_ids[:, : first + tokens.shape[1]])
-        outputs = target(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
-        pieces.append(outputs.logits[0].float())
+    for tokens in token_ids.split(step, dim=1):
+        # Caches of recurrent targets may not know how many tokens they hold.
+        positions = torch.tensor([[held]], device=tokens.device) if counted else None
+        pieces.append(read_on(target, name, cache, None, positions, tokens).logits[0].float())
+        held += tokens.shape[1]
     return torch.cat(pieces)
 
 
