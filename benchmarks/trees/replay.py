@@ -102,7 +102,9 @@ class Recording:
         rank = int(self.drafts.true_ranks[place, right])
         if tree.kind == "chain" or accepted > right:
             return Favourites(right, depth, rank)
-        return Favourites(right, depth, min(rank, round(candidates_of(tree))), at_least=True)
+        return Favourites(
+            right, depth, min(rank, max(round(candidates_of(tree, [1.0] * tree.depth)[0]), 1)), at_least=True
+        )
 
     def accepted(self, tree: DraftTreeConfig) -> list[int]:
         """Drafts of a tree that are accepted, by place."""
@@ -241,10 +243,11 @@ def measure_heads(target: PreTrainedModel, heads: DraftHead, recording: Recordin
     """The engine's choice in many courses of events, next to the best tree of all."""
     deepest, farthest = heads.max_draft_positions, farthest_chain(heads, target)
     begins = default_tree(heads.device, heads.published_tree, deepest)
-    several = trees_to_choose(begins, deepest, heads.tree_problem)
+    at_once = heads.drafts_in_one_forward
+    several = trees_to_choose(begins, deepest, heads.tree_problem, at_once=at_once)
     fixed = {tree: recording.always(tree) for tree in (None, *several)}
     best = min(fixed, key=lambda tree: fixed[tree])
-    one = trees_to_choose(begins, deepest, heads.tree_problem, farthest=farthest)
+    one = trees_to_choose(begins, deepest, heads.tree_problem, farthest=farthest, at_once=at_once)
     menus = {ENDING: (one, True), SEVERAL: (several, False)}
     return {
         "best": None if best is None else best.to_dict(),

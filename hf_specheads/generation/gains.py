@@ -51,6 +51,16 @@ class Gains:
         """Forgets what followed from the rounds until now."""
         self._rates.clear()
 
+    def record_plain(self) -> None:
+        """Adds a plain step."""
+        for acceptance in self.acceptance.values():
+            acceptance.record_plain()
+
+    def begin_text(self) -> None:
+        """Another text may be drafted better or worse."""
+        for acceptance in self.acceptance.values():
+            acceptance.begin_text()
+
     def is_plain_chain(self, choice: int) -> bool:
         """Whether chains of other depths tell all of this one."""
         return choice not in self.ending and self.menu[choice].kind == "chain" and not self.menu[choice].stop_below

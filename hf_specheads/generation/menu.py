@@ -16,7 +16,9 @@ from .options import DraftingOptions
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
 FARTHEST, FARTHEST_AT_ONCE = 16, 8  # levels of a chain that ends where it likes; where all are drafted in any case
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
-DYNAMIC_TREES = ((1, 5, 6), (3, 3, 6), (4, 4, 12), (5, 6, 24), (6, 10, 60))
+DYNAMIC_TREES = ((1, 5, 6), (2, 2, 6), (3, 3, 12), (5, 6, 24), (6, 10, 60))
+# From so many nodes on, and at least so wide, they are as deep as it goes where all levels are drafted in any case.
+DEEP_FROM, WIDE = 12, 6
 
 Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
 
@@ -27,6 +29,7 @@ def trees_to_choose(
     problem: Callable[[DraftTreeConfig], str | None],
     drawn: bool = False,
     farthest: int = 0,
+    at_once: bool = False,
 ) -> tuple[DraftTreeConfig, ...]:
     """The menu of a call: the tree in force first, then chains by depth, then trees by size. Of chains that end where
     they like one is in the place of one in force.
@@ -44,6 +47,7 @@ def trees_to_choose(
             sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
         farthest: Chains end where another link would not pay, so there is one with so many levels instead of several
             depths; 0 if they do not.
+        at_once: The heads draft all levels in one forward.
     """
     ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
     ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
@@ -61,13 +65,22 @@ def trees_to_choose(
     ]
     wider = [
         tree.replace(depth=depth, top_k=top_k, total_tokens=nodes)
-        for depth, top_k, nodes in (DYNAMIC_TREES if tree.kind == "dynamic" else ())
-        if depth <= (deepest or depth)
+        for depth, top_k, nodes in (_dynamic_trees(deepest, at_once) if tree.kind == "dynamic" else ())
     ]
     menu = [one for one in (*chains, *wider) if problem(one) is None]
     if not (farthest and in_force and menu):
         menu = [tree, *menu]
     return tuple(dict.fromkeys(menu))
+
+
+def _dynamic_trees(deepest: int | None, at_once: bool) -> list[tuple[int, int, int]]:
+    """Depth, width and nodes of dynamic trees of heads that have so many draft positions."""
+    deep = min(deepest or FARTHEST_AT_ONCE, FARTHEST_AT_ONCE)
+    trees = [
+        (deep, max(top_k, WIDE), nodes) if at_once and nodes >= DEEP_FROM else (depth, top_k, nodes)
+        for depth, top_k, nodes in DYNAMIC_TREES
+    ]
+    return [one for one in trees if one[0] <= (deepest or one[0])]
 
 
 def menu_of(
@@ -87,8 +100,8 @@ def menu_of(
         farthest = 0
     if not options.free_tree or (options.compiled and not farthest):
         return (options.tree,), 0
-    drawn = drawn and not options.compiled
-    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest)
+    drawn, at_once = drawn and not options.compiled, heads.drafts_in_one_forward
+    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest, at_once)
     if options.compiled:
         menu = tuple(tree for tree in menu if tree.kind == "chain" or tree == options.tree)
     return menu, farthest

@@ -171,6 +171,7 @@ class Pace:
         """
         if text is not None:
             text.prefill = prefill
+        self.gains.begin_text()
         self.budget.begin_call()
 
     def choose(self, context: int, text: TextTally | None = None) -> int:
@@ -294,6 +295,7 @@ class Pace:
     def record_plain(self, seconds: float) -> None:
         """Adds a plain step."""
         self.costs.record(PLAIN, seconds)
+        self.gains.record_plain()
         self._look(PAUSE_IN_PLAIN_STEPS if self.costs.rounds(PLAIN) > len(PLAIN_STEPS_AFTER) else 0)
         self._plain_due = max(self._plain_due - 1, 0)
         self.budget.earn(PLAIN_TRIAL_SHARE)

@@ -12,7 +12,9 @@ from functools import lru_cache
 
 from ..tree.config import DraftTreeConfig
 
-MEMORIES = (1 / 16, 1 / 1024)  # of what was seen, forgotten with every round: for texts that change, and that do not
+SHORT, LONG = 1 / 16, 1 / 1024  # of what was seen, forgotten with every round: for texts that change, and that do not
+PLAIN_KEEPS, NEW_TEXT_KEEPS = 1 - 1 / 48, 0.25  # of what the former knows, with a plain step, and in another text
+LONG_SAYS = 4.0  # rounds' worth: what the latter lets expect, next to what the former has seen
 FIT_KEEPS = 1 - 1 / 128  # of how well each of them, or of exponents, has told what came, with every round
 ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about so many
 UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
@@ -39,7 +41,8 @@ class Acceptance:
     """
 
     def __init__(self, deepest: int) -> None:
-        self.memories = [_Memory(forgets, deepest) for forgets in MEMORIES]
+        long = _Memory(LONG, deepest)
+        self.memories = [_Memory(SHORT, deepest, long), long]
 
     def record(self, depths: Sequence[int], num_accepted: Sequence[int], then: float | None = None) -> None:
         """Adds a round of chains, one entry per sequence.
@@ -52,11 +55,20 @@ class Acceptance:
         for memory in self.memories:
             memory.record(depths, num_accepted, then)
 
-    def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
-        """Adds a round of trees with so many `tries` at every position, one entry per sequence: where one of the
-        candidates was accepted, it was the favourite as often as that is to be expected."""
+    def record_tree(self, tries: Sequence[float], num_accepted: Sequence[int]) -> None:
+        """Adds a round of trees with so many `tries` by position, one entry per sequence: where one of the candidates
+        was accepted, it was the favourite as often as that is to be expected."""
         for memory in self.memories:
-            memory.record_tree(depth, tries, num_accepted)
+            memory.record_tree(tries, num_accepted)
+
+    def record_plain(self) -> None:
+        """A plain step: the text may have changed meanwhile. Else a few hard rounds would be the last word on it, as
+        plain steps tell nothing of drafts."""
+        self.memories[0].fade(PLAIN_KEEPS)
+
+    def begin_text(self) -> None:
+        """Another text may be drafted better or worse."""
+        self.memories[0].fade(NEW_TEXT_KEEPS)
 
     def rates(self, depth: int) -> list[float]:
         """Per position: those at which chains of any depth give, by [`tokens_of`], what is expected of them."""
@@ -78,6 +90,7 @@ class _Memory:
     Args:
         forgets: By how much, as a share, a round weighs less than the next.
         deepest: Positions of the deepest chain.
+        before: What is expected before anything was seen; `None` for [`UNKNOWN`].
 
     Attributes:
         fit: Log-likelihood of the latest rounds, each by what was known before it.
@@ -87,14 +100,15 @@ class _Memory:
         rounds: In how many a chain would have given it, by depth from 1; with what it would have given `beyond` it.
     """
 
-    def __init__(self, forgets: float, deepest: int) -> None:
+    def __init__(self, forgets: float, deepest: int, before: _Memory | None = None) -> None:
+        self.before = before
         self.forgets, self.fit, self.weight, self.tokens = forgets, 0.0, 1.0, 0.0
         self.tried, self.accepted, self.rounds, self.beyond = ([0.0] * deepest for _ in range(4))
 
     def record(self, depths: Sequence[int], num_accepted: Sequence[int], then: float | None = None) -> None:
         """As [`Acceptance.record`]."""
         rates = self._by_position(len(self.rounds))
-        self._forget()
+        self.fade(1 - self.forgets)
         told, share = 0.0, self.weight / len(num_accepted)
         for depth, number in zip(depths, num_accepted, strict=True):
             number = min(number, depth)
@@ -125,21 +139,22 @@ class _Memory:
             more += reached
             self.beyond[place] += more * share
 
-    def record_tree(self, depth: int, tries: float, num_accepted: Sequence[int]) -> None:
+    def record_tree(self, tries: Sequence[float], num_accepted: Sequence[int]) -> None:
         """As [`Acceptance.record_tree`]."""
-        rates = self._by_position(depth)
-        self._forget()
+        rates = self._by_position(len(tries))
+        self.fade(1 - self.forgets)
         for number in num_accepted:
             reached = HEARSAY * self.weight / len(num_accepted)
-            for position in range(min(number + 1, depth)):
+            for position in range(min(number + 1, len(tries))):
                 self.tried[position] += reached
                 if position == number:
                     break
-                reached *= rates[position] / (1 - (1 - rates[position]) ** tries)
+                reached *= rates[position] / (1 - (1 - rates[position]) ** max(tries[position], 1.0))
                 self.accepted[position] += reached
 
-    def _forget(self) -> None:
-        self.weight /= 1 - self.forgets
+    def fade(self, keeps: float) -> None:
+        """Makes all that was seen count for less, by this factor."""
+        self.weight /= keeps
         if self.weight < HEAVY:
             return
         for counts in (self.tried, self.accepted, self.rounds, self.beyond):
@@ -147,7 +162,12 @@ class _Memory:
         self.tokens, self.weight = self.tokens / self.weight, 1.0
 
     def _by_position(self, depth: int) -> list[float]:
-        """Given that all before were accepted; of a position hardly tried, close to that of the one before."""
+        """Given that all before were accepted; of a position hardly tried, as before, or close to that of the one
+        above."""
+        if self.before is not None:
+            expected, said = self.before._by_position(depth), LONG_SAYS * self.weight
+            return [(accepted + rate * said) / (tried + said)
+                    for rate, accepted, tried in zip(expected, self.accepted, self.tried, strict=False)]  # fmt: skip
         rates, before, weight = [], UNKNOWN, self.weight
         for accepted, tried in zip(self.accepted[:depth], self.tried, strict=False):
             before = (accepted + before * weight) / (tried + weight)
@@ -156,12 +176,13 @@ class _Memory:
 
     def rates(self, depth: int) -> list[float]:
         """As [`Acceptance.rates`]."""
-        rates, said = [], OWN_WORD * self.weight
-        told = reached = 1.0  # tokens by position, and how likely it is to come so far
-        given = comes = 1.0  # the same by all that is known
-        for place, rate in enumerate(self._by_position(depth)):
-            reached *= rate
-            told += reached
+        if self.before is None:
+            expected, said = tokens_by_depth(self._by_position(depth)), OWN_WORD * self.weight
+        else:
+            expected, said = tokens_by_depth(self.before.rates(depth)), LONG_SAYS * self.weight
+        rates: list[float] = []
+        given = comes = 1.0  # tokens by all that is known, and how likely it is to come so far
+        for place, told in enumerate(expected):
             tokens = (self.tokens + self.beyond[place] + said * told) / (self.rounds[place] + said)
             rates.append(min(max((tokens - given) / comes, 1e-3), 1 - 1e-3))
             comes = max(comes * rates[-1], NEVER)
@@ -193,12 +214,14 @@ def tokens_by_depth(rates: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(reached, initial=1.0))[1:]
 
 
-def coming_to(rates: Sequence[float], tries: float) -> list[float]:
-    """How likely rounds over a tree are to accept so many drafts, from 1 on, with so many `tries` at every position,
-    of which the first is accepted at the rates of a chain. Where that was wrong once, the text is a hard one."""
+def coming_to(rates: Sequence[float], tries: Sequence[float]) -> list[float]:
+    """How likely rounds over a tree are to accept so many drafts, from 1 on, with so many `tries` by position, of
+    which the first is accepted at the rates of a chain. Where that was wrong once, the text is a hard one. With less
+    than one try a position is not always there."""
     favourites, others, found = 1.0, 0.0, []
-    for rate in rates:
-        either = 1 - (1 - rate) ** tries
+    for rate, here in zip(rates, tries, strict=True):
+        either = 1 - (1 - rate) ** here
+        rate = min(rate, either)
         others = others * either * BELOW_A_SIBLING + favourites * (either - rate)
         favourites *= rate
         found.append(favourites + others)
@@ -219,9 +242,10 @@ class Siblings:
 
     def record(self, tree: DraftTreeConfig, chain: Acceptance, num_accepted: Sequence[int]) -> None:
         """Adds a round of a tree, one entry per sequence."""
-        rates, candidates = chain.rates(tree.depth), candidates_of(tree)
+        rates = chain.rates(tree.depth)
+        candidates = candidates_of(tree, rates)
         for place, exponent in enumerate(SIBLINGS):
-            reached = [1.0, *coming_to(rates, candidates**exponent)]
+            reached = [1.0, *coming_to(rates, _tries(candidates, exponent))]
             stops = [_not_sure(1 - then / max(before, NEVER)) for before, then in itertools.pairwise(reached)]
             goes = [0.0, *itertools.accumulate(math.log(1 - stop) for stop in stops)]
             told = sum(
@@ -229,7 +253,7 @@ class Siblings:
                 for number in num_accepted
             )
             self.fits[place] = self.fits[place] * FIT_KEEPS + told / len(num_accepted)
-        chain.record_tree(tree.depth, candidates**self.exponent, num_accepted)
+        chain.record_tree(_tries(candidates, self.exponent), num_accepted)
 
     def record_miss(self, rate: float, rank: int, at_least: bool = False) -> None:
         """Adds a favourite that was wrong.
@@ -259,10 +283,10 @@ class Siblings:
 
     def tokens(self, tree: DraftTreeConfig, rates: Sequence[float]) -> float:
         """Expected tokens of a round over a tree, from the rates of a chain of its depth."""
-        candidates = candidates_of(tree)
+        candidates = candidates_of(tree, rates)
         weights = self._weights()
         expected = sum(
-            weight * (1 + sum(coming_to(rates, candidates**exponent)))
+            weight * (1 + sum(coming_to(rates, _tries(candidates, exponent))))
             for exponent, weight in zip(SIBLINGS, weights, strict=True)
             if weight > NEGLIGIBLE
         )
@@ -274,9 +298,28 @@ def _not_sure(chance: float) -> float:
     return min(max(chance, 1e-3), 1 - 1e-3)
 
 
-def candidates_of(tree: DraftTreeConfig) -> float:
-    """Of a position of a tree, on average: 1 of a chain."""
-    return min(tree.top_k, max((tree.num_nodes - 1) / tree.depth, 1.0))
+def candidates_of(tree: DraftTreeConfig, rates: Sequence[float]) -> list[float]:
+    """Nodes of a tree by position, on average: 1 each of a chain. Those of a dynamic tree are where rounds come to, as
+    far as heads know that.
+
+    Args:
+        tree: The tree.
+        rates: How often drafts of a chain of its depth are accepted, by position.
+    """
+    nodes: float = tree.num_nodes - 1
+    if tree.kind != "dynamic":
+        return [min(tree.top_k, max(nodes / tree.depth, 1.0))] * tree.depth
+    comes = list(itertools.accumulate(rates[: tree.depth - 1], operator.mul, initial=1.0))
+    found, deeper = [], sum(comes)
+    for one in comes:
+        found.append(min(tree.top_k, nodes * one / deeper))
+        nodes, deeper = nodes - found[-1], max(deeper - one, NEVER)
+    return found
+
+
+def _tries(candidates: Sequence[float], exponent: float) -> list[float]:
+    """What so many candidates by position are worth."""
+    return [one**exponent if one > 1 else one for one in candidates]
 
 
 @dataclass

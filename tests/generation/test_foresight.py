@@ -22,6 +22,7 @@ from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.generation.costs import Costs
 from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.favourites import Favourites
 from hf_specheads.generation.foresight import Foresight, Reach, mood_after
 from hf_specheads.generation.lessons import _usual_tree
 from hf_specheads.generation.menu import FARTHEST, FARTHEST_AT_ONCE, farthest_chain, trees_to_choose
@@ -282,7 +283,9 @@ def test_bad_luck_at_the_beginning_decides_nothing_for_ever(unlucky):
             continue
         chosen.append(menu[choice].kind)
         if chosen[-1] != "chain":
-            pace.record_round(choice, 1.3, [min(menu[choice].depth, 3)])  # 3.1 of plain steps
+            number = min(menu[choice].depth, 6)
+            seconds, told = max(1.3, (1 + number) / 3.1), [Favourites(number, number)]  # 3.1 of plain steps at most
+            pace.record_round(choice, seconds, [number], told=told)
             continue
         reach = pace.reach(choice, moods)
         levels = grown_by(reach, [[-0.1]] * FARTHEST)

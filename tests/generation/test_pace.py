@@ -205,9 +205,9 @@ def test_plain_steps_are_timed_now_and_then():
 @pytest.mark.parametrize("factor", [0.4, 3.0])
 def test_a_machine_that_has_become_slower_changes_nothing(factor):
     """Rounds and steps are compared with those right before and after, not with those of another hour."""
-    pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, noise=0.02)
+    pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, noise=0.02, seed=1)
     simulate(pace, 150, world)
-    tried = [choice for choice, of in enumerate(pace.gains.tried) if of.rounds > 1]
+    tried = [choice for choice, of in enumerate(pace.gains.tried) if of.rounds > 3]
     costs = [pace.costs.cost(choice) for choice in tried]
     best, seconds = pace.best, world.seconds
     world.seconds = lambda tree: factor * seconds(tree)
@@ -258,12 +258,19 @@ CHAIN = CPU_TREE.replace(kind="chain", top_k=1, total_tokens=5)
 
 @given(st.sampled_from([CPU_TREE, DraftTreeConfig(), CHAIN]), st.integers(1, 6) | st.none())
 def test_the_menu(tree, deepest):
-    forbidden = {DraftTreeConfig().replace(depth=3, top_k=3, total_tokens=6)}
+    forbidden = {DraftTreeConfig().replace(depth=2, top_k=2, total_tokens=6)}
     menu = trees_to_choose(tree, deepest, lambda tree: "no" if tree in forbidden else None)
     assert menu[0] == tree and len(set(menu)) == len(menu) and not forbidden & set(menu[1:])
     assert all(one.depth <= (deepest or 8) for one in menu[1:])
     if tree.kind == "chain":
         assert {one.kind for one in menu} == {"chain"}
+
+
+@given(st.integers(1, 20) | st.none())
+def test_trees_of_heads_that_draft_all_levels_at_once_are_as_deep_as_it_goes(deepest):
+    menu = trees_to_choose(CPU_TREE.replace(depth=min(4, deepest or 4)), deepest, lambda tree: None, at_once=True)
+    large = [one for one in menu[1:] if one.kind == "dynamic" and one.total_tokens >= 12]
+    assert len(large) == 3 and {one.depth for one in large} == {min(deepest or 8, 8)}
 
 
 def test_copies_are_offered_and_left_out_and_never_beside_drawn_children():

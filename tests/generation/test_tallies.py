@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specheads.generation import tallies
-from hf_specheads.generation.tallies import Acceptance, Siblings, Tried, tokens_of
+from hf_specheads.generation.tallies import Acceptance, Siblings, Tried, candidates_of, tokens_of
 from hf_specheads.tree.config import DraftTreeConfig
 
 DEEPEST = 8
@@ -68,7 +68,7 @@ def test_rates_are_rates(rounds):
     acceptance = Acceptance(DEEPEST)
     for depth, numbers in rounds:
         acceptance.record([depth] * len(numbers), numbers)
-        acceptance.record_tree(depth, 1.7, [min(number, depth) for number in numbers])
+        acceptance.record_tree([1.7] * depth, [min(number, depth) for number in numbers])
     assert all(0 < rate < 1 for rate in acceptance.rates(DEEPEST))
     assert acceptance.rates(3) == acceptance.rates(DEEPEST)[:3]
 
@@ -103,10 +103,48 @@ def test_weights_that_grow_are_made_lighter(monkeypatch):
         acceptance = Acceptance(DEEPEST)
         for number in numbers:
             acceptance.record([4], [number])
-            acceptance.record_tree(3, 1.5, [number % 4])
+            acceptance.record_tree([1.5] * 3, [number % 4])
         rates.append(acceptance.rates(DEEPEST))
         assert max(memory.weight for memory in acceptance.memories) <= 1.1 * heavy
     assert rates[0] == pytest.approx(rates[1])
+
+
+def test_a_hard_stretch_is_not_the_last_word():
+    """Plain steps tell nothing of drafts: what was seen just before them is forgotten meanwhile, or with the text."""
+
+    def after_a_hard_stretch() -> Acceptance:
+        acceptance, chance = Acceptance(DEEPEST), random.Random(2)
+        for round_ in range(600):
+            rate = 0.05 if round_ % 60 >= 40 else 0.9
+            acceptance.record([2], [next((n for n in range(2) if chance.random() > rate), 2)])
+        return acceptance
+
+    usual = after_a_hard_stretch().memories[1].rates(1)[0]
+    for passes_over in ([Acceptance.record_plain] * 200, [Acceptance.begin_text] * 3):
+        acceptance = after_a_hard_stretch()
+        assert acceptance.rates(1)[0] < usual - 0.1
+        for pass_over in passes_over:
+            pass_over(acceptance)
+        assert acceptance.rates(1)[0] == pytest.approx(usual, abs=0.03)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8), st.integers(2, 60), st.integers(2, 10))
+def test_nodes_of_a_dynamic_tree_are_where_rounds_come_to(rates, nodes, top_k):
+    tree = DraftTreeConfig(depth=len(rates), top_k=top_k, total_tokens=min(nodes, len(rates) * top_k + 1))
+    found = candidates_of(tree, rates)
+    assert len(found) == len(rates) and sorted(found, reverse=True) == found
+    assert max(found) <= top_k and sum(found) <= tree.num_nodes - 1 + 1e-6
+    chain = DraftTreeConfig(kind="chain", depth=len(rates), top_k=1, total_tokens=len(rates) + 1)
+    assert candidates_of(chain, rates) == [1.0] * len(rates)
+    assert Siblings().tokens(chain, rates) == pytest.approx(tokens_of(rates))
+
+
+def test_a_deep_tree_of_few_nodes_gives_no_less_than_a_shallow_one():
+    """Its nodes are not spread evenly over levels that rounds hardly come to."""
+    rates = [0.5, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4]
+    deep, shallow = (DraftTreeConfig(depth=depth, top_k=6, total_tokens=12) for depth in (8, 3))
+    assert Siblings().tokens(deep, rates) > Siblings().tokens(shallow, rates[:3]) - 0.05
 
 
 def ranks(generator: random.Random, rounds: int, rate: float, exponent: float) -> list[int]:
