@@ -205,15 +205,19 @@ def test_plain_steps_are_timed_now_and_then():
 @pytest.mark.parametrize("factor", [0.4, 3.0])
 def test_a_machine_that_has_become_slower_changes_nothing(factor):
     """Rounds and steps are compared with those right before and after, not with those of another hour."""
-    pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, noise=0.02, seed=1)
-    simulate(pace, 150, world)
-    tried = [choice for choice, of in enumerate(pace.gains.tried) if of.rounds > 3]
-    costs = [pace.costs.cost(choice) for choice in tried]
-    best, seconds = pace.best, world.seconds
-    world.seconds = lambda tree: factor * seconds(tree)
-    simulate(pace, 30, world)
-    again = [pace.costs.cost(choice) for choice in tried]
-    assert len(tried) > 1 and again == pytest.approx(costs, rel=0.15) and pace.rate(best) > 1
+    strayed = 0
+    for seed in range(20):
+        pace, world = Pace(menu_of(CPU_TREE)), World(0.75, *DEAR, seed=seed, noise=0.02)
+        simulate(pace, 150, world)
+        tried = [choice for choice, of in enumerate(pace.gains.tried) if of.rounds > 1]
+        costs = [pace.costs.cost(choice) for choice in tried]
+        best, seconds = pace.best, world.seconds
+        world.seconds = lambda tree, seconds=seconds: factor * seconds(tree)
+        simulate(pace, 30, world)
+        again = [pace.costs.cost(choice) for choice in tried]
+        pays = best == PLAIN or pace.rate(best) > 1
+        strayed += not (pays and again == pytest.approx(costs, rel=0.15))
+    assert strayed <= 3, "a tree of few rounds may have had one of them just as the machine changed"
 
 
 @pytest.mark.parametrize("stall", [100.0, 1e4])
