@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from support.clock import Clock
 from support.covering import mark_the_rest
 from support.hub.endpoint import HubEndpoint
 from support.targets import own_target
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
+from hf_specheads.generation import loop, stream
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -64,6 +66,15 @@ def fixed_seed() -> None:
 def every_round_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of tiny random models never pay; tests want to see them verified all the same."""
     monkeypatch.setattr(DraftHead, "adaptive", False)
+
+
+@pytest.fixture(autouse=True)
+def even_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drafted next hangs on how long rounds took, which nobody can say of a machine that runs other tests at
+    the same time: every part of every round takes as long as any other."""
+    clock = Clock(1.0)
+    for module in (loop, stream):
+        monkeypatch.setattr(module, "time", clock)
 
 
 @pytest.fixture(autouse=True)

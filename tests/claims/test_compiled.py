@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.clock import Clock
 from support.heads import random_heads
 from support.stubs import counted
 from support.targets import own_target, plain, prompt, shared_target
@@ -156,23 +157,12 @@ def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_othe
     assert set(warnings) == {compiled.TOO_MANY}
 
 
-class VirtualClock:
-    """A second at every look, and what a compilation takes besides."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def plain_share(monkeypatch) -> float:
     """Share of plain steps of six calls whose drafts are always right, when compiling takes as long as it does."""
     target = own_target("llama", num_hidden_layers=1)  # tracing takes its time per layer
     heads = DraftLanguageModel.from_model(target, tree_config={"kind": "chain", "depth": 4})
     heads.compiled = heads.adaptive = True
-    clock = VirtualClock()
+    clock = Clock(1.0)
     torch._dynamo.reset()
 
     def slow_backend(graph, inputs):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.batches import alone_texts, assert_rows, batch_of, greedy, oracle
+from support.clock import Clock
 from support.heads import random_heads
 from support.stubs import StubHead, counted
 from support.targets import own_target, plain, prompt, shared_target
@@ -474,18 +475,6 @@ def test_children_are_drawn_where_no_seed_speaks_against_it():
     assert kinds(1, True) == {"top_k", "sampled"}
 
 
-class Clock:
-    """Time passes with every look at it, in steps of the test's choosing."""
-
-    def __init__(self, *steps: float):
-        self.now, self.steps, self.looks = 0.0, steps, 0
-
-    def perf_counter(self) -> float:
-        self.now += self.steps[self.looks % len(self.steps)]
-        self.looks += 1
-        return self.now
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("pattern", [(1.0,), (1.0, 3.0, 0.1, 7.0, 2.0), (0.5, 0.5, 9.0)], ids=str)
 @pytest.mark.parametrize("method", ["poss", "eagle3", "medusa", "hydra", "draft-lm", "stub"])
@@ -599,6 +588,7 @@ def test_plain_steps_share_the_graph_of_trees(monkeypatch):
 
 
 def test_rounds_that_compile_are_no_measure(monkeypatch):
+    monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
     target, ids = own_target("llama"), prompt()
     heads = random_heads(target, "poss")
     heads.adaptive, graphs = True, counted(target, heads)
