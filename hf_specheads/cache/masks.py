@@ -6,10 +6,13 @@ own mask functions, which compare slots, are too strict under a sliding window.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..tree.draft_tree import DraftTree
+from ..tree.shape import TreeShape
 
 
 def slot_mask(
@@ -72,6 +75,23 @@ def _ragged_slot_mask(
         context = context & (offset[:, None] > oldest)
     mask = context | own
     return mask if padding_mask is None else mask & _not_padding(padding_mask, first, end)
+
+
+def shown_whole(tree: DraftTree, context: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive [B, 1, N, context + N]: every node of a tree sees the whole context, and its ancestors."""
+    if tree.num_nodes == 1:
+        own = torch.zeros(len(tree.token_ids), 1, 1, 1, dtype=dtype, device=tree.token_ids.device)
+    elif tree.shape is None:
+        own = additive_mask(tree.ancestor_mask, dtype)[:, None]
+    else:
+        own = _own_nodes(tree.shape, dtype).expand(len(tree.token_ids), -1, -1, -1)
+    return torch.nn.functional.pad(own, (context, 0))
+
+
+@lru_cache(maxsize=128)
+def _own_nodes(shape: TreeShape, dtype: torch.dtype) -> torch.Tensor:
+    """Additive [1, 1, N, N]: what nodes see of each other; not to be written to."""
+    return additive_mask(shape.ancestor_mask, dtype)[:, None]
 
 
 def _not_padding(padding_mask: torch.Tensor, first: int, end: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_lay
 
 from ..tree.draft_tree import DraftTree
 from .layers import hold_rows, is_static, own_rows, read_on, rows_of
-from .masks import additive_mask, block_mask, slot_mask, tree_position_ids
+from .masks import additive_mask, block_mask, shown_whole, slot_mask, tree_position_ids
 from .rooms import Room, Rooms, stays
 from .slots import SlotCache, SlotCacheLayer, to_device
 
@@ -206,13 +206,12 @@ class TreeCache(SlotCache):
         """
 
         def mask(window: int | None) -> Any:
-            shown, lengths = self.shown(window), self.known_lengths()
-            alike = isinstance(lengths, int) and self.padding_mask is None and not self.takes_blocks
-            if alike and tree.num_nodes == 1 and shown[1] == lengths + 1:  # all that is shown is seen
-                return torch.zeros(
-                    len(tree.token_ids), 1, 1, shown[1] - shown[0], dtype=self.dtype, device=self.device
-                )
-            allowed = slot_mask(tree.ancestor_mask, lengths, *shown, window, tree.depths, self.padding_mask)
+            (first, end), lengths = self.shown(window), self.known_lengths()
+            if isinstance(lengths, int) and self.padding_mask is None and end == lengths + tree.num_nodes:
+                in_window = window is None or tree.num_nodes == 1 or lengths + tree.max_depth < window
+                if in_window and not self.takes_blocks:
+                    return shown_whole(tree, lengths - first, self.dtype)
+            allowed = slot_mask(tree.ancestor_mask, lengths, first, end, window, tree.depths, self.padding_mask)
             return block_mask(allowed) if self.takes_blocks else additive_mask(allowed, self.dtype)[:, None]
 
         if self.layer_types is not None:

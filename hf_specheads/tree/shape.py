@@ -36,9 +36,9 @@ class FixedLevel:
     sees_all: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeShape:
-    """A whole tree of N nodes and D levels.
+    """A whole tree of N nodes and D levels. Every shape is a key of its own.
 
     Attributes:
         levels: Its levels, the root's not among them.

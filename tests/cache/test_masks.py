@@ -10,7 +10,10 @@ from transformers import DynamicCache
 
 from hf_specheads.cache.masks import additive_mask, slot_mask, tree_position_ids
 from hf_specheads.cache.target import TreeCache
+from hf_specheads.generation.chains import fixed_tree
+from hf_specheads.tree.config import DraftTreeConfig
 from hf_specheads.tree.draft_tree import DraftTree
+from hf_specheads.tree.shape import fixed_shape
 
 CASES = [
     ("llama", "sdpa"), ("llama", "eager"), ("mistral", "sdpa"), ("mistral", "eager"), ("qwen2-window", "sdpa"),
@@ -95,18 +98,29 @@ def test_targets_with_layer_types_get_one_mask_per_type():
     }
 
 
+def chain_of(depth: int, batch: int) -> DraftTree:
+    """A chain of a shape that is known beforehand."""
+    paths = DraftTreeConfig(kind="chain", depth=depth).paths
+    shape, tokens = fixed_shape(paths, depth, torch.device("cpu")), torch.ones(batch, 1, dtype=torch.long)
+    return fixed_tree(tokens, [tokens] * depth, [torch.zeros(batch, depth)], shape, None)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 7])
+@pytest.mark.parametrize("length", [1, 5, WINDOW - 4, WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 7])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_a_root_alone_sees_all_that_is_shown(family, length, rows):
-    """Made without a look at every slot, the mask is that of the rule for all trees."""
+@pytest.mark.parametrize("kind", ["root", "chain", "tree"])
+def test_masks_made_without_a_look_at_every_slot_are_those_of_the_rule(kind, family, length, rows):
     target, ids = shared_target(family), prompt(length).expand(rows, -1)
-    cache, root = filled(target, ids), DraftTree.root_only(ids[:, -1])
-    masks = cache.forward_inputs(root)["attention_mask"]
-    for kind, mask in masks.items() if isinstance(masks, dict) else [(family, masks)]:
-        window = WINDOW if kind in ("sliding_attention", "mistral") else None
-        allowed = slot_mask(root.ancestor_mask, length, *cache.shown(window), window, root.depths)
-        torch.testing.assert_close(mask, additive_mask(allowed, torch.float32)[:, None].expand(rows, -1, -1, -1))
+    if kind == "tree":
+        tree = random_tree(3, nodes=9, depth=3, batch=rows)
+    else:
+        tree = DraftTree.root_only(ids[:, -1]) if kind == "root" else chain_of(3, rows)
+    cache = filled(target, ids)
+    masks = cache.forward_inputs(tree)["attention_mask"]
+    for layers, mask in masks.items() if isinstance(masks, dict) else [(family, masks)]:
+        window = WINDOW if layers in ("sliding_attention", "mistral") else None
+        allowed = slot_mask(tree.ancestor_mask, length, *cache.shown(window), window, tree.depths)
+        torch.testing.assert_close(mask, additive_mask(allowed, torch.float32)[:, None])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

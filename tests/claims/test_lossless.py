@@ -9,6 +9,7 @@ from support.stubs import CountForwards, StubHead
 from support.targets import FAMILIES, WINDOW, plain, prompt, shared_target
 
 from hf_specheads.cache import target as target_cache
+from hf_specheads.cache.masks import additive_mask
 from hf_specheads.errors import UnsupportedGenerationError
 
 CHAIN_ONLY = ("bloom", "llama4", "lfm2")
@@ -179,6 +180,10 @@ def _causal_mask(visible, *others) -> torch.Tensor:
     return _slot_mask(torch.ones_like(visible).tril(), *others)
 
 
+def _causal_whole(tree, context, dtype) -> torch.Tensor:
+    return additive_mask(_causal_mask(tree.ancestor_mask, context, 0, context + tree.num_nodes), dtype)[:, None]
+
+
 def _forget_the_window(visible, lengths, first, end, window, depths, padding_mask) -> torch.Tensor:
     return _slot_mask(visible, lengths, first, end, None, depths, padding_mask)
 
@@ -190,6 +195,7 @@ def _positions_by_slot(root_positions, tree) -> torch.Tensor:
 def _plant(monkeypatch, bug: str) -> None:
     if bug == "causal mask":
         monkeypatch.setattr(target_cache, "slot_mask", _causal_mask)
+        monkeypatch.setattr(target_cache, "shown_whole", _causal_whole)
     elif bug == "rows stay where they are":
         monkeypatch.setattr(target_cache._Group, "move", lambda self, path, lengths: None)
     elif bug == "slot positions":
