@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ import torch
 import hf_specheads.cache.target as target_cache
 from hf_specheads import explain_difference
 from hf_specheads.diagnosis.difference import Difference
+from hf_specheads.tree.draft_tree import DraftTree
 
 from ..results import Result, column_table, footnote
 from ..setup import add_generation_arguments, load_pair
@@ -37,12 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wrong_mask() -> AbstractContextManager:
     """Every node sees all nodes of its tree, not its ancestors alone."""
-    right = target_cache.slot_mask
+    right = target_cache.TreeCache.attention_masks
 
-    def everything(visible: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return right(torch.ones_like(visible), *args, **kwargs)
+    def everything(self: Any, tree: DraftTree) -> Any:
+        known = replace(tree, shape=None)
+        object.__setattr__(known, "_ancestor_mask", torch.ones_like(tree.ancestor_mask))
+        return right(self, known)
 
-    return patch.object(target_cache, "slot_mask", everything)
+    return patch.object(target_cache.TreeCache, "attention_masks", everything)
 
 
 def wrong_positions() -> AbstractContextManager:
