@@ -69,9 +69,11 @@ def every_round_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def even_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def even_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted next hangs on how long rounds took, which nobody can say of a machine that runs other tests at
-    the same time: every part of every round takes as long as any other."""
+    the same time: every part of every round takes as long as any other, but in tests of what is timed."""
+    if request.node.get_closest_marker("timing"):
+        return
     clock = Clock(1.0)
     for module in (loop, stream):
         monkeypatch.setattr(module, "time", clock)

@@ -19,18 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_specheads import load_heads
 from hf_specheads.generation import loop
 from hf_specheads.generation.pace import Pace
-
-
-class Clock:
-    """Drafts are cheap on rank 0 and dear on rank 1; steps of the rank's own at every look."""
-
-    def __init__(self, steps: tuple[float, ...]):
-        self.now, self.steps, self.looks = 0.0, steps, 0
-
-    def perf_counter(self) -> float:
-        self.now += self.steps[self.looks % len(self.steps)]
-        self.looks += 1
-        return self.now
+from support.clock import Clock
 
 
 def main(folder: Path, each_for_itself: bool) -> None:
@@ -41,12 +30,13 @@ def main(folder: Path, each_for_itself: bool) -> None:
     decided: list[int] = []
     choose = Pace.choose
 
-    def remembered(self: Pace, context: int) -> int:
-        decided.append(choose(self, context))
+    def remembered(self: Pace, *call: object) -> int:
+        decided.append(choose(self, *call))
         return decided[-1]
 
     Pace.choose = remembered
-    loop.time = Clock([(1.0, 3.0, 0.1, 7.0, 2.0), (0.2, 5.0, 0.7, 0.1, 9.0, 0.3)][rank])
+    # Drafts are cheap on rank 0 and dear on rank 1.
+    loop.time = Clock(*[(1.0, 3.0, 0.1, 7.0, 2.0), (0.2, 5.0, 0.7, 0.1, 9.0, 0.3)][rank])
     if each_for_itself:
         loop.parallel_group = lambda target: None
     texts, plain_steps = [], 0
