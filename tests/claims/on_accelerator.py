@@ -369,22 +369,30 @@ def test_a_clock_waits_for_the_device_that_works():
 
 @pytest.mark.timing
 @emulated
-def test_stages_are_what_the_device_took(folders, target):
-    """A chain of 6 drafts six times what a chain of 1 does; if nobody waits, the target's forward pays for all."""
-    seconds = {}
+def test_stages_are_what_the_device_took(folders, target, monkeypatch):
+    """Drafting takes what the operators of drafting take; if nobody waits, the target's forward pays for all."""
+    draft = RoundLoop.draft
     for depth in (1, 6):
         heads = load_heads(folders["eagle"]).with_tree(kind="chain", depth=depth)
         heads.profile = True
         plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
-        with EMULATION.watched() as seen:
+        drafted = []
+        with EMULATION.watched() as seen, monkeypatch.context() as patched:
+
+            def counted(*call: object, seen=seen, drafted=drafted):
+                before, tree = seen.operators, draft(*call)
+                drafted.append(seen.operators - before)
+                return tree
+
+            patched.setattr(RoundLoop, "draft", counted)
             plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
         with EMULATION.slow(SLOW):
             plain(target, prompt().to(DEVICE), 6, assistant_model=heads)
         stats = heads.last_stats
         stages = sum(value for name, value in stats.seconds.items() if name != "total")
         assert stats.seconds["total"] >= seen.operators * SLOW and stages <= stats.seconds["total"]
-        seconds[depth] = stats.seconds["draft"] / stats.rounds
-    assert seconds[6] > 3 * seconds[1]
+        assert stats.seconds["draft"] == pytest.approx(sum(drafted) * SLOW, rel=0.2)
+        assert len(drafted) == stats.rounds and drafted[0] > 5 * depth
 
 
 @pytest.mark.timing
