@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned, and saved up at the most
-MOST_DEBT = 8.0  # in plain steps: what was lost before is no reason never to try again
+MOST_DEBT = 2.0  # in plain steps: what was lost, to stalls perhaps, is no reason to wait long before another look
 FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
 
 

@@ -41,26 +41,24 @@ class _Kind:
         self.mean, self.count, self.weight = mean, 0, 0
         self.recent: deque[float] = deque(maxlen=MEDIAN_OF)
 
-    def record(self, cost: float) -> float:
-        """Adds one; returns what it counts as."""
+    def record(self, cost: float) -> None:
+        """Adds one."""
         self.count, self.weight = self.count + 1, self.weight + 1
         self.recent.append(cost)
         if self.weight <= FEW:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
-            return self.mean
+            return
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
-        return cost
 
     def begin_context(self) -> None:
         """What was seen is of another context: the next rounds count for more."""
         self.weight = min(self.weight, OF_BEFORE)
         self.recent = deque(list(self.recent)[-OF_BEFORE:], maxlen=MEDIAN_OF)
 
-    def mix(self, cost: float) -> None:
-        """Adds one of several sorts, of which the costs differ by more than by luck."""
+    def add(self) -> None:
+        """Adds one of several sorts, whose costs are their own."""
         self.count, self.weight = self.count + 1, self.weight + 1
-        self.mean += (cost - self.mean) / min(self.weight, REMEMBERED)
 
 
 class Costs:
@@ -89,11 +87,13 @@ class Costs:
         self._farthest = {choice: menu[choice].depth for choice in ending}
         self._known = dict.fromkeys(ending, 0)
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
+        self._shares: dict[int, dict[int, float]] = {choice: {} for choice in ending}  # of its rounds, by levels
         self._rows = rows  # plain lists: one changes in every round, and they are reckoned with now and then
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
         for choice in ending:
             self._rows[choice] = list(self._rows[self._places[choice, int(self.levels[choice])]])
         self._units: deque[float] = deque(maxlen=RECENT)
+        self._anew = False  # the unit is being timed in another context
         self._prior = EXPECTED if before is None else _without_negative(*before._equations())
         self._expectation: list[tuple[float, float]] | None = None
         self._marginal = (0.0, 0.0, 0.0)
@@ -115,6 +115,7 @@ class Costs:
     def begin_context(self) -> None:
         """In a context of another length all is different: plain steps are timed anew, and costs learnt quickly."""
         self._units.clear()
+        self._anew = bool(self._kinds[PLAIN].count)
         for kind in self._kinds.values():
             kind.begin_context()
         self._expectation = None
@@ -132,16 +133,17 @@ class Costs:
             levels: Of a chain that ends where it likes.
         """
         kind, unit = self._kinds[choice if levels is None else self._places[choice, levels]], self.unit
-        if unit:
-            cost = kind.record(seconds / unit)
-            if levels is not None:
-                self._kinds[choice].mix(cost)
-                self._follow(choice, levels)
-        elif choice == PLAIN:
-            kind.count += 1
-        else:
+        if not unit and choice != PLAIN:
             return
+        if unit and not (self._anew and kind.count):
+            kind.record(seconds / unit)
+            if levels is not None:
+                self._kinds[choice].add()
+                self._follow(choice, levels)
+        else:
+            kind.count += 1
         self._units.append(seconds / kind.mean)
+        self._anew = self._anew and len(self._units) < FEW
         count = self._kinds[choice].count
         if count & (count - 1) == 0 or count % REMEMBERED == 0:  # others tell nothing new
             self._expectation = None
@@ -152,6 +154,10 @@ class Costs:
         self.levels[choice] += (levels - self.levels[choice]) * share
         of_levels = self._rows[self._places[choice, levels]]
         self._rows[choice] = [row + (of - row) * share for row, of in zip(self._rows[choice], of_levels, strict=True)]
+        shares = self._shares[choice]
+        for known in shares:
+            shares[known] *= 1 - share
+        shares[levels] = shares.get(levels, 0.0) + share
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -228,7 +234,10 @@ class Costs:
         return (0.0, level + node) if one_forward else (level, node)
 
     def own(self, choice: int) -> float:
-        """By its own rounds alone; 0 where there were none."""
+        """By its own rounds alone; 0 where there were none. Of chains that end where they like, by those of every
+        number of levels, as often as they had so many."""
+        if shares := self._shares.get(choice):
+            return sum(share * self.own(self._places[choice, levels]) for levels, share in shares.items())
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
     def _expected(self) -> list[tuple[float, float]]:

@@ -19,6 +19,7 @@ FARTHEST, FARTHEST_AT_ONCE = 16, 8  # levels of a chain that ends where it likes
 DYNAMIC_TREES = ((1, 5, 6), (2, 2, 6), (3, 3, 12), (5, 6, 24), (6, 10, 60))
 # From so many nodes on, and at least so wide, they are as deep as it goes where all levels are drafted in any case.
 DEEP_FROM, WIDE = 12, 6
+DEEP_AT_WILL = 6  # levels of these trees where no block of slots says: each level is a row more to draft
 
 Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
 
@@ -75,7 +76,7 @@ def trees_to_choose(
 
 def _dynamic_trees(deepest: int | None, at_once: bool) -> list[tuple[int, int, int]]:
     """Depth, width and nodes of dynamic trees of heads that have so many draft positions."""
-    deep = min(deepest or FARTHEST_AT_ONCE, FARTHEST_AT_ONCE)
+    deep = min(deepest, FARTHEST_AT_ONCE) if deepest else DEEP_AT_WILL
     trees = [
         (deep, max(top_k, WIDE), nodes) if at_once and nodes >= DEEP_FROM else (depth, top_k, nodes)
         for depth, top_k, nodes in DYNAMIC_TREES

@@ -33,6 +33,34 @@ def test_drawn_levels_have_a_price_of_their_own():
     assert sum(costs.marginal(4)) - sum(costs.marginal(1)) == pytest.approx(drawn, rel=0.2)
 
 
+@pytest.mark.parametrize("stalled", [0, 1, 2], ids=["none", "plain", "round"])
+def test_a_stall_where_the_context_has_grown_changes_no_costs(stalled):
+    """What is timed there first sets the unit of all that comes after."""
+    costs, times = Costs(CHAINS), {PLAIN: 1.0, 0: 1.5, 1: 2.0}
+    for _ in range(16):
+        for choice, seconds in times.items():
+            costs.record(choice, seconds)
+    before = [costs.own(choice) for choice in (0, 1)]
+    costs.begin_context()
+    costs.record(PLAIN, 4.0 if stalled == 1 else 1.0)
+    costs.record(0, 6.0 if stalled == 2 else 1.5)
+    assert costs.unit == pytest.approx(1.0)
+    for choice in (0, 1, 1, 0, 2, 2):
+        costs.record(choice, times.get(choice, 3.0))
+    assert [costs.own(choice) for choice in (0, 1)] == pytest.approx(before)
+    assert costs.own(2) == pytest.approx(3.0)
+
+
+def test_chains_that_end_where_they_like_cost_what_those_of_as_many_levels_do():
+    """Whatever of them was timed first: what is learnt of a number of levels counts for all rounds that had so many."""
+    chain = DraftTreeConfig(kind="chain", depth=4, top_k=1, total_tokens=5)
+    costs = Costs((chain,), ending={0})
+    for levels in (2, 2, 2, 4) * 16:
+        costs.record(PLAIN, 1.0)
+        costs.record(0, 1.0 + 0.1 * levels, levels)
+    assert costs.own(0) == pytest.approx(0.75 * 1.2 + 0.25 * 1.4, rel=0.01)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
     """Chains that end where they like might always end better yet: what trials of them lose is told by what they have

@@ -275,7 +275,7 @@ def test_the_menu(tree, deepest):
 def test_trees_of_heads_that_draft_all_levels_at_once_are_as_deep_as_it_goes(deepest):
     menu = trees_to_choose(CPU_TREE.replace(depth=min(4, deepest or 4)), deepest, lambda tree: None, at_once=True)
     large = [one for one in menu[1:] if one.kind == "dynamic" and one.total_tokens >= 12]
-    assert len(large) == 3 and {one.depth for one in large} == {min(deepest or 8, 8)}
+    assert len(large) == 3 and {one.depth for one in large} == {min(deepest, 8) if deepest else 6}
 
 
 def test_copies_are_offered_and_left_out_and_never_beside_drawn_children():
