@@ -52,7 +52,7 @@ def test_a_stall_where_the_context_has_grown_changes_no_costs(stalled):
 
 
 def test_chains_that_end_where_they_like_cost_what_those_of_as_many_levels_do():
-    """Whatever of them was timed first: what is learnt of a number of levels counts for all rounds that had so many."""
+    """Whatever was timed first: what is learnt of a number of levels counts for all rounds that had so many."""
     chain = DraftTreeConfig(kind="chain", depth=4, top_k=1, total_tokens=5)
     costs = Costs((chain,), ending={0})
     for levels in (2, 2, 2, 4) * 16:
