@@ -156,6 +156,11 @@ class DraftingContract:
         """Whether [`start_draft`] runs the layers for all draft positions, and [`extend_draft`] runs none."""
         return False
 
+    def drafted_logits(self, cache: DraftCache, depth: int) -> torch.Tensor | None:
+        """Draft logits [B, depth, Vd] of a round's first positions, where [`start_draft`] has computed them all and
+        they are the same whatever is drafted; else `None`: then positions are asked for one by one."""
+        return None
+
     @property
     def predicts_acceptance(self) -> bool:
         """Whether the heads have [`predicted_acceptance`]; `stop_below` then compares that, per position, and may

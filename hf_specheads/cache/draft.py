@@ -87,6 +87,7 @@ class DraftCache(SlotCache):
             before every round ([`begin_round`]).
         deepest: Draft positions of the deepest tree that may be drafted with this cache; 0 where that is the tree in
             force of the heads.
+        levels: Draft positions of this round's tree at the most; 0 where that is not known.
         links: How a compiled step drafts chains, `None` for other trees and heads, and where nothing is compiled.
         drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
         rotary: Of the positions of this round's levels; `None` before anybody has made it.
@@ -99,7 +100,7 @@ class DraftCache(SlotCache):
         self._owed: list[tuple[CommittedRows, ...]] = [()] * num_specialists
         self.layers = [SlotCacheLayer(self) for _ in range(num_specialists)]
         self.taken_in: RealRows | None = None
-        self.deepest = 0
+        self.deepest = self.levels = 0
         self.links: Links | None = None
         self.drafted_inputs: list[torch.Tensor] = []
         self.rotary: Rotary | None = None

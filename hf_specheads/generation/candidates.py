@@ -30,6 +30,7 @@ from .sampling import DraftSampler
 from .tallies import TextTally
 from .verification.accepted import Accepted
 
+LEVELS_AHEAD = 2  # that chains may have more than usual, of heads that draft as many as they are asked for at once
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
 
@@ -171,6 +172,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.tree = self.options.tree if tree == self.options.tree else tree
         drafts = choice != PLAIN
         self.reach = pace.reach(choice, self.moods, self.head.drafts_in_one_forward) if drafts else None
+        if self.reach is not None and self.head.drafts_in_one_forward and self.head.max_draft_positions is None:
+            # Positions are drafted before it is known where the chain ends: few more than it usually has.
+            self.reach.farthest = min(self.reach.farthest, round(pace.costs.levels[choice]) + LEVELS_AHEAD)
 
     def is_whole(self, tree: DraftTree) -> bool:
         """Whether the latest draft is as deep as it was meant to be, not cut off by a limit."""
@@ -264,7 +268,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             and sampler is None
             and (in_shape or self.compiled.drafts_links(self.head, self.tree))
         ):
+            self.draft_cache.levels = 0
             return self.compiled.grow(*call, in_shape, self.reach)
+        self.draft_cache.levels = depth if self.reach is None else int(min(depth, self.reach.farthest))
         return grow_tree(*call, sampler, self.reach)
 
     def get_candidates(

@@ -61,6 +61,41 @@ def grow_links(
     return fixed_tree(root, links, [numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
 
 
+def grow_at_once(
+    head: DraftingContract,
+    tree: DraftTreeConfig,
+    root: torch.Tensor,
+    logits: torch.Tensor,
+    shape: TreeShape,
+    reach: Reach | None,
+) -> DraftTree:
+    """A chain whose links are all known: what it has of them is decided without another look at the device.
+
+    Args:
+        head: That has drafted them.
+        tree, root, shape, reach: As in [`grow_links`].
+        logits: Of the draft positions it may have, [B, D, V].
+    """
+    scores, tokens = (part[..., 0] for part in favourites(head, logits, tree.draft_temperature))  # [B, D]
+    if reach is not None:
+        kept = _links_kept(reach, scores.T.tolist(), len(shape.levels))
+        if reach.offered is not None:
+            reach.offered.extend(logits[:, :kept].unbind(1))
+        if kept < len(shape.levels):
+            scores, tokens, shape = scores[:, :kept], tokens[:, :kept], fixed_shape(tree.paths, kept, root.device)
+    return fixed_tree(root, [tokens], [numbers(scores.cumsum(1))], shape, None)
+
+
+def _links_kept(reach: Reach, sureness: Sequence[Sequence[float]], most: int) -> int:
+    """Of links with these log-probabilities, by position and sequence; of a chain that may have `most`."""
+    for links, sure in enumerate(sureness):
+        if not reach.keeps(sure):
+            return links
+        if links + 1 < most and not reach.goes_on():
+            return links + 1
+    return len(sureness)
+
+
 def fixed_tree(
     root: torch.Tensor,
     tokens: Sequence[torch.Tensor],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +14,7 @@ from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren, select_nodes
 from ..tree.shape import FixedLevel, TreeShape, fixed_children, fixed_shape
-from .chains import Link, favourites, fixed_tree, grow_links, numbers
+from .chains import Link, favourites, fixed_tree, grow_at_once, grow_links, numbers
 from .foresight import Reach
 from .sampling import DraftSampler
 
@@ -187,12 +188,11 @@ def _grow_best_first(
         root_ids: int64 [B].
         root: State and draft logits of the root, from `start_draft`.
     """
-    (states, logits), most, candidates = root, tree.num_nodes - 1, []
-    width = min(tree.top_k, logits.shape[-1], most)
-    above, number = logits.new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # of the nodes above
+    most, candidates = tree.num_nodes - 1, []
+    width = min(tree.top_k, root[1].shape[-1], most)
+    above, number = root[1].new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # of the nodes above
     first = 1
-    for position in range(depth):
-        scores, tokens = top_children(head, logits, width, tree.draft_temperature)  # [B, 1, K]
+    for position, (scores, tokens) in enumerate(_children_by_position(head, cache, tree, root, width, depth)):
         scores, chosen = (above[..., None] + scores).flatten(1).topk(min(most, above.shape[1] * width), dim=1)
         candidates.append((tokens[:, 0].gather(1, chosen % width), number.gather(1, chosen // width), scores))
         best = tokens[:, 0, :1]
@@ -200,10 +200,30 @@ def _grow_best_first(
             break
         above, number = scores, torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
         first += scores.shape[1]
-        states, logits = head.extend_draft(cache, position + 1, best, states, None)
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
     depths = torch.cat([torch.full_like(part[0], i + 1) for i, part in enumerate(candidates)], dim=1)
     return select_nodes(tokens, parents, depths, scores, root_ids, most, len(candidates))
+
+
+def _children_by_position(
+    head: DraftingContract,
+    cache: DraftCache,
+    tree: DraftTreeConfig,
+    root: tuple[torch.Tensor, torch.Tensor],
+    width: int,
+    depth: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probabilities and tokens of the best children of all nodes of a level, [B, 1, K] each, level by level."""
+    if (together := head.drafted_logits(cache, depth)) is not None:
+        scores, tokens = top_children(head, together, width, tree.draft_temperature)
+        yield from zip(scores.split(1, dim=1), tokens.split(1, dim=1), strict=True)
+        return
+    states, logits = root
+    for position in range(1, depth + 1):
+        scores, tokens = top_children(head, logits, width, tree.draft_temperature)
+        yield scores, tokens
+        if position < depth:
+            states, logits = head.extend_draft(cache, position, tokens[:, 0, :1], states, None)
 
 
 # ---------------------------------------------------------------------- trees of a shape known beforehand
@@ -323,6 +343,9 @@ def _grow_chain(
     reach: Reach | None,
 ) -> DraftTree:
     """A chain of favourites; arguments as in [`_grow_levels`]."""
+    most = len(shape.levels) if reach is None else int(min(len(shape.levels), reach.farthest))
+    if (together := head.drafted_logits(cache, most)) is not None:
+        return grow_at_once(head, tree, root, together, shape, reach)
     offered = None if reach is None else reach.offered
 
     def link(states: torch.Tensor, logits: torch.Tensor) -> Link:

@@ -263,10 +263,10 @@ class BlockHead(DraftHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the logits of all positions of the tree in force are computed here, at once."""
+        """As in the contract; the logits of all positions of the round's tree are computed here, at once."""
         block, root = self.draft_block(cache, token_ids, features), token_ids[:, -1:]
         slots = block[:, self.config.first_slot :]
-        used = min(self.tree_config.depth, slots.shape[1])
+        used = min(cache.levels or self.tree_config.depth, slots.shape[1])
         cache.drafted_inputs = [slots, self.draft_logits(slots[:, :used])]
         return self.node_logits(cache, 0, root, self.root_state(block, root))
 
@@ -280,6 +280,10 @@ class BlockHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in the contract; no layer runs."""
         return self.node_logits(cache, position, token_ids, features)
+
+    def drafted_logits(self, cache: DraftCache, depth: int) -> torch.Tensor | None:
+        logits = cache.drafted_inputs[1]
+        return logits[:, :depth] if self.independent_positions and depth <= logits.shape[1] else None
 
     def root_state(self, block: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
         """What the root [B, 1] hands on, [B, 1, *], from the states of all slots [B, R, h]; nothing here."""

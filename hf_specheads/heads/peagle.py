@@ -143,9 +143,10 @@ class PEagleHead(Eagle3Head):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the state of every node is what all positions were drafted from, [B, 1, D * h]."""
+        """As in the contract; the state of every node is what all positions were drafted from, [B, 1, D * h]. Their
+        logits are computed here, at once."""
         fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
-        slots = max(cache.deepest or self.tree_config.depth, 2)
+        slots = max(cache.levels or cache.deepest or self.tree_config.depth, 2)
         batch, rows = fused.shape[:2]
         fused = torch.cat([fused, self.mask_rows(batch, slots - 1, fused)], dim=1)
         positions = cache.open_rows(rows, fused.device, slots - 1).expand(batch, -1)
@@ -153,7 +154,8 @@ class PEagleHead(Eagle3Head):
         mask = additive_mask((shown <= positions[..., None])[:, None], fused.dtype)
         drafted = self(fused, positions, mask, cache, num_queries=slots)
         cache.commit(rows)
-        return drafted.flatten(1)[:, None], self.draft_logits(drafted[:, :1])
+        cache.drafted_inputs = [self.draft_logits(drafted)]
+        return drafted.flatten(1)[:, None], cache.drafted_inputs[0][:, :1]
 
     def extend_draft(
         self,
@@ -163,9 +165,13 @@ class PEagleHead(Eagle3Head):
         features: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; all nodes of a level have the same state and the same logits, computed once."""
-        drafted = features[:, :1].unflatten(-1, (-1, self.config.hidden_size))[:, :, position]
-        return features, self.draft_logits(drafted).expand(-1, token_ids.shape[1], -1)
+        """As in the contract; all nodes of a level have the same state and the same logits."""
+        (logits,) = cache.drafted_inputs
+        return features, logits[:, position : position + 1].expand(-1, token_ids.shape[1], -1)
+
+    def drafted_logits(self, cache: DraftCache, depth: int) -> torch.Tensor | None:
+        (logits,) = cache.drafted_inputs
+        return logits[:, :depth] if depth <= logits.shape[1] else None
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:

@@ -1,7 +1,10 @@
 """Growing trees: equal to a naive best-first expansion, whatever the head says, also when it says NaN."""
 
+from copy import deepcopy
+
 import pytest
 import torch
+from support.batches import batch_of, greedy
 from support.heads import random_heads
 from support.stubs import TABLE_VOCAB as VOCAB
 from support.stubs import TableHead
@@ -9,6 +12,8 @@ from support.targets import plain, prompt, shared_target
 from support.trees import path_of
 
 from hf_specheads.cache.draft import DraftCache
+from hf_specheads.generation import drafting
+from hf_specheads.generation.chains import favourites, grow_at_once, grow_links
 from hf_specheads.generation.drafting import grow_tree
 
 
@@ -100,3 +105,69 @@ def test_depth_of_a_round_may_be_less_than_configured():
     grown = grow_tree(head, DraftCache(0), head.tree_config, torch.tensor([[3]]), torch.zeros(1, 1, 2), 2)
     assert grown.max_depth == 2
     assert grown.depths.max().item() == 2
+
+
+AT_ONCE = ["dflash", "jetspec", "peagle"]  # positions that are drafted in one forward, and know nothing of each other
+
+
+def adaptive(target, method):
+    heads = random_heads(target, method)
+    heads.forget_tree()
+    heads.adaptive = True
+    return heads
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", AT_ONCE)
+def test_chains_known_at_once_end_where_those_do_that_are_made_link_by_link(method, rows, monkeypatch):
+    seen = []
+
+    def checked(head, tree, root, logits, shape, reach):
+        def link(position, *_):
+            return root, *favourites(head, logits[:, position], tree.draft_temperature)
+
+        twin = deepcopy(reach)
+        expected = grow_links(tree, root, link(0), link, shape, twin)
+        found = grow_at_once(head, tree, root, logits, shape, reach)
+        for name in ("token_ids", "parents", "depths"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+        torch.testing.assert_close(found.scores, expected.scores)
+        assert (found.max_depth, found.shape) == (expected.max_depth, expected.shape)
+        if reach is not None:
+            for name in ("levels", "drafted", "ended", "next_chance", "likely"):
+                assert getattr(reach, name) == pytest.approx(getattr(twin, name))
+            assert reach.offered is None or len(reach.offered) == reach.levels
+        seen.append(found.max_depth)
+        return found
+
+    monkeypatch.setattr(drafting, "grow_at_once", checked)
+    target = shared_target("llama")
+    inputs, _ = batch_of((9, 4, 14)[:rows])
+    heads = adaptive(target, method)
+    for assistant in (heads, random_heads(target, method).with_tree(kind="chain", depth=3)):
+        assert torch.equal(greedy(target, inputs, assistant_model=assistant), greedy(target, inputs))
+    assert len(seen) > 8 and len(set(seen)) > 1
+
+
+@pytest.mark.parametrize("method", AT_ONCE)
+def test_draft_logits_of_all_positions_are_computed_together_and_of_no_more_than_the_rounds_tree_has(
+    method, monkeypatch
+):
+    target, ids, asked, levels = shared_target("llama"), prompt(), [], []
+    heads = adaptive(target, method)
+    logits, start = type(heads).draft_logits, type(heads).start_draft
+
+    def counted(self, hidden):
+        asked.append(hidden.shape[1])
+        return logits(self, hidden)
+
+    def started(self, cache, *args):
+        levels.append(cache.levels)
+        return start(self, cache, *args)
+
+    monkeypatch.setattr(type(heads), "draft_logits", counted)
+    monkeypatch.setattr(type(heads), "start_draft", started)
+    assert torch.equal(plain(target, ids, 60, assistant_model=heads), plain(target, ids, 60))
+    assert len(set(levels)) > 2, "trees of several depths"
+    most = heads.max_draft_positions or 99
+    assert asked == [min(max(depth, 2 if method == "peagle" else 1), most) for depth in levels]
