@@ -65,8 +65,9 @@ def test_slots_of_peagle() -> None:
     for index, theirs in enumerate(case["rounds"][:3]):
         features = tensors[f"r{index}.target_features"][None]
         ids = torch.tensor([text[: theirs["committed"] + 1]])
-        state, logits = heads.start_draft(heads.new_draft_cache(), ids, features)
-        found = [logits] + [heads.extend_draft(None, d, ids[:, :1], state, None)[1] for d in range(1, 5)]
+        cache = heads.new_draft_cache()
+        state, logits = heads.start_draft(cache, ids, features)
+        found = [logits] + [heads.extend_draft(cache, d, ids[:, :1], state, None)[1] for d in range(1, 5)]
         expected = tensors[f"r{index}.slot_logits"]
         torch.testing.assert_close(torch.cat(found, dim=1)[0], expected, rtol=1e-4, atol=1e-4)
 
