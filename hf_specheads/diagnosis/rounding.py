@@ -8,7 +8,6 @@ model, type and shape; here it is measured, with forwards of transformers alone.
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..cache.layers import read_on
 from ..cache.recurrent import CACHE_NAMES
 from ..target.recurrence import is_recurrent
+from ..target.structure import forward_parameters
 
 POSITIONS = 64  # at the end of a text, at which both kinds of forwards are compared
 
@@ -57,7 +57,7 @@ def measure_rounding(target: PreTrainedModel, token_ids: torch.Tensor, nodes: in
         raise ValueError(f"rounding is measured on one text of at least 2 tokens, got shape {list(token_ids.shape)}.")
     start = max(1, length - POSITIONS)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    parameters = inspect.signature(target.forward).parameters
+    parameters = forward_parameters(target)
     name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
     target(input_ids=token_ids[:, :start], use_cache=True, **{name: cache})
     single = _logits(target, name, copy.deepcopy(cache), token_ids[:, start:], start, 1)
@@ -71,7 +71,7 @@ def _logits(
 ) -> torch.Tensor:
     """fp32 [Q, V], logits after every token [1, Q] that follows upon the `held` ones in the cache, `step` tokens a
     forward."""
-    counted = is_recurrent(target) and "position_ids" in inspect.signature(target.forward).parameters
+    counted = is_recurrent(target) and "position_ids" in forward_parameters(target)
     pieces = []
     for tokens in token_ids.split(step, dim=1):
         # Caches of recurrent targets may not know how many tokens they hold.

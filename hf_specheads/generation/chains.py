@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -46,19 +47,19 @@ def grow_links(
         follow: Makes the next one of its draft position (0-based) and the token and state of the link above.
         reach: As in [`grow_tree`].
     """
-    links, scores = [], []
-    for position in range(1, len(shape.levels) + 1):
-        states, score, token = link
-        if reach is not None and not reach.keeps(score[:, 0].tolist()):
-            break
-        links.append(token)
-        scores.append(score)
-        if position == len(shape.levels) or (reach is not None and not reach.goes_on()):
-            break
-        link = follow(position, token, states)
-    if len(links) < len(shape.levels):
-        shape = fixed_shape(tree.paths, len(links), root.device)
-    return fixed_tree(root, links, [numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
+    links = [link]
+
+    def sureness() -> Iterator[list[float]]:
+        while True:
+            states, score, token = links[-1]
+            yield [] if reach is None else score[:, 0].tolist()
+            links.append(follow(len(links), token, states))
+
+    kept = _links_kept(reach, sureness(), len(shape.levels))
+    if kept < len(shape.levels):
+        shape = fixed_shape(tree.paths, kept, root.device)
+    _, scores, tokens = zip(*links[:kept], strict=True)
+    return fixed_tree(root, tokens, [numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
 
 
 def grow_at_once(
@@ -78,7 +79,7 @@ def grow_at_once(
     """
     scores, tokens = (part[..., 0] for part in favourites(head, logits, tree.draft_temperature))  # [B, D]
     if reach is not None:
-        kept = _links_kept(reach, scores.T.tolist(), len(shape.levels))
+        kept = _links_kept(reach, iter(scores.T.tolist()), len(shape.levels))
         if reach.offered is not None:
             reach.offered.extend(logits[:, :kept].unbind(1))
         if kept < len(shape.levels):
@@ -86,14 +87,17 @@ def grow_at_once(
     return fixed_tree(root, [tokens], [numbers(scores.cumsum(1))], shape, None)
 
 
-def _links_kept(reach: Reach, sureness: Sequence[Sequence[float]], most: int) -> int:
-    """Of links with these log-probabilities, by position and sequence; of a chain that may have `most`."""
-    for links, sure in enumerate(sureness):
-        if not reach.keeps(sure):
-            return links
-        if links + 1 < most and not reach.goes_on():
-            return links + 1
-    return len(sureness)
+def _links_kept(reach: Reach | None, sureness: Iterator[Sequence[float]], most: int) -> int:
+    """Of links with these log-probabilities, by position and sequence, which are asked for one by one; of a chain that
+    may have `most`."""
+    kept = 0
+    for sure in itertools.islice(sureness, most):
+        if reach is not None and not reach.keeps(sure):
+            break
+        kept += 1
+        if kept < most and reach is not None and not reach.goes_on():
+            break
+    return kept
 
 
 def fixed_tree(

@@ -74,6 +74,7 @@ class Costs:
         ending: Chains of the menu, by place, that end where they like. Those of as many levels cost the same.
 
     Attributes:
+        unit: Seconds; 0 where nothing was timed yet.
         levels: Of the chains that end where they like: how many they had, on average. By place.
     """
 
@@ -88,24 +89,15 @@ class Costs:
         self._known = dict.fromkeys(ending, 0)
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
         self._shares: dict[int, dict[int, float]] = {choice: {} for choice in ending}  # of its rounds, by levels
-        self._rows = rows  # plain lists: one changes in every round, and they are reckoned with now and then
+        self._menu, self._rows = menu, rows
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
-        for choice in ending:
-            self._rows[choice] = list(self._rows[self._places[choice, int(self.levels[choice])]])
         self._units: deque[float] = deque(maxlen=RECENT)
+        self.unit = 0.0
         self._anew = False  # the unit is being timed in another context
         self._prior = EXPECTED if before is None else _without_negative(*before._equations())
         self._expectation: list[tuple[float, float]] | None = None
         self._marginal = (0.0, 0.0, 0.0)
         self._drawn = {choice for choice, tree in enumerate(menu) if tree.children == "sampled"}
-
-    @property
-    def unit(self) -> float:
-        """Seconds; 0 where nothing was timed yet."""
-        units = list(self._units)  # another thread may add to them
-        if not units:
-            return 0.0
-        return min(units) if len(units) <= FEW else statistics.median(units)
 
     @property
     def plain_seconds(self) -> float:
@@ -115,6 +107,7 @@ class Costs:
     def begin_context(self) -> None:
         """In a context of another length all is different: plain steps are timed anew, and costs learnt quickly."""
         self._units.clear()
+        self.unit = 0.0
         self._anew = bool(self._kinds[PLAIN].count)
         for kind in self._kinds.values():
             kind.begin_context()
@@ -143,6 +136,8 @@ class Costs:
         else:
             kind.count += 1
         self._units.append(seconds / kind.mean)
+        units = list(self._units)  # another thread may add to them, or clear them
+        self.unit = (min if len(units) <= FEW else statistics.median)(units or [0.0])
         self._anew = self._anew and len(self._units) < FEW
         count = self._kinds[choice].count
         if count & (count - 1) == 0 or count % REMEMBERED == 0:  # others tell nothing new
@@ -150,14 +145,13 @@ class Costs:
 
     def _follow(self, choice: int, levels: int) -> None:
         """A chain that ends where it likes is expected to cost what one of as many levels would."""
-        share = 1 / min(self._kinds[choice].weight, REMEMBERED)
+        kind, shares = self._kinds[choice], self._shares[choice]
+        share = 1 / min(kind.weight, REMEMBERED)
         self.levels[choice] += (levels - self.levels[choice]) * share
-        of_levels = self._rows[self._places[choice, levels]]
-        self._rows[choice] = [row + (of - row) * share for row, of in zip(self._rows[choice], of_levels, strict=True)]
-        shares = self._shares[choice]
         for known in shares:
             shares[known] *= 1 - share
         shares[levels] = shares.get(levels, 0.0) + share
+        kind.mean = sum(share * self._kinds[self._places[choice, known]].mean for known, share in shares.items())
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -236,14 +230,14 @@ class Costs:
     def own(self, choice: int) -> float:
         """By its own rounds alone; 0 where there were none. Of chains that end where they like, by those of every
         number of levels, as often as they had so many."""
-        if shares := self._shares.get(choice):
-            return sum(share * self.own(self._places[choice, levels]) for levels, share in shares.items())
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
     def _expected(self) -> list[tuple[float, float]]:
         """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
         standard deviations, per tree of the menu."""
         matrix, right = self._equations()
+        for choice, levels in self.levels.items():
+            self._rows[choice] = _row(self._menu[choice], levels, levels + self._menu[choice].lookup)
         rows = np.array(self._rows)
         spread = np.sqrt(np.einsum("ni,ij,nj->n", rows, np.linalg.inv(matrix), rows))
         found = _without_negative(matrix, right)
@@ -261,7 +255,7 @@ class Costs:
         return np.diag(SPREAD**-2) + weighted @ rows, self._prior / SPREAD**2 + weighted @ (own - 1.0)
 
 
-def _row(tree: DraftTreeConfig, levels: int, nodes: int) -> list[float]:
+def _row(tree: DraftTreeConfig, levels: float, nodes: float) -> list[float]:
     """How often a round pays what [`EXPECTED`] is the price of."""
     return [1.0, levels, nodes, levels if tree.children == "sampled" else 0.0]
 

@@ -96,6 +96,7 @@ class Pace:
     def _work_out_again(self) -> None:
         """Forgets what followed from the rounds until now."""
         self._rates: dict[int, float] = {}
+        self._tokens: dict[int, float] = {}
         self._steps: dict[int, list[float]] = {}
         self.gains.work_out_again()
         self._chains_known: set[Way] | None = None
@@ -159,7 +160,9 @@ class Pace:
 
     def tokens(self, choice: int) -> float:
         """Expected tokens of a round over a tree."""
-        return self.gains.tokens(choice, self.costs)
+        if choice not in self._tokens:
+            self._tokens[choice] = self.gains.tokens(choice, self.costs)
+        return self._tokens[choice]
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
@@ -331,12 +334,12 @@ class Pace:
             cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)
             text.record(tokens, cost * self.rate(choice))
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
-        # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain steps by
-        # what it gave: what is usual may be of texts that were easier, and trials would seem to cost nothing for ever.
-        given = self.gains.given(choice, self.costs)
-        lost = 0.0 if choice == best else max(self.costs.own(choice) * best_rate - given, 0.0)
-        lost = lost if best != PLAIN else self.costs.own(choice) - tokens
-        self.budget.lose(lost)
+        if choice != best:
+            # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain
+            # steps by what it gave: what is usual may be of easier texts, and trials seem to cost nothing for ever.
+            given = tokens if best == PLAIN else self.gains.given(choice, self.costs)
+            lost = self.costs.own(choice) * best_rate - given
+            self.budget.lose(lost if best == PLAIN else max(lost, 0.0))
         self.budget.earn(TRIAL_SHARE * self.costs.cost(choice))
         pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)
         if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:

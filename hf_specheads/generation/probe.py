@@ -10,7 +10,6 @@ config, attention and kind of rounds in a process (`last_stats.probe_seconds`).
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from ..errors import UnsupportedGenerationError
 from ..target.features import asked_hidden_states
 from ..target.positions import drops_positions
 from ..target.recurrence import counts_padding
+from ..target.structure import forward_parameters
 from ..tree.draft_tree import DraftTree
 
 SHORT_CONTEXT = 16
@@ -161,7 +161,7 @@ class _Probe:
         self.parents = TREE if kind.tree else CHAIN
         self.path = TREE_PATH if kind.tree else CHAIN_PATH
         self.batch = 2 if kind.ragged else 1
-        accepted = inspect.signature(target.forward).parameters
+        accepted = forward_parameters(target)
         self.takes_positions = "position_ids" in accepted
         self.counts_itself = self.takes_positions and drops_positions(target)
         self.cache_name = next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])

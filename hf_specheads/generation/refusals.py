@@ -5,7 +5,6 @@ Allow-lists, never trial: a target that silently ignores a tree mask produces wr
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..errors import UnsupportedGenerationError
 from ..target.images import IMAGES_SERVED, TOKEN_TYPES, read_by_the_prompt
 from ..target.positions import rope_limit, sparse_limit
 from ..target.recurrence import counts_padding, is_recurrent, recurrence_problem
-from ..target.structure import own_mask
+from ..target.structure import forward_parameters, own_mask
 from .options import DraftingOptions
 from .probe import RoundKind, refuse_by_probe
 from .sampling import TokenSampler, out_of_step
@@ -308,7 +307,7 @@ def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):
         return f"it has layers of type {sorted(other) or ['chunked_attention']}"
-    if "position_ids" not in inspect.signature(target.forward).parameters:
+    if "position_ids" not in forward_parameters(target):
         return "its forward takes no position_ids (positions enter as attention biases)"
     if getattr(config, "alibi", False):
         return "positions enter its attention as biases (alibi), which take no tree"

@@ -8,7 +8,6 @@ where it is put behind padding ([`RecurrentCache`]).
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.positions import finds_begins
 from ..target.recurrence import counts_padding, is_recurrent
+from ..target.structure import forward_parameters
 from .accounts import RequestSampler, RequestStop, RequestTexts
 from .committed import NewRows
 from .loop import RoundLoop, begin_call
@@ -369,7 +369,7 @@ def _refuse_to_join(
         return
     if counts_padding(target):
         problem = "it takes in the padding that texts of other lengths would have beside longer ones"
-    elif "attention_mask" not in inspect.signature(target.forward).parameters:
+    elif "attention_mask" not in forward_parameters(target):
         problem = "its forward takes no attention mask, which hides the padding of shorter texts"
     elif not is_recurrent(target) and model_kwargs.get("position_ids") is None and not finds_begins(target):
         problem = "it counts positions by itself, and the padding of shorter texts too"

@@ -107,7 +107,8 @@ class _Memory:
 
     def record(self, depths: Sequence[int], num_accepted: Sequence[int], then: float | None = None) -> None:
         """As [`Acceptance.record`]."""
-        rates = self._by_position(len(self.rounds))
+        beyond = any(number >= depth for depth, number in zip(depths, num_accepted, strict=True))
+        rates = self._by_position(len(self.rounds) if beyond else max(num_accepted) + 1)
         self.fade(1 - self.forgets)
         told, share = 0.0, self.weight / len(num_accepted)
         for depth, number in zip(depths, num_accepted, strict=True):

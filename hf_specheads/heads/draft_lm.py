@@ -7,7 +7,6 @@ root and the drafted tokens are appended during a round and dropped at its end.
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
-import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -23,6 +22,7 @@ from ..cache.masks import additive_mask
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..publishing.card.facts import Published
+from ..target.structure import forward_parameters
 from ..tree.config import DraftTreeConfig
 from ..unroll.rows import DraftedPass, TrainingRows, row_positions
 from ..unroll.streams import visible_rows
@@ -163,7 +163,7 @@ def language_model_problem(model: PreTrainedModel) -> str | None:
         return "it is no causal language model of text alone; load one with AutoModelForCausalLM"
     if getattr(model, "_is_stateful", False):
         return "its state cannot be rolled back"
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward_parameters(model)
     if getattr(config, "alibi", False):
         return "positions enter it as attention biases (alibi)"
     if missing := [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in parameters]:
@@ -356,7 +356,7 @@ class DraftLanguageModel(DraftHead):
 
     @property
     def _keeps_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.language_model.forward).parameters
+        return "logits_to_keep" in forward_parameters(self.language_model)
 
     def _within_context(self, positions: torch.Tensor) -> torch.Tensor:
         """Past its own context a model drafts badly, and one with learned positions not at all: they stay there."""

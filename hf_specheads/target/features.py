@@ -17,6 +17,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .structure import forward_parameters
+
 
 def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch.Tensor:
     """Features from the `hidden_states` of a target's forward: the chosen ones side by side, [B, N, F].
@@ -72,13 +74,14 @@ class FeatureReader:
         """
         recorded = _Recorded(target, self.features)
         outputs = type(target)._prefill(recorded, input_ids, config, model_kwargs | self.forward_kwargs)
-        self.positions_dropped = model_kwargs.get("position_ids") is not None and not recorded.positions_given
+        self.positions_dropped = "position_ids" in forward_parameters(target) and not recorded.positions_given
         chunks = [chunk for chunk in recorded.kept if chunk is not None]
         return outputs, torch.cat(chunks, dim=1) if chunks else None
 
     def counted(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Of the kwargs of a call, after its prefill, those by which the target knows positions: none where it throws
-        them away (Exaone 4.5) and counts the slots of its cache, padding included."""
+        """Of the kwargs of a call, after its prefill, those by which the target knows positions: none where they are
+        thrown away (by Exaone 4.5, or as another function stands before its forward) and it counts the slots of its
+        cache, padding included."""
         return {} if self.positions_dropped else model_kwargs
 
     def features(self, outputs: Any) -> torch.Tensor | None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 _own_masks: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
+
+
+def forward_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """Names of what a model's forward takes; where another function was put before it that takes anything, of what
+    the model's own does."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_anything and "forward" in vars(model):
+        return frozenset({*parameters, *inspect.signature(type(model).forward).parameters})
+    return frozenset(parameters)
 
 
 def own_mask(target: PreTrainedModel) -> str | None:
