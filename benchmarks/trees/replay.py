@@ -41,6 +41,7 @@ from ..sides import TO_THE_END
 
 SEEDS, PASSES = 16, 3  # courses of events; passes over the texts in each
 NOISE, DRIFT, KEEPS = 0.04, 0.08, 0.98  # of the clock: of a round, of the machine's speed, and how long that lasts
+FIRST_TAKES = 1.3  # times as long, the first round over so many nodes
 STALLS, STALLED = 0.01, (1.5, 6.0)  # share of rounds that stall, and how many times as long they take
 ENDING, SEVERAL = "chains that end where they like", "chains of several depths"
 WIDEST = max(top_k for _, top_k, _ in DYNAMIC_TREES)
@@ -153,9 +154,13 @@ class Clock:
 
     def __init__(self, rng: random.Random):
         self.rng, self.speed = rng, 0.0
+        self.seen: set[int] = set()
 
-    def measures(self, seconds: float) -> float:
-        """A machine that is now faster and now slower, with noise and stalls."""
+    def measures(self, seconds: float, nodes: int = 1) -> float:
+        """A machine that is now faster and now slower, with noise and stalls; the first round over so many nodes makes
+        what later ones find made."""
+        seconds *= 1.0 if nodes in self.seen else FIRST_TAKES
+        self.seen.add(nodes)
         self.speed = KEEPS * self.speed + DRIFT * math.sqrt(1 - KEEPS**2) * self.rng.gauss(0, 1)
         stalled = self.rng.uniform(*STALLED) if self.rng.random() < STALLS else 1.0
         return seconds * math.exp(self.speed + NOISE * self.rng.gauss(0, 1)) * stalled
@@ -198,9 +203,11 @@ def _round(
     reach = pace.reach(choice, text.moods, recording.one_forward)
     if reach is None:
         seconds, number = recording.seconds(pace.menu[choice]), accepted[choice][place]
+        nodes = pace.menu[choice].num_nodes
     else:
         seconds, number = _link_by_link(recording, reach, place)
-    measured = clock.measures(seconds)
+        nodes = reach.levels + 1
+    measured = clock.measures(seconds, nodes)
     if text.drafted:
         tree = pace.menu[choice]
         asked = reach is None or reach.offered is not None

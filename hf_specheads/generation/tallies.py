@@ -30,7 +30,9 @@ RANKS = (1, 2, 3, 5, 6, 10)  # of children besides favourites: each is where tho
 BELOW_A_SIBLING = 0.7  # times as often as below a favourite, drafts are accepted below its siblings
 TEXTS_BEFORE = 8.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
 ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # of which so much is forgotten with every round, and every plain step
-BELIEVED = 32.0  # rounds' worth: what chains and siblings tell of a tree, next to its own rounds
+# Rounds' worth: what chains and siblings tell of a tree, next to its own rounds. It has those where luck lets more be
+# expected of it than of others, so that they give less than was expected.
+BELIEVED = 256.0
 
 
 class Acceptance:

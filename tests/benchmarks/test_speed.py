@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.clock import Clock
 from support.targets import plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import setup, sides
 from benchmarks.speed import cache, compiled, first_call, quantised, speedup, vocabulary
 from hf_specheads import load_heads
-from hf_specheads.generation import loop
+from hf_specheads.generation.costs import PLAIN, Costs
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
 
@@ -70,7 +69,12 @@ def test_streams(measure_pair):
 
 
 def test_contexts(measure_pair, monkeypatch):
-    monkeypatch.setattr(loop, "time", Clock(0.5, 0.5, 9.0))  # what is drafted costs far more than it can pay
+    record = Costs.record
+
+    def dear(costs: Costs, choice: int, seconds: float, levels: int | None = None) -> None:
+        record(costs, choice, 0.5 if choice == PLAIN else 9.0, levels)
+
+    monkeypatch.setattr(Costs, "record", dear)  # what is drafted costs far more than it can pay
     result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
     assert list(result["lengths"]) == ["2", "3"] and result["num_prompts"] == 2
     measured = [*result["lengths"].values(), result["sampled"]["sides"]]

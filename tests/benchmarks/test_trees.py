@@ -142,4 +142,5 @@ def test_a_replay_knows_what_further_links_of_block_drafters_cost(monkeypatch):
     for recording in (recording_of([[0, 0, 1]] * 60, one) for one in (True, False)):
         list(replay.passes(recording, menu, True, seed=3))
     assert worth[True] and all(link == node for link, node in worth[True])
-    assert worth[False] and all(link > node for link, node in worth[False])
+    known = worth[False][len(worth[False]) // 2 :]
+    assert known and all(link > node for link, node in known)

@@ -80,3 +80,16 @@ def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
         pace.record_round(choice, 1.1 + (0.3 if reach.drawn else 0.2) * reach.levels, accepted, reach)
         drawn += reach.drawn
     assert drawn < 0.045 * rounds
+
+
+def test_the_first_round_over_a_tree_is_not_held_against_it() -> None:
+    """It makes what later ones find made: of two trees that cost the same, the one tried once is not the dearer."""
+    costs = Costs([DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in (3, 4)])
+    for _ in range(4):
+        costs.record(PLAIN, 1.0)
+    for seconds in (1.9, 1.5, 1.5, 1.5):
+        costs.record(0, seconds)
+    costs.record(1, 1.9)
+    assert costs.own(1) == pytest.approx(1.52, abs=0.01)
+    costs.record(1, 1.6)
+    assert costs.own(1) == pytest.approx(1.6, abs=0.01), "what was measured, not less"

@@ -179,9 +179,9 @@ def test_trees_that_had_no_such_child_tell_less_but_nothing_wrong():
 def test_a_tree_that_was_tried_where_the_text_was_easy():
     """What it gave is kept next to what was expected there."""
     tried = Tried()
-    for number in range(64):
+    for number in range(256):
         tried.record(number, tokens=4.4, expected=4.0, copied=0.0)
-    assert 1.05 < tried.tokens_given(2.0) / 2.0 < 1.1, "a tenth better than expected, where the text is hard too"
+    assert 1.03 < tried.tokens_given(2.0) / 2.0 < 1.1, "a tenth better than expected, where the text is hard too"
     assert Tried().tokens_given(3.0) == 3.0
 
 
