@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +117,25 @@ def rounded(result: Result) -> Result:
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether all are those of plain generation. In fewer bits than float32 logits tie, and need not."""
-    return result.get("dtype", "float32") != "float32" or identical(result)
+    """Whether all are those of plain generation. In fewer bits than float32 logits tie, and they need not be: where it
+    was looked at why texts differ, ties must be why."""
+    if result.get("dtype", "float32") == "float32":
+        return identical(result)
+    return all(side.get("differing", 0) == side.get("ties", 0) for side in _dictionaries(result))
 
 
 def identical(value: Any) -> bool:
     """Whether all texts in a result were those of plain generation: every `identical` in it, however deep."""
-    if isinstance(value, list):
-        return all(map(identical, value))
-    if not isinstance(value, dict):
-        return True
-    return all(bool(item) if key == "identical" else identical(item) for key, item in value.items())
+    return all(side.get("identical", True) for side in _dictionaries(value))
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """All in a result, however deep."""
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        yield from _dictionaries(item)
 
 
 # ---------------------------------------------------------------------- what tables are made of
@@ -182,8 +190,11 @@ def speed_up(side: Result) -> str:
 
 
 def same_text(*sides: Result) -> str:
-    """Whether the texts of a side, or of several, were the plain ones."""
-    return "yes" if all(side["identical"] for side in sides) else "no"
+    """Whether the texts of a side, or of several, were the plain ones; where not, whether rounding decided alone."""
+    others = [side for side in sides if not side["identical"]]
+    if not others:
+        return "yes"
+    return "up to ties" if all(side.get("differing") == side.get("ties", -1) for side in others) else "no"
 
 
 def same_texts(side: Result, of: str = "") -> str:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
+from hf_specheads.cli.bench import differences
 from hf_specheads.metrics import GenerationStats, acceptance_length, position_acceptance
 from hf_specheads.tuning.turns import take_turns, timed_generation
 from tests.support.stubs import CountForwards
@@ -120,13 +121,24 @@ def compare(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
     """Numbers about every side, by name; the first side is what the others are compared with. Sampled texts are not:
-    both are drawn."""
+    both are drawn. Of texts that differ from the plain ones it is told how many do where logits tie."""
     runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
-    found = {name: summarise(mine, runs[next(iter(sides))]) for name, mine in runs.items()}
+    plain = runs[next(iter(sides))]
+    found = {name: summarise(mine, plain) for name, mine in runs.items()}
     for name, one in found.items():
         if sides[name].get("do_sample"):
             del one["identical"], one["differing_prompts"]
+        elif not one["identical"]:
+            nodes = max_nodes(sides[name])
+            masked = [{"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs} for inputs in prompts]
+            one |= differences(target, masked, runs[name], plain, {"nodes": nodes})
     return found
+
+
+def max_nodes(side: Options) -> int:
+    """Tokens of a forward of the target with the heads of a side; 1 of plain generation."""
+    heads = side.get("assistant_model")
+    return 1 if heads is None else heads.tree_config.num_nodes
 
 
 def num_tokens(runs: list[Run]) -> int:

@@ -21,7 +21,6 @@ A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what
 UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of rows make of it, at the least
 SHORT = 6  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
 NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
-FIRST_TAKES = 1.25  # times as long as later ones, of rounds over so many nodes: it makes what they find made
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level, per node, and per level of
 # which children are drawn; with how far off that may be.
@@ -51,11 +50,6 @@ class _Kind:
             return
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
-
-    @property
-    def usual(self) -> float:
-        """What the next ones are expected to take."""
-        return self.mean / FIRST_TAKES if self.count == 1 else self.mean
 
     def begin_context(self) -> None:
         """What was seen is of another context: the next rounds count for more."""
@@ -157,7 +151,7 @@ class Costs:
         for known in shares:
             shares[known] *= 1 - share
         shares[levels] = shares.get(levels, 0.0) + share
-        kind.mean = sum(share * self._kinds[self._places[choice, known]].usual for known, share in shares.items())
+        kind.mean = sum(share * self._kinds[self._places[choice, known]].mean for known, share in shares.items())
 
     def cost(self, choice: int, unsure: bool = False) -> float:
         """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
@@ -169,9 +163,11 @@ class Costs:
         if choice == PLAIN:
             return 1.0
         expected, spread = self.expected(choice)
-        count = min(self._kinds[choice].weight, REMEMBERED)
+        count, own = min(self._kinds[choice].weight, REMEMBERED), self.own(choice)
+        if self._kinds[choice].count == 1:
+            own = min(own, expected)  # the first warms up: it tells what the next ones take at the most
         expected += spread if unsure else 0.0
-        return (count * self.own(choice) + BELIEVED * expected) / (count + BELIEVED)
+        return (count * own + BELIEVED * expected) / (count + BELIEVED)
 
     def expected(self, choice: int) -> tuple[float, float]:
         """By what trees that were tried tell of levels and nodes: the cost, and its standard deviation."""
@@ -236,7 +232,7 @@ class Costs:
     def own(self, choice: int) -> float:
         """By its own rounds alone; 0 where there were none. Of chains that end where they like, by those of every
         number of levels, as often as they had so many."""
-        return self._kinds[choice].usual / self._kinds[PLAIN].mean
+        return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
     def _expected(self) -> list[tuple[float, float]]:
         """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
@@ -251,11 +247,12 @@ class Costs:
         return list(zip((1.0 + rows @ found).tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of weighted least squares over the trees that were tried, drawn to what was expected: [4, 4] and [4]."""
+        """Of weighted least squares over the trees that were tried more than once, drawn to what was expected: [4, 4]
+        and [4]."""
         kinds = [self._kinds[choice] for choice in range(len(self._rows))]
-        tried = np.array([kind.count > 0 and choice not in self.levels for choice, kind in enumerate(kinds)])
+        tried = np.array([kind.count > 1 and choice not in self.levels for choice, kind in enumerate(kinds)])
         rows = np.array(self._rows)[tried]
-        own = np.array([kind.usual for kind in kinds])[tried] / self._kinds[PLAIN].mean
+        own = np.array([kind.mean for kind in kinds])[tried] / self._kinds[PLAIN].mean
         count = np.array([min(max(kind.weight, 1), REMEMBERED) for kind in kinds])[tried]
         weighted = rows.T * (own**-2 / (SCATTER**2 / count + MISFIT**2))
         return np.diag(SPREAD**-2) + weighted @ rows, self._prior / SPREAD**2 + weighted @ (own - 1.0)

@@ -29,8 +29,7 @@ from .tallies import TextTally
 TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
 PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
 INTAKE_SHARE = 0.02  # of the time of a prompt's forward, for heads that take in the prompt to see whether they pay
-FIRST_ROUNDS = 2  # of the chains that tell what all others may cost and give,
-FIRST_ENDING_ROUNDS = 4  # of those that end where they like whatever they promise: few rounds of them say little
+FIRST_ROUNDS = 4  # of the chains that tell what all others may cost and give: fewer may all be bad luck
 LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
 OVERDUE_AFTER = 1024  # rounds, at anything, whatever promises more in the meantime
 PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
@@ -239,7 +238,16 @@ class Pace:
         if best != PLAIN and self.rounds - self.gains.tried[longest].last >= OVERDUE_AFTER:
             return longest, self._loss(longest, best), True
         better = PAYS if best == PLAIN else CLEARLY * self.rate(best)
+        if self.promise(trial) <= better and (telling := self._telling(others, best, better)) is not None:
+            return telling, self._loss(telling, best), True
         return trial, self._loss(trial, best), self.promise(trial) > better
+
+    def _telling(self, others: Sequence[int], best: int, better: float) -> int | None:
+        """Where a tree that promises more than the best may be too dear for a trial, as it is not known what nodes
+        cost: a smaller one, which tells that."""
+        unknown = [choice for choice in others if self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT]
+        promises = (self.promise(c) > better for c in range(len(self.menu)) if c != best and c not in others)
+        return max(unknown, key=lambda c: self.menu[c].most_nodes) if unknown and any(promises) else None
 
     def _may_be_tried(self, choice: int, best: int) -> bool:
         """Whether a tree beside the best may ever lose no more than can be saved up for it."""
@@ -262,10 +270,8 @@ class Pace:
 
     def _is_unknown(self, choice: int) -> bool:
         """Whether a chain was tried too seldom to be judged."""
-        rounds = self.gains.tried[choice].rounds
-        if choice in self._ending:
-            return rounds < FIRST_ENDING_ROUNDS
-        return rounds < FIRST_ROUNDS and self.promise(choice) > PAYS
+        unknown = self.gains.tried[choice].rounds < FIRST_ROUNDS
+        return unknown and (choice in self._ending or self.promise(choice) > PAYS)
 
     def reach(self, choice: int, moods: list[float | None], one_forward: bool = False) -> Reach | None:
         """What decides where the chains of the next round end; `None` for trees of which that is settled.
@@ -291,7 +297,7 @@ class Pace:
         """Tokens that a plain step's time would give instead of links of chains: where these are the best, what they
         have given until now, not what they may give yet (Dinkelbach's method for ratios)."""
         tried, usual = self.gains.tried[choice], self.rate(self.best)
-        achieves = self.best == choice and tried.rounds >= FIRST_ENDING_ROUNDS
+        achieves = self.best == choice and tried.rounds >= FIRST_ROUNDS
         return min(usual, tried.tokens / self.costs.own(choice)) if achieves else usual
 
     # ------------------------------------------------------------------ what rounds tell

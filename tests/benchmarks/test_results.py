@@ -22,6 +22,7 @@ from benchmarks.results import (
     pos_acc,
     provenance_of,
     render,
+    same_text,
     texts_agree,
     value_at,
 )
@@ -67,6 +68,15 @@ def test_texts_may_differ_in_fewer_bits():
     sides = {"eagle": {"identical": False}}
     assert texts_agree({"dtype": "bfloat16", "sides": sides})
     assert not texts_agree({"dtype": "float32", "sides": sides}) and not texts_agree({"sides": sides})
+
+
+def test_where_texts_differ_ties_must_be_why():
+    tie, bug = ({"identical": False, "differing": 2, "ties": ties} for ties in (2, 1))
+    assert texts_agree({"dtype": "bfloat16", "sides": {"eagle": tie}})
+    assert not texts_agree({"dtype": "bfloat16", "sides": {"eagle": tie, "medusa": bug}})
+    assert not texts_agree({"dtype": "float32", "sides": {"eagle": tie}})
+    assert same_text({"identical": True}, tie) == "up to ties"
+    assert same_text(tie, bug) == same_text({"identical": False}) == "no" and same_text({"identical": True}) == "yes"
 
 
 def test_a_result_is_rounded_as_its_file_holds_it():

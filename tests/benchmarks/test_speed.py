@@ -8,15 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.targets import plain, prompt
+from support.targets import own_target, plain, prompt
 from transformers import DynamicCache
 
 from benchmarks import setup, sides
+from benchmarks.results import same_text
 from benchmarks.speed import cache, compiled, first_call, quantised, speedup, vocabulary
 from hf_specheads import load_heads
 from hf_specheads.generation.costs import PLAIN, Costs
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
+
+
+def test_texts_that_differ_are_said_to_differ_at_ties_or_not(monkeypatch):
+    target, ids = own_target("llama"), prompt()
+    with torch.no_grad():
+        target.get_output_embeddings().weight[7] = target.get_output_embeddings().weight[6]
+    texts = {"plain": [5, 6], "same": [5, 6], "tie": [5, 7], "bug": [5, 9]}
+    runs = {name: [[sides.Run([text], 1.0, 2)]] for name, text in texts.items()}
+    monkeypatch.setattr(sides, "run_interleaved", lambda *_: runs)
+    found = sides.compare(target, {name: {} for name in texts}, [{"input_ids": ids}], 2, 1)
+    assert [same_text(found[name]) for name in texts] == ["yes", "yes", "up to ties", "no"]
 
 
 def test_speedup_compares_all_sides_and_finds_the_texts_identical(measure_pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from statistics import mean
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 from hf_specheads import DraftTreeConfig, generate_stream
 from hf_specheads.generation import loop
 from hf_specheads.generation.budget import FORGIVEN, MOST_DEBT
+from hf_specheads.generation.favourites import Favourites
 from hf_specheads.generation.menu import farthest_chain, trees_to_choose
 from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import (
@@ -57,15 +59,38 @@ class World:
         return (1 + added) * (1 + self.noise * self.random.gauss(0, 1))
 
     def num_accepted(self, tree: DraftTreeConfig) -> int:
-        """Siblings save a part of what the favourite misses."""
+        return self.round_of(tree)[0]
+
+    def round_of(self, tree: DraftTreeConfig) -> tuple[int, Favourites]:
+        """Accepted tokens, and what the round tells: siblings save a part of what the favourite misses."""
         siblings = tree.num_nodes / (tree.depth + 1)
         accepted = self.drawn if tree.children == "sampled" else self.accepted
-        share = 1 - (1 - accepted) * (0.45 + 0.55 / siblings)
-        return next((depth for depth in range(tree.depth) if self.random.random() > share), tree.depth)
+        told = None
+        for depth in range(tree.depth):
+            if self.random.random() < accepted:
+                continue
+            saved = self.random.random()
+            if told is None:
+                told = self._told(depth, saved, siblings)
+            if saved >= _saved_by(siblings):
+                return depth, told
+        return tree.depth, told or Favourites(tree.depth, tree.depth)
+
+    def _told(self, depth: int, saved: float, siblings: float) -> Favourites:
+        """Of the first favourite that was wrong."""
+        if saved >= _saved_by(siblings):
+            return Favourites(depth, depth + 1, max(round(siblings), 1), at_least=True)
+        rank = next(rank for rank in itertools.count(1) if saved < _saved_by(rank + 1))
+        return Favourites(depth, depth + 1, rank)
 
     def rate(self, tree: DraftTreeConfig, rounds: int = 2000) -> float:
         """Tokens per plain step of a tree alone."""
         return sum(1 + self.num_accepted(tree) for _ in range(rounds)) / sum(self.seconds(tree) for _ in range(rounds))
+
+
+def _saved_by(siblings: float) -> float:
+    """How often one of so many is right where the favourite, one of them, is not."""
+    return 0.55 * (1 - 1 / siblings)
 
 
 def simulate(pace: Pace, steps: int, world: World, context: int = 100, growing: bool = False) -> tuple[float, float]:
@@ -77,9 +102,9 @@ def simulate(pace: Pace, steps: int, world: World, context: int = 100, growing: 
             spent, won = world.seconds(None), 1
             pace.record_plain(spent)
         else:
-            spent, accepted = world.seconds(pace.menu[choice]), world.num_accepted(pace.menu[choice])
+            spent, (accepted, told) = world.seconds(pace.menu[choice]), world.round_of(pace.menu[choice])
             won = 1 + accepted
-            pace.record_round(choice, spent, [accepted])
+            pace.record_round(choice, spent, [accepted], told=[told])
         tokens, seconds = tokens + won, seconds + spent
     return tokens, seconds
 
@@ -100,13 +125,13 @@ def test_close_to_the_best_of_the_menu(start, accepted, costs):
     menu = menu_of(start)
     best = max(1.0, *(World(accepted, *costs, noise=0).rate(tree) for tree in menu))
     rates = []
-    for seed in range(3):
+    for seed in range(12):
         pace, world = Pace(menu), World(accepted, *costs, seed=seed)
         simulate(pace, 200, world)
         pace.begin_call()
         tokens, seconds = simulate(pace, 400, world)
         rates.append(tokens / seconds)
-    assert sum(rates) / 3 >= (0.96 if best == 1 else 0.92) * best, (rates, best)
+    assert mean(rates) >= (0.96 if best == 1 else 0.92) * best, (rates, best)
 
 
 @settings(max_examples=15, deadline=None)
@@ -290,9 +315,9 @@ def test_copies_are_made_where_their_nodes_are_cheap(node, copies):
     """Whether the text repeats or not, rounds tell what copies cost and give."""
 
     class Repeats(World):
-        def num_accepted(self, tree: DraftTreeConfig) -> int:
-            accepted = super().num_accepted(tree)
-            return accepted + tree.lookup * (accepted == tree.depth and self.random.random() < 0.3)
+        def round_of(self, tree: DraftTreeConfig) -> tuple[int, Favourites]:
+            accepted, told = super().round_of(tree)
+            return accepted + tree.lookup * (accepted == tree.depth and self.random.random() < 0.3), told
 
     pace = Pace(menu_of(CHAIN.replace(depth=8, lookup=4)))
     simulate(pace, 300, Repeats(0.8, 0.05, node))
@@ -445,20 +470,33 @@ def test_what_is_left_of_a_batch_drafts_on_though_trials_have_cost_much():
     assert menu[after.choose(100)].kind == "chain"
 
 
+def test_a_smaller_tree_tells_whether_a_large_one_is_too_dear_for_a_trial():
+    """Where only chains were drafted, levels and nodes grow together, and sixty nodes may cost anything."""
+    menu = menu_of(DraftTreeConfig())
+    tried = set()
+    for seed in range(8):
+        pace, world = Pace(menu), World(0.75, *CHEAP, seed=seed)
+        simulate(pace, 300, world)
+        trees = [place for place, tree in enumerate(menu) if tree.kind != "chain" and pace.gains.tried[place].rounds]
+        assert trees, seed
+        tried.update(trees)
+    assert 0 in tried, "the large one"
+
+
 @pytest.mark.parametrize(("accepted", "drawn"), [(0.3, 0.8), (0.8, 0.3), (0.55, 0.6)])
 def test_children_are_drawn_where_that_is_accepted_more(accepted, drawn):
     menu = trees_to_choose(CHAIN, None, lambda tree: None, drawn=True)
     assert {one.children for one in menu} == {"top_k", "sampled"}
     best = max(World(accepted, *CHEAP, noise=0, drawn=drawn).rate(tree) for tree in menu)
     rates = []
-    for seed in range(3):
+    for seed in range(32):  # the first rounds of one way or the other may be bad luck
         pace, world = Pace(menu), World(accepted, *CHEAP, seed=seed, drawn=drawn)
         simulate(pace, 200, world)
         tokens, seconds = simulate(pace, 400, world)
         rates.append(tokens / seconds)
         if abs(accepted - drawn) > 0.1:
-            assert menu[pace.best].children == ("sampled" if drawn > accepted else "top_k")
-    assert sum(rates) / 3 >= 0.92 * best
+            assert menu[pace.best].children == ("sampled" if drawn > accepted else "top_k"), seed
+    assert mean(rates) >= 0.92 * best
 
 
 def test_children_are_drawn_where_no_seed_speaks_against_it():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
-from hf_specheads import EagleHead
+from hf_specheads import EagleHead, generate_stream
 from hf_specheads.target.structure import forward_parameters
 
 
@@ -46,3 +46,28 @@ def test_texts_of_a_target_behind_another_function(
     heads = eagle_heads.bind(target).with_tree(kind="dynamic", depth=3, top_k=2, total_tokens=6)
     assert torch.equal(target.generate(prompt, assistant_model=heads, **call), plain)
     assert heads.last_stats.rounds
+
+
+def test_sampled_texts_of_a_target_behind_another_function(target: LlamaForCausalLM, eagle_heads: EagleHead) -> None:
+    """The same seed, the same text."""
+    prompt = torch.randint(3, target.config.vocab_size, (1, 9))
+    call = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.8, "top_k": 12, "pad_token_id": 0}
+    _behind_another_function(target)
+    heads = eagle_heads.bind(target).with_tree(kind="chain", depth=3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        plain = target.generate(prompt, **call)
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(prompt, assistant_model=heads, **call), plain)
+        assert heads.last_stats.rounds
+
+
+def test_requests_to_a_target_behind_another_function(target: LlamaForCausalLM, eagle_heads: EagleHead) -> None:
+    requests = [torch.randint(3, target.config.vocab_size, (length,)) for length in (9, 4, 12)]
+    call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    _behind_another_function(target)
+    alone = {index: target.generate(prompt[None], **call)[0, len(prompt) :].tolist()
+             for index, prompt in enumerate(requests)}  # fmt: skip
+    heads = eagle_heads.bind(target).with_tree(kind="chain", depth=3)
+    found = {one.index: one.token_ids for one in generate_stream(target, heads, requests, max_batch=2, **call)}
+    assert found == alone and heads.last_stats.rounds
