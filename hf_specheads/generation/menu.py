@@ -16,7 +16,7 @@ from .options import DraftingOptions
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
 FARTHEST, FARTHEST_AT_ONCE = 16, 8  # levels of a chain that ends where it likes; where all are drafted in any case
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
-DYNAMIC_TREES = ((1, 5, 6), (2, 2, 6), (3, 3, 12), (5, 6, 24), (6, 10, 60))
+DYNAMIC_TREES = ((1, 5, 6), (2, 2, 6), (4, 6, 12), (5, 6, 24), (6, 10, 60))
 # From so many nodes on, and at least so wide, they are as deep as it goes where all levels are drafted in any case.
 DEEP_FROM, WIDE = 12, 6
 DEEP_AT_WILL = 6  # levels of these trees where no block of slots says: each level is a row more to draft
