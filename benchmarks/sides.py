@@ -136,9 +136,9 @@ def compare(
 
 
 def max_nodes(side: Options) -> int:
-    """Tokens of a forward of the target with the heads of a side; 1 of plain generation."""
+    """Tokens of a forward of the target with the heads of a side, at the most; 1 of plain generation."""
     heads = side.get("assistant_model")
-    return 1 if heads is None else heads.tree_config.num_nodes
+    return 1 if heads is None else heads.tree_config.most_nodes
 
 
 def num_tokens(runs: list[Run]) -> int:
