@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -181,7 +182,7 @@ class Costs:
         known = self._known_levels(choice)
         farthest = max(FIRST_LEVELS, GROWS * known)
         if rounds % CURIOUS_AFTER != CURIOUS_AFTER - 1:
-            return known, 0, farthest
+            return known, self._cheaper_levels(choice), farthest
         levels = self._unknown_levels(choice)
         return 0, levels, levels or farthest
 
@@ -202,6 +203,23 @@ class Costs:
         near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= min(farthest, SHORT)]
         return next((levels for levels in near if self._kinds[self._places[choice, levels]].weight < STEADY), 0)
 
+    def _cheaper_levels(self, choice: int) -> int:
+        """Levels, one or two more than such chains usually have, that seem to take less time: as these give more in
+        any case, chains have as many, until it is known better. 0 if none."""
+        usual, farthest = max(self.levels[choice], 1.0), min(self._farthest[choice], SHORT)
+        for fewer in (math.floor(usual), math.ceil(usual)):
+            most = (1 - UNEVEN) * self._of_late(choice, fewer)
+            for levels in range(fewer + 1, min(fewer + 2, farthest) + 1):
+                if self._of_late(choice, levels) < most:
+                    return levels
+        return 0
+
+    def _of_late(self, choice: int, levels: int) -> float:
+        """Usual cost of late of a chain of so many levels; no number, which is not less than any, where too few were
+        seen."""
+        kind = self._kinds[self._places[choice, levels]]
+        return statistics.median(kind.recent) if kind.weight >= FEW else math.nan
+
     def of_levels(self, choice: int, levels: int) -> float:
         """Of a chain that ends where it likes, where it has so many levels; in plain steps."""
         return self.cost(self._places[choice, levels])
@@ -215,8 +233,9 @@ class Costs:
             if (count := self._kinds[place].weight) >= A_FEW_TIMES:
                 expected = self.expected(place)[0]
                 own = statistics.median(self._kinds[place].recent) / self._kinds[PLAIN].mean - expected
-                # By luck, or by as much as no choice depends on, none is off.
-                own = own if abs(own) > expected * max(UNEVEN, 2 * SCATTER / count**0.5) else 0.0
+                # By luck, or by as much as no choice depends on, none is off, from levels and nodes or a level less.
+                far = max(abs(own), abs(own - off)) > expected * max(UNEVEN, 2 * SCATTER / count**0.5)
+                own = own if far else 0.0
                 off += (own - off) * count / (count + STEADY)
             more.append(off)
         return more

@@ -46,10 +46,12 @@ class Gains:
         self.siblings: Siblings = Siblings() if before is None else before.siblings
         self._branches = any(tree.kind != "chain" for tree in menu)
         self._rates: dict[str, list[float]] = {}
+        self._of_trees: dict[int, float] = {}
 
     def work_out_again(self) -> None:
         """Forgets what followed from the rounds until now."""
         self._rates.clear()
+        self._of_trees.clear()
 
     def record_plain(self) -> None:
         """Adds a plain step."""
@@ -93,7 +95,11 @@ class Gains:
         rates = self._rates_of(choice)
         if choice in self.ending:
             return tokens_of(rates[: round(costs.levels[choice])])
-        return tokens_of(rates) if self.is_plain_chain(choice) else self.siblings.tokens(self.menu[choice], rates)
+        if self.is_plain_chain(choice):
+            return tokens_of(rates)
+        if choice not in self._of_trees:
+            self._of_trees[choice] = self.siblings.tokens(self.menu[choice], rates)
+        return self._of_trees[choice]
 
     def _rates_of(self, choice: int) -> list[float]:
         """How often chains are accepted, by position of a tree."""

@@ -98,3 +98,26 @@ def test_the_first_round_over_a_tree_is_not_held_against_it(first: float) -> Non
     costs.record(1, 1.6)
     assert costs.own(1) == pytest.approx(min(first, 1.6), abs=0.01), "the faster of two"
     assert costs.expected(1)[0] != pytest.approx(before)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_level_more_is_taken_where_it_costs_less(seed: int) -> None:
+    """Kernels may take longer for three rows than for four: once that was seen a few times, no round drafts two links,
+    though the third is never accepted."""
+    chain, draw = DraftTreeConfig(kind="chain", depth=16, top_k=1, total_tokens=17), random.Random(seed)
+    costs = {1: 2.1, 2: 2.85, 3: 2.55, 4: 2.8}
+    pace, moods, levels = Pace((chain,), ending=True), [None], []
+    while len(levels) < 160:
+        if (choice := pace.choose(100)) == PLAIN:
+            pace.record_plain(draw.gauss(1.0, 0.02))
+            continue
+        reach = pace.reach(choice, moods)
+        while reach.keeps([-0.5]) and reach.levels < chain.depth and reach.goes_on():
+            pass
+        levels.append(reach.levels)
+        accepted = [min(2, reach.levels)]
+        reach.learn(accepted)
+        usual = costs.get(reach.levels, 2.8 + 0.35 * (reach.levels - 4))
+        pace.record_round(choice, usual * draw.gauss(1.0, 0.02), accepted, reach)
+    assert levels[32:].count(2) < 0.05 * len(levels[32:])
+    assert levels[32:].count(3) > 0.85 * len(levels[32:])
