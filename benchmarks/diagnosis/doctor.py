@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Result:
     """All plantings, and all sound heads."""
-    shipped = args.of == "shipped"
+    if shipped := args.of == "shipped":
+        check_shipped(args.pair)
     target, tokenizer = load_target(args) if shipped else (None, None)
     prompts = load_prompts(args.prompts, tokenizer, args.limit) if shipped else []
     lab = Lab(target, [inputs["input_ids"] for inputs in prompts], args.max_new_tokens, args.pair, tokenizer)
@@ -61,6 +62,20 @@ def measure(args: argparse.Namespace) -> Result:
         "named": sum(row["named"] for row in planted), "margins": _margins(planted, sound.values()),
         "false_alarms": sum(bool(one["causes"]) for one in sound.values()),
     }  # fmt: skip
+
+
+def check_shipped(pair: Path) -> None:
+    """Before any work: the heads are there that something is planted in.
+
+    Raises:
+        ValueError: if some are not.
+    """
+    wanted = {one.heads for one in PLANTINGS if not one.heads.startswith("tiny")}
+    if missing := sorted(name for name in wanted if not (pair / name / "config.json").is_file()):
+        raise ValueError(
+            f"{pair} has no heads {', '.join(missing)}, in which causes are planted; name a folder with `--pair` that "
+            f"has {', '.join(sorted(wanted))}."
+        )
 
 
 def variant(args: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.diagnosis import doctor
 from benchmarks.diagnosis.plantings import PLANTINGS
+from benchmarks.results import ROOT
 
 
 def test_planted_bugs_are_called_so(measure_pair) -> None:
@@ -22,6 +23,15 @@ def test_plantings_and_sound_heads_are_counted(measure, pair, monkeypatch) -> No
     result = measure("doctor", *words, "--max_new_tokens", "10", status=1, written="doctor_shipped")
     assert set(result["sound"]) == {"eagle", "poss"}
     assert result["sound"]["eagle"]["causes"] == ["under-trained"] and result["false_alarms"] == 2
+
+
+def test_heads_that_are_planted_in_are_shipped() -> None:
+    doctor.check_shipped(ROOT / "model_cards")
+
+
+def test_heads_that_are_missing_are_named_before_any_work(tmp_path) -> None:
+    with pytest.raises(ValueError, match="has no heads eagle, eagle3, hydra-plus, medusa, poss3, in which"):
+        doctor.check_shipped(tmp_path)
 
 
 def test_tiny_heads_are_planted_in(measure, monkeypatch) -> None:
