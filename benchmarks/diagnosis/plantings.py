@@ -253,7 +253,7 @@ def rotated_target(case: Case) -> None:
     """A target whose weights were rotated before they were quantised: the same text, other features. The heads know
     the statistics of their training, and no fingerprint."""
     case.heads.bind(case.target)
-    case.heads.config.feature_statistics = measured_statistics(case.heads, case.evidence)
+    case.heads.config.feature_statistics = measured_statistics(case.evidence, case.heads.feature_layers)
     case.heads.config.target = None
     case.target, case.evidence = rotate(copy.deepcopy(case.target)), None
 

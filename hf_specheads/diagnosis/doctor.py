@@ -18,7 +18,7 @@ from ..target.statistics import FeatureStatistics, statistics_problem
 from ..texts import Text
 from ..tuning.turns import take_turns, timed_generation
 from .diagnosis import Diagnosis
-from .evidence import Evidence, capture, continue_texts, prompts_of
+from .evidence import Evidence, Level, capture, continue_texts, prompts_of
 from .findings import Facts, findings
 from .groups import (
     Group,
@@ -192,21 +192,25 @@ def _most_positions(heads: DraftHead) -> int:
 
 
 def _statistics_differ(heads: DraftHead, forms: Sequence[Evidence]) -> str | None:
-    """Against what was stored with the heads when they were trained. Texts of a kind that a target was not trained on
-    have other features, too: what is as in training in any form of the prompts, is the same target."""
+    """Against what was stored with the heads when they were trained, of the hidden states that were read then: which
+    ones are read today is another matter. Texts of a kind that a target was not trained on have other features, too:
+    what is as in training in any form of the prompts, is the same target."""
     stored = heads.config.feature_statistics
     if not stored or not heads.feature_layers:
         return None
-    problems = [statistics_problem(stored, measured_statistics(heads, evidence)) for evidence in forms]
+    levels = stored.get("levels") or heads.feature_layers
+    if missing := [level for level in levels if level != -1 and level not in forms[0].states]:
+        return f"the heads were trained on hidden state {missing[0]}, and the target has {forms[0].depth} layers"
+    problems = [statistics_problem(stored, measured_statistics(evidence, levels)) for evidence in forms]
     if None in problems:
         return None
     return f"the target's features are not those of the training: {problems[0]}"
 
 
-def measured_statistics(heads: DraftHead, evidence: Evidence) -> dict[str, Any]:
-    """Of the target's own texts, for the hidden states that the heads read."""
-    statistics = FeatureStatistics(heads.feature_layers)
-    features = evidence.features(heads.feature_layers)
+def measured_statistics(evidence: Evidence, levels: Sequence[Level]) -> dict[str, Any]:
+    """Of some hidden states over the target's own texts."""
+    statistics = FeatureStatistics(levels)
+    features = evidence.features(levels)
     assert features is not None
     statistics.add(features, own_text(evidence, 0))
     found = statistics.to_dict()

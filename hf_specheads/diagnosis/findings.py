@@ -28,6 +28,8 @@ LOW, LOW_ANYWAY = 0.5, 0.1
 GROUP_GAP, FEWEST = 0.15, 16
 TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there than the target
 LABEL_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.2, 0.25
+# A gap between texts that heads were trained on alike is as soon that of the texts; it must be so much wider.
+WITHIN_TRAINING = 2
 GOOD, MUCH = 0.7, 0.15  # acceptance against how sure the target is; a gain that explains by itself
 LEAST_COVERAGE = 0.85
 
@@ -108,7 +110,21 @@ class Facts:
     @property
     def low(self) -> bool:
         """Whether little is accepted, given how sure the target is."""
-        return self.score.position_1 < max(LOW * self.own.predictability, LOW_ANYWAY)
+        return self.score.position_1 < _least(self.own)
+
+
+def _least(group: Group) -> float:
+    """Acceptance below which heads are of little use."""
+    return max(LOW * group.predictability, LOW_ANYWAY)
+
+
+def _clearly_worse(here: Group, there: Group, gap: float, fewest: int = FEWEST, surely: float = 1 / 3) -> bool:
+    """Whether much less is accepted here than there, where the heads are good: of heads that are good nowhere, less is
+    accepted of what the target is sure of, whatever the reason."""
+    if min(here.count, there.count) < fewest or there.acceptance.mean < _least(there):
+        return False
+    worse = here.worse_than(there)
+    return worse.mean >= gap and worse.low >= gap * surely
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -230,8 +246,7 @@ def _modes(facts: Facts) -> Iterator[Finding]:
         return
     given, others = facts.modes[0], facts.modes[1:]
     best = max(others, key=lambda group: given.worse_than(group).mean)
-    gap = given.worse_than(best)
-    if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3 and min(given.count, best.count) >= FEWEST:
+    if _clearly_worse(given, best, GROUP_GAP):
         yield Finding(
             "mode",
             f"the same prompts as {best.name} are accepted {best.acceptance.mean:.0%} at position 1, as {given.name} "
@@ -247,8 +262,7 @@ def _turns(facts: Facts) -> Iterator[Finding]:
     if not facts.answers:  # beginnings of what else? of any text they are as hard as the prompt is strange
         return
     early, later = facts.turn
-    gap = early.worse_than(later)
-    if gap.mean >= TURN_GAP and gap.low >= TURN_GAP / 3 and early.count >= FEWEST:
+    if _clearly_worse(early, later, TURN_GAP):
         yield Finding(
             "turns",
             f"of the {early.name} {early.acceptance.mean:.0%} are accepted at position 1, of {later.name} "
@@ -277,8 +291,8 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
         return
     first = bins[0]
     for group in bins[1:]:
-        gap = group.worse_than(first)
-        if gap.mean >= GROUP_GAP and gap.low >= GROUP_GAP / 3:
+        seen = group.longest is not None and (facts.train_max_length or 0) >= group.longest
+        if _clearly_worse(group, first, GROUP_GAP * (WITHIN_TRAINING if seen else 1), 2 * FEWEST):
             known = f"; they were trained on {facts.train_max_length} tokens" if facts.train_max_length else ""
             yield Finding(
                 "context",
@@ -305,8 +319,7 @@ def _coverage(facts: Facts) -> Iterator[Finding]:
 
 
 def _policy(facts: Facts) -> Iterator[Finding]:
-    gap = facts.own.worse_than(facts.given)
-    if gap.mean >= 2 * GROUP_GAP and gap.low >= GROUP_GAP and facts.given.count >= 4 * FEWEST:
+    if _clearly_worse(facts.own, facts.given, 2 * GROUP_GAP, 4 * FEWEST, surely=1 / 2):
         yield Finding(
             "not its own answers",
             f"on text that the target did not write {facts.given.acceptance.mean:.0%} of its favourites are guessed, "

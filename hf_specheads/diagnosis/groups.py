@@ -27,12 +27,14 @@ class Group:
         right, guesses: Right ones, and all.
         expected: Sum of the probabilities that the target gave its own tokens, or, for heads that do not read the
             token before, both: how easy the text is.
+        longest: Tokens that stand before the guessed one, at most, where that is what is common.
     """
 
     name: str
     right: tuple[float, ...]
     guesses: tuple[float, ...]
     expected: tuple[float, ...]
+    longest: int | None = None
 
     @property
     def acceptance(self) -> Interval:
@@ -71,7 +73,7 @@ class Group:
                 "guesses": self.count, "predictability": self.predictability}  # fmt: skip
 
 
-def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor) -> Group:
+def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor, longest: int | None = None) -> Group:
     """The tokens `where` bool [B, T] says, as far as they were guessed."""
     where = where & (drafts.slots[0] >= 0)
     right = hits(drafts, evidence)[0] & where
@@ -81,6 +83,7 @@ def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor)
         tuple(right.sum(-1).float().tolist()),
         tuple(where.sum(-1).float().tolist()),
         tuple(expected.sum(-1).tolist()),
+        longest,
     )
 
 
@@ -113,8 +116,8 @@ def by_context(drafts: Drafts, evidence: Evidence) -> list[Group]:
     for low, high in pairwise(CONTEXT_BINS):
         inside = text & (places >= low) & (places < high)
         if bool(inside.any()):
-            found.append(group_of(f"context {low} to {high}" if high < 1 << 30 else f"context from {low}",
-                                  drafts, evidence, inside))  # fmt: skip
+            name = f"context {low} to {high}" if high < 1 << 30 else f"context from {low}"
+            found.append(group_of(name, drafts, evidence, inside, high))
     return found
 
 

@@ -127,7 +127,7 @@ def test_tokens_paired_with_another_feature(deep, learnt) -> None:
 
 def test_another_target(deep, learnt, evidence) -> None:
     heads = learnt()
-    heads.config.feature_statistics = measured_statistics(heads, evidence)
+    heads.config.feature_statistics = measured_statistics(evidence, heads.feature_layers)
     assert examine(deep, heads).sound
     rotated = copy.deepcopy(deep)
     with torch.no_grad():
@@ -140,6 +140,10 @@ def test_another_target(deep, learnt, evidence) -> None:
     strange = capture(rotated, texts, list(evidence.starts))
     assert "not those of the training" in _statistics_differ(heads, [strange, strange])
     assert _statistics_differ(heads, [strange, evidence]) is None, "in one form they are"
+    heads.config.feature_layers = heads.config.feature_layers[::-1]
+    assert _statistics_differ(heads, [evidence]) is None, "the target is the same, whatever is read of it"
+    heads.config.feature_statistics["levels"] = [2, 5, 40]
+    assert "trained on hidden state 40, and the target has 8 layers" in _statistics_differ(heads, [evidence])
 
 
 @pytest.mark.slow
