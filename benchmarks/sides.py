@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
+from hf_specheads.bootstrap import Interval, careful, ratio_interval
 from hf_specheads.cli.bench import differences
 from hf_specheads.metrics import GenerationStats, acceptance_length, position_acceptance
 from hf_specheads.tuning.turns import take_turns, timed_generation
@@ -120,9 +121,15 @@ def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
 def compare(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Numbers about every side, by name; the first side is what the others are compared with. Sampled texts are not:
-    both are drawn. Of texts that differ from the plain ones it is told how many do where logits tie."""
-    runs = run_interleaved(target, sides, prompts, max_new_tokens, repeats)
+    """Numbers about every side, by name; the first side is what the others are compared with."""
+    return summaries(target, sides, prompts, run_interleaved(target, sides, prompts, max_new_tokens, repeats))
+
+
+def summaries(
+    target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], runs: Mapping[str, list[list[Run]]]
+) -> dict[str, Any]:
+    """Numbers about runs of every side, as [`compare`] gives them. Sampled texts are not compared: both are drawn. Of
+    texts that differ from the plain ones it is told how many do where logits tie."""
     plain = runs[next(iter(sides))]
     found = {name: summarise(mine, plain) for name, mine in runs.items()}
     for name, one in found.items():
@@ -133,6 +140,13 @@ def compare(
             masked = [{"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs} for inputs in prompts]
             one |= differences(target, masked, runs[name], plain, {"nodes": nodes})
     return found
+
+
+def speed_ratio(mine: list[list[Run]], theirs: list[list[Run]]) -> Interval:
+    """Speed of one side over that of another, over texts that are equally long: time over time, all runs together.
+    The interval is over the runs, those of a prompt in a turn being drawn together."""
+    seconds = [[run.seconds for repeat in runs for run in repeat] for runs in (theirs, mine)]
+    return careful(ratio_interval(*seconds), len(seconds[0]))
 
 
 def max_nodes(side: Options) -> int:

@@ -9,7 +9,9 @@ In every setting (heads, batch, temperature, context) the grid runs on the same 
 fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,
 with the engine's own choice of trees, and plain generation run against each other in turns. The engine begins every
 setting without any knowledge of it. What it learns by trying is part of its time: that of the first pass over the
-prompts, where it learns most, is told apart from that of the later passes.
+prompts, where it learns most, is told apart from that of the later passes. Of these the ratio to the best is told with
+its interval over prompts and passes. How fast larger forwards are beside smaller ones changes from hour to hour on
+some machines, and with it which tree is the best: no interval of one run knows of that.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ from hf_specheads.tuning.turns import generate_text
 from .. import setup
 from ..results import Result, column_table, draft_tree, footnote, number, same_text, speed_up
 from ..setup import Inputs
-from ..sides import PLAIN, TO_THE_END, compare, plain_and
+from ..sides import PLAIN, TO_THE_END, Run, plain_and, run_interleaved, speed_ratio, summaries
 from ..speed.compiled import acceptance_of
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
 STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
+ENOUGH = 0.95  # of the grid's best, by which settings are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The pair, prompts, settings, and trees of the grid."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
-    parser.set_defaults(limit=8, max_new_tokens=96)
+    parser.set_defaults(limit=8, max_new_tokens=96, repeats=4)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
     kept = "tokens of the prompts' ends that are kept; default all"
@@ -65,23 +68,26 @@ def measure_setting(
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**best.to_dict())}
     sides = plain_and(heads, **TO_THE_END, **sampling)
-    first = compare(target, sides, batches, args.max_new_tokens, 1)
-    found = compare(target, sides, batches, args.max_new_tokens, args.repeats)
+    first = run_interleaved(target, sides, batches, args.max_new_tokens, 1)
+    later = run_interleaved(target, sides, batches, args.max_new_tokens, args.repeats)
     return {
-        "sides": found,
+        "sides": summaries(target, sides, batches, later),
         "tree": best.to_dict(),
         "grid_size": len(trees),
         "learnt": None if (learnt := left_alone.learnt_tree) is None else learnt.to_dict(),
         "first": _shares(first),
-        **_shares(found),
+        **_shares(later),
     }
 
 
-def _shares(found: dict[str, Any]) -> dict[str, float]:
-    speed = {side: one["tokens_per_second"] for side, one in found.items()}
+def _shares(runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
+    """Of the grid's best, or of plain generation where that is faster, and of plain generation."""
+    over_plain, over_best = (speed_ratio(runs[DEFAULT], runs[side]) for side in (PLAIN, BEST))
+    over_grid = min(over_plain, over_best, key=lambda one: one.mean)
     return {
-        "default_over_grid": speed[DEFAULT] / max(speed[BEST], speed[PLAIN]),
-        "default_over_plain": found[DEFAULT]["speed_up"],
+        "default_over_grid": over_grid.mean,
+        "interval": [over_grid.low, over_grid.high],
+        "default_over_plain": over_plain.mean,
     }
 
 
@@ -95,6 +101,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = measure_shape(args) if args.shape else measure_pair(args)
     return {
         "measured": measured,
+        "surely_enough": sum(one["interval"][0] >= ENOUGH for one in measured),
+        "surely_less": sum(one["interval"][1] < ENOUGH for one in measured),
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
         "least_over_grid_at_first": min(one["first"]["default_over_grid"] for one in measured),
@@ -145,18 +153,26 @@ def setting_of(one: Result) -> str:
     return f"{one['heads']}, batch {one['batch']}, {how}{context}"
 
 
+def _with_interval(one: Result) -> str:
+    low, high = one["interval"]
+    return f"{number(one['default_over_grid'], 3)} ({number(low, 3)} to {number(high, 3)})"
+
+
 def table(result: Result) -> str:
     """Rows are settings."""
     columns = {
         "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
         "learnt": lambda one: "-" if one["learnt"] is None else draft_tree(one["learnt"]),
-        "default / best": ("default_over_grid", 3),
+        "default / best": _with_interval,
         "on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
         "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
     }  # fmt: skip
     return column_table(columns, result["measured"]) + footnote(
         result, "speed-ups over plain generation, with their ranges over repeats; the best may be plain generation",
+        "default / best with its 95 % interval over prompts and repeats, within this run",
+        f"of {len(result['measured'])} settings {{surely_enough}} are surely at {ENOUGH:g} or more, {{surely_less}} "
+        "surely below",
         f"grids of {min(one['grid_size'] for one in result['measured'])} trees or more",
         "least default / best {least_over_grid:.3f}, default / plain {least_over_plain:.3f}; on the first pass, which "
         "begins untuned and is not in the speed-ups, {least_over_grid_at_first:.3f} and "

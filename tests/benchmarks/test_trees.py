@@ -68,10 +68,13 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
         assert one["temperature"] > 0 or one["sides"]["default"]["identical"]
         assert one["temperature"] == 0 or "identical" not in one["sides"]["default"]
         fastest = max(one["sides"][side]["tokens_per_second"] for side in ("plain generate", "best of the grid"))
+        low, high = one["interval"]
+        assert low <= one["default_over_grid"] <= high
         assert one["default_over_grid"] == pytest.approx(one["sides"]["default"]["tokens_per_second"] / fastest, 0.01)
     assert result["least_over_grid"] == min(one["default_over_grid"] for one in found)
     assert result["least_over_plain_at_first"] == min(one["first"]["default_over_plain"] for one in found) > 0
-    assert "on the first pass" in default.table(result)
+    assert result["surely_enough"] + result["surely_less"] <= len(found)
+    assert "on the first pass" in default.table(result) and "% interval" in default.table(result)
     figure.draw_default(tmp_path / "a.png", {"default": result})
     figure.draw_default(tmp_path / "b.png", {"default": result})
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
