@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -84,9 +85,10 @@ def _shares(runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
     """Of the grid's best, or of plain generation where that is faster, and of plain generation."""
     over_plain, over_best = (speed_ratio(runs[DEFAULT], runs[side]) for side in (PLAIN, BEST))
     over_grid = min(over_plain, over_best, key=lambda one: one.mean)
+    known = math.isfinite(over_grid.low)  # of more than one run
     return {
         "default_over_grid": over_grid.mean,
-        "interval": [over_grid.low, over_grid.high],
+        "interval": [over_grid.low, over_grid.high] if known else None,
         "default_over_plain": over_plain.mean,
     }
 
@@ -99,10 +101,11 @@ def variant(args: argparse.Namespace) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All settings."""
     measured = measure_shape(args) if args.shape else measure_pair(args)
+    intervals = [one["interval"] for one in measured if one["interval"]]
     return {
         "measured": measured,
-        "surely_enough": sum(one["interval"][0] >= ENOUGH for one in measured),
-        "surely_less": sum(one["interval"][1] < ENOUGH for one in measured),
+        "surely_enough": sum(low >= ENOUGH for low, _ in intervals),
+        "surely_less": sum(high < ENOUGH for _, high in intervals),
         "least_over_grid": min(one["default_over_grid"] for one in measured),
         "least_over_plain": min(one["default_over_plain"] for one in measured),
         "least_over_grid_at_first": min(one["first"]["default_over_grid"] for one in measured),
@@ -154,8 +157,8 @@ def setting_of(one: Result) -> str:
 
 
 def _with_interval(one: Result) -> str:
-    low, high = one["interval"]
-    return f"{number(one['default_over_grid'], 3)} ({number(low, 3)} to {number(high, 3)})"
+    ends = "" if one["interval"] is None else " ({} to {})".format(*(number(end, 3) for end in one["interval"]))
+    return number(one["default_over_grid"], 3) + ends
 
 
 def table(result: Result) -> str:
