@@ -117,9 +117,10 @@ def test_kill_while_saving_leaves_the_previous_checkpoint(workspace, tmp_path, m
     killed = tmp_path / "killed"
     script = tmp_path / "killed.py"
     script.write_text(textwrap.dedent(KILLED))
+    threads = str(torch.get_num_threads())  # the same bits as the runs of this process
     result = subprocess.run(
         [sys.executable, str(script), moment, *options, f"output_dir={killed}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": threads}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert (killed / PARTIAL / "checkpoint-4").exists()
