@@ -87,10 +87,11 @@ def oracle(target: PreTrainedModel, inputs: dict[str, torch.Tensor], texts: torc
 
 
 def grow_uncompiled(
-    rounds: CompiledRounds, head: Any, cache: Any, tree: Any, token_ids: Any, features: Any, depth: int
-) -> DraftTree:
+    rounds: CompiledRounds, head: Any, cache: Any, tree: Any, token_ids: Any, features: Any, depth: int,
+    in_shape: bool = True, reach: Any = None,
+) -> DraftTree:  # fmt: skip
     """Drafts of heads that look their text up, which cannot be compiled; the target's forward is what counts."""
-    return grow_tree(head, cache, tree, token_ids, features, depth)
+    return grow_tree(head, cache, tree, token_ids, features, depth, reach=reach)
 
 
 def outcome_of(kind: str, target: PreTrainedModel) -> Result:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from support.families import REPRESENTATIVE, families, image_text_families, tiny_target, varied_target
@@ -17,12 +19,14 @@ from benchmarks.targets.families import (
     REFUSED,
     WITHOUT,
     generate,
+    grow_uncompiled,
     inputs_of,
     measure_family,
     oracle,
     outcome_of,
 )
 from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError
+from hf_specheads.generation.compiled import CompiledRounds
 
 SERVED = {
     "all": {"tree", "chain", "batch", "own cache"},
@@ -118,3 +122,9 @@ def test_whisper_is_refused_in_our_words():
     heads = AutoDraftHead.from_target(tiny_target("llama"), "eagle")
     with pytest.raises(UnsupportedGenerationError, match="encoder-decoder"):
         target.generate(torch.zeros(1, 8, 3000), assistant_model=heads, max_new_tokens=4)
+
+
+def test_drafts_that_are_looked_up_are_asked_as_compiled_ones() -> None:
+    """They stand in for them where compiled rounds are measured, which is too slow for the default run."""
+    ours, theirs = (list(inspect.signature(one).parameters)[1:] for one in (grow_uncompiled, CompiledRounds.grow))
+    assert ours == theirs
