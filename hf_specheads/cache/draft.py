@@ -155,6 +155,15 @@ class DraftCache(SlotCache):
         self.slots = lengths[:, None] + torch.where(real, rank, after)
         return self.slots
 
+    def open_in_a_row(self, rows: int) -> int | None:
+        """The same where no row lacks meaning and sequences are alike in length: the first position, which others
+        follow one by one. `None` elsewhere, and nothing has been done."""
+        if self.taken_in is not None or self.lengths is not None:
+            return None
+        self.drop_drafted()
+        self.place(0, rows)
+        return self.start
+
     def commit(self, rows: int) -> None:
         """Marks the rows just written as committed."""
         if self.taken_in is None:

@@ -216,7 +216,7 @@ class TreeCache(SlotCache):
 
         if self.layer_types is not None:
             return {kind: mask(self.window if kind == "sliding_attention" else None) for kind in set(self.layer_types)}
-        slides = any(getattr(layer, "window", None) is not None for layer in self.layers)
+        slides = self.window is not None and any(getattr(layer, "window", None) is not None for layer in self.layers)
         return mask(self.window if slides else None)
 
     def keep_paths(

@@ -64,6 +64,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         options: DraftingOptions | None = None,
     ):
         self.head = head if options is not None else head.bind(target)
+        self.device = self.head.device  # to ask costs a walk through modules
         self.options = options or DraftingOptions.of(head)
         self.tree = self.options.tree  # of the round: the loop may take another one
         self.reach: Reach | None = None  # of the round
@@ -136,7 +137,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             lengths, context_length: As in [`room`].
             input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
         """
-        depth, device = self.room(lengths, context_length), self.head.device
+        depth, device = self.room(lengths, context_length), self.device
         self.gave_up = False
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
@@ -236,7 +237,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     def take_in(self, rows: NewRows) -> NewRows:
         """The heads take in all rows but the last, whose draft is made with others'; returns that one."""
         if rows.token_ids.shape[1] > 2:
-            device = self.head.device
+            device = self.device
             features = None if rows.features is None else rows.features[:, :-1].to(device)
             self.draft_cache.begin_round()
             grow_tree(self.head, self.draft_cache, ONE_DRAFT, rows.token_ids[:, :-1].to(device), features, depth=1)
@@ -245,14 +246,14 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
 
     def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:
         """Takes over the only sequence of another, in the place of one of `batch`, or after the last."""
-        self.draft_cache.put_sequence(place, other.draft_cache, batch, self.head.device)
+        self.draft_cache.put_sequence(place, other.draft_cache, batch, self.device)
         self.moods[place : place + 1] = other.moods
         if self.lookup is not None and other.lookup is not None:
             self.lookup.put_sequence(place, other.lookup)
 
     def _grow(self, rows: NewRows, depth: int, input_ids: torch.Tensor | None) -> DraftTree:
         """The heads' own tree, on their device."""
-        device = self.head.device
+        device = self.device
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
         if self.draft_cache.static:

@@ -73,6 +73,11 @@ class SpecialistHead(DraftHead):
     layers: nn.ModuleList
     rotary_emb: LlamaRotaryEmbedding
 
+    def __init__(self, config: SpecialistHeadConfig):
+        super().__init__(config)
+        # Asked for in every link, and a config is slow to answer.
+        self._in_charge = config.positions_per_specialist, config.num_specialists - 1
+
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         """The decoder layers, one per specialist."""
         return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
@@ -100,7 +105,8 @@ class SpecialistHead(DraftHead):
 
     def specialist_of(self, position: int) -> int:
         """Specialist in charge of draft position `position` (0-based); the last one continues past its positions."""
-        return min(position // self.config.positions_per_specialist, self.config.num_specialists - 1)
+        positions, last = self._in_charge
+        return min(position // positions, last)
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Embeddings of tokens [B, R] on a device, the target's unless the heads have their own: [B, R, E]."""
@@ -161,10 +167,12 @@ class SpecialistHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
         rows = fused.shape[1]
-        positions = cache.open_rows(rows, fused.device)
+        start = None if self._rope_moves else cache.open_in_a_row(rows)
+        if start is None:
+            rotary = self.rotary_of(fused, cache.open_rows(rows, fused.device))
+        else:
+            rotary = self._rotary_at(cache, fused, start)
         mask = cache.last_row_mask(rows, fused.dtype)
-        in_a_row = cache.slots is None and not self._rope_moves
-        rotary = self._rotary_at(cache, fused, cache.start) if in_a_row else self.rotary_of(fused, positions)
         drafted = self(fused, rotary, mask, cache, specialist=0, num_queries=1)
         # Every later specialist in use commits the same rows: at once in a compiled step, else before it drafts next.
         deepest = cache.deepest or self.tree_config.depth
@@ -278,18 +286,19 @@ class SpecialistHead(DraftHead):
 
     def _rotary_at(self, cache: DraftCache, like: torch.Tensor, start: int, rows: int | None = None) -> Rotary:
         """Cosines and sines of positions in a row: from a table, made once for all slots of the cache."""
-        end = start + (like.shape[1] if rows is None else rows)
+        rows = like.shape[1] if rows is None else rows
+        end = start + rows
         if cache.rotary_table is None or cache.rotary_table[0].shape[1] < end:
             positions = torch.arange(max(cache.capacity, end), device=like.device)
             cache.rotary_table = self.rotary_of(like, positions[None])
         cos, sin = cache.rotary_table
-        return cos[:, start:end], sin[:, start:end]
+        return cos.narrow(1, start, rows), sin.narrow(1, start, rows)  # a slice takes twice as long
 
     def _rotary_of_levels(self, cache: DraftCache, first: int, levels: list[torch.Tensor]) -> Rotary:
         """Cosines and sines of the rows of some levels, from the `first` on. Nodes of a level share a position, one
         after that of the level above."""
         lengths = cache.known_lengths()
-        if isinstance(lengths, int) and not self._rope_moves:
+        if isinstance(lengths, int) and cache.rotary_table is not None:
             cos, sin = self._rotary_at(cache, levels[0], lengths + first, len(levels))
         else:
             cos, sin = self._rotary_of_round(cache, lengths, first, first + len(levels), levels[0])
