@@ -223,6 +223,7 @@ def footnote(result: Result, *more: str) -> str:
     versions = facts["versions"]
     parts = [
         *(one.format_map(result) for one in more),
+        *([facts["accelerators"]] if result.get("device", "cpu") != "cpu" else []),
         f"{facts['processor']}, {facts['threads']} threads",
         f"torch {versions['torch']}, transformers {versions['transformers']}",
         f"commit {commit}, {facts['date']}",

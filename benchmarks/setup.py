@@ -31,10 +31,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from hf_specheads import DraftHead, DraftTreeConfig, load_heads
 from hf_specheads.heads.auto import METHODS
+from hf_specheads.heads.block_config import BlockHeadConfig
 from hf_specheads.texts import chat_token_ids, left_padded
 from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, example_at
 
+LOUD = 100.0  # embeddings of a random target whose layers add little to them
 PROMPTS = Path(__file__).parent / "prompts"
 LONG_TOKENS, LONG_FILES = 1536, 12
 LINES = 8  # a long prompt is cut after a multiple of them, and four times as many must be left to continue
@@ -53,6 +55,7 @@ SHAPED_HEADS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"draft_vocab_size": 32000},
     "poss": {"num_specialists": 3, "positions_per_specialist": 2},
+    "dflash": {},
 }
 
 Inputs = dict[str, torch.Tensor]
@@ -80,6 +83,7 @@ def add_generation_arguments(
     parser.add_argument("--limit", type=int, default=limit, help="use only the first N prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="type of all weights")
+    parser.add_argument("--device", default="cpu", help="where everything runs")
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help="times that everything is timed")
 
@@ -92,7 +96,9 @@ def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What every result says of the arguments it was measured with, as far as the measurement has them."""
-    found = {name: getattr(args, name) for name in ("max_new_tokens", "dtype", "repeats") if hasattr(args, name)}
+    found = {
+        name: getattr(args, name) for name in ("max_new_tokens", "dtype", "device", "repeats") if hasattr(args, name)
+    }
     if getattr(args, "shape", None):
         return {"target": args.shape, "num_prompts": args.limit, **found}
     if hasattr(args, "prompts"):
@@ -104,7 +110,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Target and tokenizer, as the arguments say."""
     disable_progress_bar()
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).to(args.device).eval()
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
@@ -143,7 +149,7 @@ def load_pair(
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
     """Target, heads by what tables call them, and prompts, as the arguments say; random ones of a `--shape`."""
     if getattr(args, "shape", None):
-        return random_pair(args)
+        return random_pair(args, args.device)
     target, tokenizer = load_target(args)
     heads = load_all_heads(target, args.heads, every_round=every_round)
     return target, heads, load_prompts(args.prompts, tokenizer, args.limit)
@@ -204,10 +210,17 @@ def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- random pairs of given sizes
 def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> LlamaForCausalLM:
-    """A Llama of these sizes with random weights."""
+    """A Llama of these sizes with random weights. One with an `lm_head` of its own counts tokens up, so surely that no
+    rounding decides: logits of random weights in 16 bits tie, and texts that differ make acceptance another."""
     torch.manual_seed(0)
     with torch.device(device):
-        return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+        target = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+    if device != "meta" and not target.config.tie_word_embeddings:
+        with torch.no_grad():
+            embedding, scale = target.get_input_embeddings().weight, target.config.initializer_range
+            target.get_output_embeddings().weight.copy_(embedding.normal_().roll(1, 0) * scale)
+            embedding.mul_(LOUD)
+    return target
 
 
 def random_pair(
@@ -221,6 +234,8 @@ def random_pair(
     for method, options in SHAPED_HEADS.items():
         config_class = METHODS[method].config_class
         fields = config_class.fields_for_target(target, method) | options
+        if issubclass(config_class, BlockHeadConfig):
+            fields["block_size"] = args.depth + 1
         with torch.device(device):
             heads[method] = METHODS[method](config_class(**fields, tree_config=tree)).to(dtype).eval()
         heads[method].adaptive = False

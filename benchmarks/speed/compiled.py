@@ -14,26 +14,33 @@ in bytes per second, without making or running anything.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from hf_specheads import DraftHead, DraftHeadCandidateGenerator
+from hf_specheads.cache.slots import to_device
 from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
+from hf_specheads.tree.shape import TreeShape
 from hf_specheads.tuning.turns import generate_text, take_turns
 
 from .. import setup
-from ..results import Result, column_table, footnote, number, same_texts
+from ..results import Result, column_table, footnote, number, percent, same_texts
 from ..setup import Inputs
 from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in_turns
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
+STAGES = ("draft", "target", "accept", "commit")
+KEPT = -1  # in the place of a token that the stub leaves as it was drafted
+_parents: WeakKeyDictionary[TreeShape, list[int]] = WeakKeyDictionary()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=7)
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compiled_only", action="store_true", help="leave out eager rounds")
     parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
 
 
@@ -51,7 +58,9 @@ def variant(args: argparse.Namespace) -> str:
 
 
 # ---------------------------------------------------------------------- sides
-def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int) -> dict[str, Options]:
+def build_sides(
+    target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int, compiled_only: bool = False
+) -> dict[str, Options]:
     """Plain and heads, eager and compiled.
 
     Plain compiled decoding is transformers' own, which it reserves for accelerators by default. One cache of the
@@ -64,7 +73,8 @@ def build_sides(target: PreTrainedModel, heads: dict[str, DraftHead], most_token
     for name, one in heads.items():
         compiled = one.with_tree()
         compiled.compiled = True
-        options |= {name: {"assistant_model": one}, f"{name}, compiled": {"assistant_model": compiled}}
+        options |= {} if compiled_only else {name: {"assistant_model": one}}
+        options[f"{name}, compiled"] = {"assistant_model": compiled}
     return {name: TO_THE_END | own for name, own in options.items()}
 
 
@@ -79,28 +89,39 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
         truth: int64 [1, T], prompt and plain text.
     """
     draft = DraftHeadCandidateGenerator.draft
-    state = {"owed": 0.0}
+    state, to_say = {"owed": 0.0}, truth[0].tolist()
 
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others)
-        tree = replace(tree, token_ids=tree.token_ids.clone())
         state["owed"] += tau - 1
         said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
         state["owed"] -= said
-        node, parents = 0, tree.parents[0].tolist()
-        for place, token in enumerate(truth[0, lengths[0] :].tolist()):
-            if node not in parents[1:]:
-                break
+        node, parents = 0, parents_of(tree)
+        tokens = [KEPT] * len(parents)
+        for place, token in enumerate(to_say[lengths[0] :]):
             children = [child for child, parent in enumerate(parents) if child and parent == node]
-            tree.token_ids[:, children] = (token + 1) % self.head.config.vocab_size
+            if not children:
+                break
+            for child in children:
+                tokens[child] = (token + 1) % self.head.config.vocab_size
             if place >= said:
                 break
-            tree.token_ids[:, children[0]] = token
             node = children[0]
-        return tree
+            tokens[node] = token
+        told = to_device([tokens], tree.token_ids.device)
+        return replace(tree, token_ids=torch.where(told == KEPT, tree.token_ids, told))
 
     with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
         yield
+
+
+def parents_of(tree: DraftTree) -> list[int]:
+    """Of every node of the first sequence's tree; of shapes known beforehand without waiting for the device again."""
+    if tree.shape is None:
+        return tree.parents[0].tolist()
+    if tree.shape not in _parents:
+        _parents[tree.shape] = tree.parents[0].tolist()
+    return _parents[tree.shape]
 
 
 # ---------------------------------------------------------------------- measuring
@@ -129,7 +150,21 @@ def measure_sides(
 
     runs = take_turns(sides, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
     compiled = {name: spent for name, spent in first_call.items() if "compiled" in name}
-    return {name: over_plain(runs[name], runs) for name in sides}, compiled
+    found = {name: over_plain(runs[name], runs) for name in sides}
+    for name in compiled:
+        if (heads := sides[name].get("assistant_model")) is not None:
+            found[name]["stage_milliseconds"] = stages(heads, lambda name=name: run(name, (prompts[0], texts[0])))
+    return found, compiled
+
+
+def stages(heads: DraftHead, generate: Callable[[], Run]) -> dict[str, float]:
+    """Milliseconds of a round by stage, each waited for; together they are longer than a round that is not watched."""
+    heads.profile = True
+    try:
+        _, stats = generate(), generate().stats
+    finally:
+        heads.profile = False
+    return {name: 1000 * stats.seconds[name] / stats.rounds for name in STAGES}
 
 
 def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
@@ -153,8 +188,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     else:
         target, heads, prompts = setup.load_pair(args)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
-    sides = build_sides(target, heads, most_tokens)
-    measured = {name: measure_sides(target, sides, prompts, tau, args) for name, tau in cases.items()}
+    sides = build_sides(target, heads, most_tokens, args.compiled_only)
+    measured = {}
+    for name, tau in cases.items():
+        measured[name] = measure_sides(target, sides, prompts, tau, args)
+        if args.shape:
+            of_the_floor(measured[name][0], result["floor"]["heads"])
+        print(name, measured[name], file=sys.stderr, flush=True)
     return {
         **result,
         "tables": {name: found for name, (found, _) in measured.items()},
@@ -179,20 +219,33 @@ def bandwidth(device: str) -> float:
 def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a round, and tokens per second, if every weight that is used were read once per use.
 
-    The token embedding is looked up, not read; a draft step reads one specialist and the projection to draft logits.
+    The token embedding is looked up, not read; a draft step reads one specialist and the projection to draft logits. A
+    block drafter takes one step for all its positions, and reads all its layers.
     """
     per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
     embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     body = _bytes(target) - (0 if target.config.tie_word_embeddings else _bytes(embedding))
     for name, made in heads.items():
-        own = _bytes(made) - sum(map(_bytes, made.layers[1:])) - _bytes(getattr(made, "embed_tokens", None))
-        step = own + (0 if made.own_projections() else _bytes(lm_head))
-        target_ms, draft_ms = 1000 * body / per_second, 1000 * args.depth * step / per_second
+        at_once = made.drafts_in_one_forward
+        idle = [] if at_once else made.layers[1:]
+        own = _bytes(made) - sum(map(_bytes, idle)) - _bytes(getattr(made, "embed_tokens", None))
+        step, steps = own + (0 if made.own_projections() else _bytes(lm_head)), 1 if at_once else args.depth
+        target_ms, draft_ms = 1000 * body / per_second, 1000 * steps * step / per_second
         rates = {f"{tau:g}": 1000 * tau / (target_ms + draft_ms) for tau in args.tau}
         result["heads"][name] = {"target_ms": target_ms, "draft_ms": draft_ms, "round_ms": target_ms + draft_ms,
                                  "tokens_per_second": rates}  # fmt: skip
     return result
+
+
+def of_the_floor(sides: dict[str, Any], heads: dict[str, dict[str, float]]) -> None:
+    """Writes to every side which share of its time its floor is, that of plain steps or that of its rounds."""
+    for name, side in sides.items():
+        floor = heads.get(name.removesuffix(", compiled"))
+        if floor is not None:
+            side["of_the_floor"] = floor["round_ms"] / side["round_milliseconds"]
+        else:
+            side["of_the_floor"] = next(iter(heads.values()))["target_ms"] * side["tokens_per_second"] / 1000
 
 
 def _bytes(module: torch.nn.Module | None) -> int:
@@ -207,7 +260,8 @@ def table(result: Result) -> str:
     columns = {
         "tokens/s": ("tokens_per_second", 1), "/ plain eager": ("over_plain_eager", 2, "x"),
         "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
-        "ms per round": ("round_milliseconds", 1),
+        "ms per round": ("round_milliseconds", 1), "draft, target, rest": _stages,
+        **({"of its floor": lambda side: percent(side["of_the_floor"])} if "floor" in result else {}),
         "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
     }  # fmt: skip
     parts = [column_table(columns, sides, name) for name, sides in result["tables"].items()]
@@ -217,6 +271,12 @@ def table(result: Result) -> str:
         result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, median of {repeats} "
         f"repeats in turns; first compiled calls took {first_calls}",
     )  # fmt: skip
+
+
+def _stages(side: Result) -> str:
+    if (spent := side.get("stage_milliseconds")) is None:
+        return "-"
+    return ", ".join(number(one, 1) for one in (spent["draft"], spent["target"], spent["accept"] + spent["commit"]))
 
 
 def floor_table(floor: Result) -> str:

@@ -133,11 +133,11 @@ def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
-    target, _, [prompt, *_] = setup.random_pair(args)
+    target, _, [prompt, *_] = setup.random_pair(args, args.device)
     text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
 
     def make_heads() -> DraftHead:  # anew, knowing nothing of earlier ones
-        return setup.random_pair(args)[1]["poss"].bind(target)
+        return setup.random_pair(args, args.device)[1]["poss"].bind(target)
 
     measured = []
     for tau in args.tau:

@@ -1,6 +1,6 @@
 """What must hold on any accelerator; `test_accelerator.py` runs this file, part by part.
 
-On CUDA what the emulation alone can tell, waits by line and a slow device, is left out.
+On CUDA what the emulation alone can tell, waits by line and a slow device, is left out, and real graphs are captured.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from support.accelerator import Emulation
 from support.batches import batch_of, greedy
+from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
 from support.families import tiny_target
 from support.heads import random_heads
 from support.stubs import CountForwards
@@ -33,6 +35,7 @@ KIND = "cuda" if EMULATION is None else "pretend"
 DEVICE, COUNT = torch.device(KIND, 0), torch.accelerator.device_count()
 NEW = 16
 emulated = pytest.mark.skipif(EMULATION is None, reason="only the emulation knows what the host waits for")
+replayed = pytest.mark.skipif(EMULATION is not None, reason="an emulation captures no graphs")
 several = pytest.mark.skipif(COUNT < 2, reason="needs two devices")
 
 
@@ -433,3 +436,96 @@ def test_tuning_predicts_what_rounds_cost(folders, target, monkeypatch):
             stats = chain.last_stats
             measured = (stats.seconds["total"] - stats.seconds["prefill"]) / stats.rounds
             assert predicted.of_chain(depth) == pytest.approx(measured, rel=0.3)
+
+
+# ---------------------------------------------------------------------- CUDA graphs
+def captured():
+    """CUDA graphs that were captured so far, and steps that were not."""
+    manager = torch._inductor.cudagraph_trees.get_container(DEVICE.index).tree_manager
+    graphs = -1 if manager is None else len(list(every_node(manager)))
+    return graphs, dict(torch._dynamo.utils.counters["inductor"]).get("cudagraph_skips", 0)
+
+
+def every_node(manager):
+    left = [node for roots in manager.roots.values() for node in roots]
+    while left:
+        node = left.pop()
+        yield node
+        left += [child for children in node.children.values() for child in children]
+
+
+@pytest.mark.graphs
+@replayed
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("method", ["poss", "eagle3", "medusa", "dflash"])
+def test_graphs_serve_calls_of_other_lengths(method, kind, folders):
+    """Of one sequence and of batches whose sequences end; a third call captures nothing that the second did not."""
+    target = own_target().to(DEVICE)
+    heads = load_heads(folders[method]).with_tree(**TREES[kind].to_dict())
+    heads.compiled = True
+    batch, _ = batch_of((9, 4, 14))
+    batch = on(DEVICE, batch)
+    rows = greedy(target, batch)
+    ends = {"eos_token_id": int(rows[1, -6]), "pad_token_id": 0}
+    rows, seen = greedy(target, batch, **ends), []
+    for length in (19, 7, 12):
+        ids = prompt(length, seed=length).to(DEVICE)
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
+        assert torch.equal(greedy(target, batch, assistant_model=heads, **ends), rows)
+        seen.append(captured())
+    assert seen[0][0] > 0 and seen[-1][1] == 0, "graphs were captured, and none was given up"
+    assert seen[1] == seen[2]
+
+
+@pytest.mark.graphs
+@replayed
+@pytest.mark.parametrize("method", ["poss", "medusa"])
+def test_graphs_and_seeds(method, folders):
+    target = own_target().to(DEVICE)
+    ids = prompt().to(DEVICE)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.7}
+    heads = load_heads(folders[method])
+    heads.compiled = True
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        expected = target.generate(ids, **options)
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+
+
+@pytest.mark.graphs
+@replayed
+def test_warm_up_captures_what_calls_need(folders):
+    target = own_target().to(DEVICE)
+    heads = load_heads(folders["poss"])
+    heads.compiled = True
+    heads.warmup(target, batch_sizes=(1,), max_length=64)
+    before = captured()
+    assert text(target, heads) == text(target)
+    assert captured()[1] == before[1] == 0
+
+
+# ---------------------------------------------------------------------- distribution
+@pytest.mark.placement
+@replayed
+@pytest.mark.parametrize(
+    "tree", [{"kind": "chain", "depth": 3, "children": "sampled"}, {"depth": 3, "top_k": 2}], ids=str
+)
+def test_samples_follow_the_target(tree):
+    """By a chi-square test, of outputs of three tokens."""
+    setting, target = {"temperature": 0.8, "top_k": 4, "top_p": 0.95}, five_token_target()
+    expected, samples = target_distribution(target, setting, 3), 1500
+    target = own_target(vocab_size=5, num_hidden_layers=1, seed=2).to(DEVICE)
+    heads = random_heads(target, **({"total_tokens": 6} | tree))
+    heads.exact_seed = False
+    inputs = {"input_ids": PROMPT.to(DEVICE), "attention_mask": torch.ones_like(PROMPT).to(DEVICE)}
+    counts = Counter(
+        tuple(
+            target.generate(**inputs, assistant_model=heads, do_sample=True, max_new_tokens=3, **setting)[
+                0, -3:
+            ].tolist()
+        )
+        for _ in range(samples)
+    )
+    statistic, freedom = chi_square(counts, expected, samples)
+    assert statistic < critical_value(freedom)

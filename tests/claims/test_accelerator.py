@@ -15,7 +15,7 @@ CASES = Path(__file__).with_name("on_accelerator.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["placement", "waiting", "timing"])
+@pytest.mark.parametrize("part", ["placement", "waiting", "timing", "graphs"])
 def test_on_an_accelerator(part):
     if not torch.cuda.is_available() and (problem := emulation_problem()):
         pytest.skip(problem)
