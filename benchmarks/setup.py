@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -92,6 +91,9 @@ def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
     """For measurements where only time means something: a pair of random weights."""
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--depth", type=int, default=depth, help="of the chain that heads of --shape draft")
+    parser.add_argument(
+        "--methods", nargs="+", default=[*SHAPED_HEADS], choices=[*SHAPED_HEADS], help="of heads of --shape"
+    )
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -209,12 +211,12 @@ def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- random pairs of given sizes
-def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> LlamaForCausalLM:
+def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> PreTrainedModel:
     """A Llama of these sizes with random weights. One with an `lm_head` of its own counts tokens up, so surely that no
     rounding decides: logits of random weights in 16 bits tie, and texts that differ make acceptance another."""
     torch.manual_seed(0)
     with torch.device(device):
-        target = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+        target = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
     if device != "meta" and not target.config.tie_word_embeddings:
         with torch.no_grad():
             embedding, scale = target.get_input_embeddings().weight, target.config.initializer_range
@@ -231,9 +233,9 @@ def random_pair(
     dtype, sizes = getattr(torch, args.dtype), SHAPES[args.shape]
     target, heads = random_llama(dtype, device, **sizes, eos_token_id=None, pad_token_id=0), {}
     tree = DraftTreeConfig(kind="chain", depth=args.depth).to_dict()
-    for method, options in SHAPED_HEADS.items():
+    for method in args.methods:
         config_class = METHODS[method].config_class
-        fields = config_class.fields_for_target(target, method) | options
+        fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
         if issubclass(config_class, BlockHeadConfig):
             fields["block_size"] = args.depth + 1
         with torch.device(device):

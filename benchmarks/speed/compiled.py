@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=7)
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
-    parser.add_argument("--compiled_only", action="store_true", help="leave out eager rounds")
+    parser.add_argument("--compiled_only", action="store_true", help="leave out everything eager")
     parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
 
 
@@ -69,7 +69,8 @@ def build_sides(
     config = CompileConfig(mode="reduce-overhead" if target.device.type == "cuda" else None, fullgraph=False)
     config._compile_all_devices = True
     cache = StaticCache(target.config, max_cache_len=bucket(most_tokens))
-    options = {PLAIN: {}, PLAIN_COMPILED: {"past_key_values": cache, "compile_config": config}}
+    options: dict[str, Options] = {} if compiled_only else {PLAIN: {}}
+    options[PLAIN_COMPILED] = {"past_key_values": cache, "compile_config": config}
     for name, one in heads.items():
         compiled = one.with_tree()
         compiled.compiled = True
@@ -126,13 +127,11 @@ def parents_of(tree: DraftTree) -> list[int]:
 
 # ---------------------------------------------------------------------- measuring
 def measure_sides(
-    target: PreTrainedModel, sides: dict[str, Options], prompts: list[Inputs], tau: float | None,
-    args: argparse.Namespace,
+    target: PreTrainedModel, sides: dict[str, Options], prompts: list[Inputs], texts: list[torch.Tensor],
+    tau: float | None, args: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
     """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
-    `tau`, heads accept as much of the plain texts."""
-    plain = {"max_new_tokens": args.max_new_tokens, **sides[PLAIN]}
-    texts = [generate_text(target, inputs, **plain).cpu() for inputs in prompts]
+    `tau`, heads accept as much of the plain `texts`."""
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
@@ -151,8 +150,10 @@ def measure_sides(
     runs = take_turns(sides, list(zip(prompts, texts, strict=True)), run, args.repeats, warm_up)
     compiled = {name: spent for name, spent in first_call.items() if "compiled" in name}
     found = {name: over_plain(runs[name], runs) for name in sides}
-    for name in compiled:
-        if (heads := sides[name].get("assistant_model")) is not None:
+    new = [text[0, inputs["input_ids"].shape[1] :].tolist() for text, inputs in zip(texts, prompts, strict=True)]
+    found[PLAIN_COMPILED]["identical"] = [run.token_ids[0] for run in runs[PLAIN_COMPILED][0]] == new
+    for name in sides:
+        if (heads := sides[name].get("assistant_model")) is not None and heads.compiled:
             found[name]["stage_milliseconds"] = stages(heads, lambda name=name: run(name, (prompts[0], texts[0])))
     return found, compiled
 
@@ -168,11 +169,14 @@ def stages(heads: DraftHead, generate: Callable[[], Run]) -> dict[str, float]:
 
 
 def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
-    """Numbers about one side next to both plain ones."""
-    found, compiled = (summarise(runs, all_runs[plain]) for plain in (PLAIN, PLAIN_COMPILED))
+    """Numbers about one side next to the plain ones."""
+    found = summarise(runs, all_runs[PLAIN_COMPILED])
+    over = {"over_plain_compiled": found["speed_up"]}
+    if PLAIN in all_runs:
+        found = summarise(runs, all_runs[PLAIN])
+        over = {"over_plain_eager": found["speed_up"], **over}
     rounds = sum(run.stats.rounds for run in runs[0] if run.stats is not None)
     milliseconds = 1000 * found["new_tokens"] / found["tokens_per_second"]
-    over = {"over_plain_eager": found["speed_up"], "over_plain_compiled": compiled["speed_up"]}
     return {**found, **over, "round_milliseconds": milliseconds / rounds if rounds else None}
 
 
@@ -189,9 +193,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         target, heads, prompts = setup.load_pair(args)
     most_tokens = max(inputs["input_ids"].shape[1] for inputs in prompts) + args.max_new_tokens + args.depth + 1
     sides = build_sides(target, heads, most_tokens, args.compiled_only)
+    plain = {"max_new_tokens": args.max_new_tokens, **TO_THE_END}
+    texts = [generate_text(target, inputs, **plain).cpu() for inputs in prompts]
     measured = {}
     for name, tau in cases.items():
-        measured[name] = measure_sides(target, sides, prompts, tau, args)
+        measured[name] = measure_sides(target, sides, prompts, texts, tau, args)
         if args.shape:
             of_the_floor(measured[name][0], result["floor"]["heads"])
         print(name, measured[name], file=sys.stderr, flush=True)
@@ -258,7 +264,8 @@ def table(result: Result) -> str:
     if "tables" not in result:
         return floor_table(result["floor"]) + footnote(result, "{dtype}, computed, nothing was run")
     columns = {
-        "tokens/s": ("tokens_per_second", 1), "/ plain eager": ("over_plain_eager", 2, "x"),
+        "tokens/s": ("tokens_per_second", 1),
+        "/ plain eager": lambda side: number(side.get("over_plain_eager"), 2, "x"),
         "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
         "ms per round": ("round_milliseconds", 1), "draft, target, rest": _stages,
         **({"of its floor": lambda side: percent(side["of_the_floor"])} if "floor" in result else {}),
