@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from . import figure, results
+from . import figure, lent, results
 from .acceptance import acceptance, curves
 from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
@@ -91,7 +91,7 @@ def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
     tables = {name: table_of(name, result) for name, result in found.items()}
     texts = {folder / f"{name}.md": table for name, table in tables.items()}
     shown = tables | {f"{name}-short": table_of(name, result, "short_table") for name, result in found.items()}
-    shown |= oracles.tables()
+    shown |= oracles.tables() | lent.tables()
     for document in documents:
         texts[document] = results.render(document.read_text(encoding="utf-8"), found, shown)
     return texts

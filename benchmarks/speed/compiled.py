@@ -268,7 +268,7 @@ def table(result: Result) -> str:
         "/ plain eager": lambda side: number(side.get("over_plain_eager"), 2, "x"),
         "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
         "ms per round": ("round_milliseconds", 1), "draft, target, rest": _stages,
-        **({"of its floor": lambda side: percent(side["of_the_floor"])} if "floor" in result else {}),
+        **({"of its floor": lambda side: percent(side.get("of_the_floor"))} if "floor" in result else {}),
         "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
     }  # fmt: skip
     parts = [column_table(columns, sides, name) for name, sides in result["tables"].items()]

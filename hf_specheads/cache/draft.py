@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -139,12 +139,12 @@ class DraftCache(SlotCache):
         Returns:
             Positions int64 [1 or B, M + and_root]. Rows that are not real have positions after those.
         """
+        if (first := self.open_in_a_row(rows + and_root)) is not None:
+            return torch.arange(first, first + rows + and_root, device=device)[None]
         self.drop_drafted()
         if self.taken_in is None:
             self.place(0, rows + and_root)
-            if self.slots is not None:
-                return self.slots
-            return torch.arange(self.start, self.start + rows + and_root, device=device)[None]
+            return cast(torch.Tensor, self.slots)
         valid, counts, lengths = self.taken_in
         if not self.static:
             self.reserve(self.longest + rows + and_root)

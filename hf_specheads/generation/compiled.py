@@ -17,6 +17,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
+from ..cache.chain import ChainCache
 from ..cache.draft import DraftCache, Links
 from ..cache.rooms import Rooms
 from ..cache.target import TreeCache
@@ -91,11 +92,14 @@ def _link(head: Any, layer: nn.Module, temperature: float, *tensors: torch.Tenso
     return fused, states, *favourites(head, logits[:, 0], temperature)
 
 
-def _verify(target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]) -> Any:
+def verify_tree(
+    target: PreTrainedModel, cache: TreeCache | ChainCache, tree: DraftTree, hidden_states: dict[str, Any]
+) -> Any:
+    """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
     return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **hidden_states)
 
 
-STEPS: tuple[Callable, ...] = (_grow, _start, _link, _verify)
+STEPS: tuple[Callable, ...] = (_grow, _start, _link, verify_tree)
 
 
 class CompiledRounds:
@@ -291,7 +295,7 @@ class CompiledRounds:
     def verify(
         self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
     ) -> ModelOutput:
-        """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
+        """The same, compiled."""
         any_rows = self._takes_all(tree)
         if any_rows and tree.num_nodes == 1:
             return _of_root(self.verify(target, cache, _root_twice(tree), hidden_states))
@@ -302,7 +306,7 @@ class CompiledRounds:
             cache.regions = (with_regions(target, cache),)
         marked = cache.regions[0] if self.layers_once and cache.regions else None
         if marked is None and not any_rows:
-            return self._call(_verify, shapes, target, cache, rows, hidden_states)
+            return self._call(verify_tree, shapes, target, cache, rows, hidden_states)
         outputs = self._verify_alike(target, marked, any_rows, shapes, cache, rows, hidden_states)
         return self.verify(target, cache, tree, hidden_states) if outputs is None else outputs
 
@@ -314,12 +318,12 @@ class CompiledRounds:
         shapes, through = (marked is not None, *shapes), target if marked is None else marked
         if any_rows:
             _mark_rows(call[1])
-        if shapes in self._shapes[_verify]:
-            return self._call(_verify, shapes, through, *call)
+        if shapes in self._shapes[verify_tree]:
+            return self._call(verify_tree, shapes, through, *call)
         blame_rows = any_rows  # what cannot be compiled may be with less asked; wrong logits come from layers first
         try:
-            outputs = self._call(_verify, shapes, through, *call)
-            problem = difference(_verify(target, *call).logits, outputs.logits, target.dtype)
+            outputs = self._call(verify_tree, shapes, through, *call)
+            problem = difference(verify_tree(target, *call).logits, outputs.logits, target.dtype)
             blame_rows = marked is None
         except torch.OutOfMemoryError:
             raise
@@ -332,7 +336,7 @@ class CompiledRounds:
             self.rows_once = False
         else:
             self.layers_once = False
-        self._shapes[_verify].discard(shapes)
+        self._shapes[verify_tree].discard(shapes)
         return None
 
 

@@ -27,7 +27,8 @@ from ..target.parallel import number_of_first, parallel_group
 from ..tree.draft_tree import DraftTree
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
-from .compiled import bucket, compiled_rounds
+from .compiled import bucket, compiled_rounds, verify_tree
+from .kernels import any_length
 from .observer import tell
 from .opening import TargetCache, open_cache
 from .options import DraftingOptions
@@ -220,6 +221,7 @@ class RoundLoop:
         self.close()
         return self.outputs.result(sequences.padded(), self.stock)
 
+    @any_length
     def round(self, rows: NewRows) -> NewRows:
         """One round of every active sequence, from the rows that were committed since the last one to the next."""
         began = time.perf_counter()
@@ -311,8 +313,7 @@ class RoundLoop:
             before, outputs = cache.additional_forwards, cache.verify(tree, **hidden_states)
             self.stats.target_forwards += cache.additional_forwards - before
             return outputs
-        inputs = cache.forward_inputs(tree)
-        return self.target(tree.token_ids, use_cache=True, return_dict=True, **inputs, **hidden_states)
+        return verify_tree(self.target, cache, tree, hidden_states)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""

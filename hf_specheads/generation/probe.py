@@ -26,6 +26,7 @@ from ..target.positions import drops_positions
 from ..target.recurrence import counts_padding
 from ..target.structure import forward_parameters
 from ..tree.draft_tree import DraftTree
+from .kernels import any_length
 
 SHORT_CONTEXT = 16
 BEYOND_WINDOW = 8  # tokens of the context beyond a sliding window
@@ -221,6 +222,7 @@ class _Probe:
         return decoded
 
     @torch.no_grad()
+    @any_length
     def verified(self) -> torch.Tensor:
         """The same logits from one forward over the nodes, on the caches of rounds."""
         root = self.length - 1

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
+from ..generation.kernels import any_length
 from ..metrics import GenerationStats, devices_of, wait_for
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
@@ -169,6 +170,7 @@ def _count(stats: GenerationStats, new_ids: list[int], accepted: list[list[int]]
 
 
 @torch.no_grad()
+@any_length
 def measure_costs(
     target: PreTrainedModel,
     heads: DraftingContract,

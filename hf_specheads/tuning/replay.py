@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
+from ..generation.kernels import any_length
 from ..target.features import asked_hidden_states, select_hidden_states
 from .progress import bar
 from .turns import Prompts, generate_text
@@ -110,6 +111,7 @@ def record_drafts(
     )
 
 
+@any_length
 def _record_text(
     target: PreTrainedModel, heads: DraftingContract, text: torch.Tensor, prompt_length: int, depth: int, top_k: int
 ) -> list[tuple]:

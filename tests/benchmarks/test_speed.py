@@ -187,13 +187,15 @@ def test_the_floor_counts_every_byte_once(measure):
     """Llama-3-8B in bf16: 8.03 B parameters, of which the token embedding is looked up."""
     words = ("--shape", "llama-3-8b", "--dtype", "bfloat16", "--on_paper", "1e12", "--depth", "6")
     heads = measure("compiled", *words, written="compiled_floor")["floor"]["heads"]
-    assert set(heads) == {"poss", "eagle", "eagle3"}
+    assert set(heads) == {"poss", "eagle", "eagle3", "dflash"}
     for floor in heads.values():
         assert floor["target_ms"] == pytest.approx(2 * (8.0303 - 0.5253), rel=1e-3)
         assert floor["tokens_per_second"]["4"] == pytest.approx(4000 / floor["round_ms"], rel=1e-3)
     # One layer (218 M), fc (34 M) and the target's lm_head (525 M) a step, in 16 bits.
     assert heads["eagle"]["draft_ms"] == pytest.approx(6 * 2 * (0.2181 + 0.0336 + 0.5253), rel=1e-2)
     assert heads["poss"]["draft_ms"] == pytest.approx(heads["eagle"]["draft_ms"], rel=1e-2)
+    # Five layers, a projection of as many features and the target's lm_head, once for all positions.
+    assert heads["dflash"]["draft_ms"] == pytest.approx(2 * (5 * 0.2181 + 0.0839 + 0.5253), rel=1e-2)
 
 
 def test_caches_of_both_kinds(measure, monkeypatch):
