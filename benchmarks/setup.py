@@ -230,18 +230,23 @@ def random_pair(
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
     """A target of the shape asked for, heads by their method, of random weights, and prompts; the heads draft chains,
     every round. On the device `meta` they take no memory, and have sizes alone."""
-    dtype, sizes = getattr(torch, args.dtype), SHAPES[args.shape]
-    target, heads = random_llama(dtype, device, **sizes, eos_token_id=None, pad_token_id=0), {}
-    tree = DraftTreeConfig(kind="chain", depth=args.depth).to_dict()
-    for method in args.methods:
-        config_class = METHODS[method].config_class
-        fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
-        if issubclass(config_class, BlockHeadConfig):
-            fields["block_size"] = args.depth + 1
-        with torch.device(device):
-            heads[method] = METHODS[method](config_class(**fields, tree_config=tree)).to(dtype).eval()
-        heads[method].adaptive = False
+    sizes = SHAPES[args.shape] | {"eos_token_id": None, "pad_token_id": 0}
+    target = random_llama(getattr(torch, args.dtype), device, **sizes)
+    heads = {method: random_head(target, method, args.depth) for method in args.methods}
     return target, heads, random_prompts(args.limit, device)
+
+
+def random_head(target: PreTrainedModel, method: str, depth: int) -> DraftHead:
+    """Heads for a target of a shape, of random weights; they draft chains, every round."""
+    config_class = METHODS[method].config_class
+    fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
+    if issubclass(config_class, BlockHeadConfig):
+        fields["block_size"] = depth + 1
+    tree = DraftTreeConfig(kind="chain", depth=depth).to_dict()
+    with target.device:
+        heads = METHODS[method](config_class(**fields, tree_config=tree)).to(target.dtype).eval()
+    heads.adaptive = False
+    return heads
 
 
 def random_prompts(count: int, device: str) -> list[Inputs]:

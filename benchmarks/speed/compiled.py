@@ -151,7 +151,8 @@ def measure_sides(
     compiled = {name: spent for name, spent in first_call.items() if "compiled" in name}
     found = {name: over_plain(runs[name], runs) for name in sides}
     new = [text[0, inputs["input_ids"].shape[1] :].tolist() for text, inputs in zip(texts, prompts, strict=True)]
-    found[PLAIN_COMPILED]["identical"] = [run.token_ids[0] for run in runs[PLAIN_COMPILED][0]] == new
+    differing = [at for at, run in enumerate(runs[PLAIN_COMPILED][0]) if run.token_ids[0] != new[at]]
+    found[PLAIN_COMPILED] |= {"identical": not differing, "differing_prompts": differing}
     for name in sides:
         if (heads := sides[name].get("assistant_model")) is not None and heads.compiled:
             found[name]["stage_milliseconds"] = stages(heads, lambda name=name: run(name, (prompts[0], texts[0])))

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     depths = [1, 2, 3, 4, 6]
     setup.add_shape_arguments(parser, depth=8)
+    parser.set_defaults(methods=["poss"])
     parser.add_argument("--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths of --shape")
     add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
@@ -135,15 +136,15 @@ def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
     target, _, [prompt, *_] = setup.random_pair(args, args.device)
     text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
-
-    def make_heads() -> DraftHead:  # anew, knowing nothing of earlier ones
-        return setup.random_pair(args, args.device)[1]["poss"].bind(target)
-
     measured = []
-    for tau in args.tau:
+    for method, tau in itertools.product(args.methods, args.tau):
+
+        def make_heads(method: str = method) -> DraftHead:  # anew, knowing nothing of earlier ones
+            return setup.random_head(target, method, args.depth).bind(target)
+
         with acceptance_of(tau, text):
             found = measure_setting(target, make_heads, [prompt], 0.0, args)
-        name = f"poss on {args.shape}, acceptance length set to {tau:g}"
+        name = f"{method} on {args.shape}, acceptance length set to {tau:g}"
         measured.append({"heads": name, "batch": 1, "temperature": 0.0, "context": None, **found})
         print(measured[-1], file=sys.stderr, flush=True)
     return measured

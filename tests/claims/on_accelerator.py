@@ -519,13 +519,7 @@ def test_samples_follow_the_target(tree):
     heads = random_heads(target, **({"total_tokens": 6} | tree))
     heads.exact_seed = False
     inputs = {"input_ids": PROMPT.to(DEVICE), "attention_mask": torch.ones_like(PROMPT).to(DEVICE)}
-    counts = Counter(
-        tuple(
-            target.generate(**inputs, assistant_model=heads, do_sample=True, max_new_tokens=3, **setting)[
-                0, -3:
-            ].tolist()
-        )
-        for _ in range(samples)
-    )
+    options = {**inputs, **setting, "assistant_model": heads, "do_sample": True, "max_new_tokens": 3}
+    counts = Counter(tuple(target.generate(**options)[0, -3:].tolist()) for _ in range(samples))
     statistic, freedom = chi_square(counts, expected, samples)
     assert statistic < critical_value(freedom)
