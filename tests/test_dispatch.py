@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import hf_specheads
 from hf_specheads import dispatch
+from hf_specheads.cache.names import CACHE_NAME
 
 WRAPPED = sorted(dispatch.EXPECTED_PARAMETERS)
 NEW, FEW = 24, 8
@@ -101,10 +102,10 @@ class TinyDFlash(PreTrainedModel):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.calls = 0
 
-    def forward(self, noise_embeds, context_hidden_states, past_key_values, **kwargs):
+    def forward(self, noise_embeds, context_hidden_states, **kwargs):
         self.calls += 1
         rows = context_hidden_states.shape[1] + noise_embeds.shape[1]
-        past_key_values.update(*(torch.zeros(1, 1, rows, 2) for _ in range(2)), 0)
+        kwargs[CACHE_NAME].update(*(torch.zeros(1, 1, rows, 2) for _ in range(2)), 0)
         return BaseModelOutputWithPast(last_hidden_state=noise_embeds)
 
 

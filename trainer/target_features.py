@@ -84,8 +84,10 @@ class FrozenTarget:
             inputs["attention_mask"] = batch.get("attention_mask")
         return self._forward(inputs, layers)
 
-    def _forward(self, inputs: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        asked = asked_hidden_states(layers if layers in ((), (-1,)) else (*layers, -1)) or -1
+    def _forward(
+        self, inputs: dict[str, Any], layers: tuple[int, ...], asked: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        asked = asked or asked_hidden_states(layers if layers in ((), (-1,)) else (*layers, -1)) or -1
         with self._compiled_layers():
             outputs = self.model(**inputs, **self._fewer_logits, output_hidden_states=asked, use_cache=False)
         states = outputs.hidden_states
@@ -111,7 +113,8 @@ class FrozenTarget:
             own = {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in images.items()}
             inputs = {"input_ids": ids[None, :length], "attention_mask": mask[None, :length], **own}
             missing = len(ids) - length
-            states = self._forward(inputs, layers)
+            # All hidden states: what is asked of a target reaches its vision tower too, of which Llava reads another.
+            states = self._forward(inputs, layers, asked=True)
             found.append([torch.nn.functional.pad(state, (0, 0, 0, missing)) for state in states])
         features, final = (torch.cat(states) for states in zip(*found, strict=True))
         return features, final

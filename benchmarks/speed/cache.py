@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specheads.cache.masks import additive_mask, slot_mask
+from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.tree.draft_tree import DraftTree
 
@@ -69,7 +70,7 @@ class Dynamic:
         nodes, length = tree.num_nodes, self.length
         mask = additive_mask(slot_mask(tree.ancestor_mask, length, 0, length + nodes), self.target.dtype)[:, None]
         self.target(
-            tree.token_ids, use_cache=True, past_key_values=self.cache, attention_mask=mask,
+            tree.token_ids, use_cache=True, **{CACHE_NAME: self.cache}, attention_mask=mask,
             position_ids=length + tree.depths,
         )  # fmt: skip
         index = torch.tensor([length + node for node in path])
@@ -91,7 +92,7 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
     for name, side in (("slots", Slots), ("dynamic", Dynamic)):
         stock = DynamicCache(config=target.config)
         for start in range(0, length, 2048):
-            target(prompt[:, start : start + 2048], past_key_values=stock, use_cache=True, logits_to_keep=1)
+            target(prompt[:, start : start + 2048], **{CACHE_NAME: stock}, use_cache=True, logits_to_keep=1)
         rounds[name] = partial(side(target, stock, length).round, tree, path)
     seconds, _ = timed_in_turns(rounds, ROUNDS, warm_ups=2)
     ratios = [b / a for a, b in zip(seconds["slots"], seconds["dynamic"], strict=True)]

@@ -26,6 +26,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from hf_specheads import DraftHead, DraftHeadCandidateGenerator
+from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.slots import to_device
 from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
@@ -70,7 +71,7 @@ def build_sides(
     config._compile_all_devices = True
     cache = StaticCache(target.config, max_cache_len=bucket(most_tokens))
     options: dict[str, Options] = {} if compiled_only else {PLAIN: {}}
-    options[PLAIN_COMPILED] = {"past_key_values": cache, "compile_config": config}
+    options[PLAIN_COMPILED] = {CACHE_NAME: cache, "compile_config": config}
     for name, one in heads.items():
         compiled = one.with_tree()
         compiled.compiled = True
@@ -137,7 +138,7 @@ def measure_sides(
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
         inputs, text = prompt
         if name == PLAIN_COMPILED:
-            sides[name]["past_key_values"].reset()
+            sides[name][CACHE_NAME].reset()
         with nullcontext() if tau is None else acceptance_of(tau, text):  # of plain sides it changes nothing
             return generate_once(target, sides[name], inputs, args.max_new_tokens)
 

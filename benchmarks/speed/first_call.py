@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.tuning.turns import timed_generation
 
 from .. import setup
@@ -60,7 +61,7 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
     side = options[PLAIN_COMPILED if folder is None else f"{next(iter(heads))}, compiled"]
     first, first_seconds = timed_generation(target, inputs, **length, **side)  # uncounted: a count would be compiled
     if folder is None:
-        side["past_key_values"].reset()
+        side[CACHE_NAME].reset()
     later, later_seconds = timed_generation(target, inputs, **length, **side)
     return {"first": first_seconds, "later": later_seconds, "identical": first == later == text}
 

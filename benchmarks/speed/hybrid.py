@@ -26,7 +26,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_specheads.cache import recurrent
+from hf_specheads.cache.names import CACHE_NAME, CACHE_NAMES
 from hf_specheads.cache.recurrent import RecurrentCache
+from hf_specheads.target.structure import forward_parameters
 from hf_specheads.tuning.turns import generate_text
 from tests.support.stubs import StubHead
 
@@ -104,7 +106,8 @@ def forward_seconds(
     target: PreTrainedModel, ids: torch.Tensor, shapes: list[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
     """Median seconds of forwards over so many rows of so many tokens, from the states of one prompt [1, T]."""
-    name = "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
+    parameters = forward_parameters(target)
+    name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
     cache = DynamicCache(config=target.config)
     target(ids, use_cache=True, **{name: cache})
     with timed_calls(target, "forward") as seconds:

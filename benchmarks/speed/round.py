@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.target import TreeCache
 from hf_specheads.heads.base import DraftHead
 
@@ -62,7 +63,7 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
     """Seconds of bare target forwards over the last tree's nodes, after `length` tokens on a fresh cache."""
     tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
     cache = DynamicCache(config=target.config)
-    target(input_ids=tree.token_ids[:, :1].expand(-1, length), past_key_values=cache, use_cache=True)
+    target(input_ids=tree.token_ids[:, :1].expand(-1, length), **{CACHE_NAME: cache}, use_cache=True)
     slots = TreeCache(cache, target, 1, None, torch.tensor([[length]]), target.dtype)
     inputs = {"input_ids": tree.token_ids, **slots.forward_inputs(tree), "use_cache": True}
     return timed_in_turns({"replay": lambda: target(**inputs)}, REPLAYS)[0]["replay"]

@@ -28,6 +28,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreTrainedModel
 
+from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.generation.drafting import grow_tree
@@ -99,7 +100,7 @@ def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     if kind == "image" and target.config.model_type not in OVERRIDES:
         return {"outcome": NO_IMAGE}
     inputs = image_inputs(target) if kind == "image" else inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
-    cache = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    cache = {CACHE_NAME: DynamicCache()} if kind == "own cache" else {}
     try:
         expected = generate(target, inputs, **cache)
     except Exception as error:
@@ -116,7 +117,7 @@ def _tried(
     kind: str, target: PreTrainedModel, inputs: dict[str, torch.Tensor], expected: torch.Tensor, tree: dict[str, Any]
 ) -> Result:
     """The same with heads of a tree."""
-    options = {"past_key_values": DynamicCache()} if kind == "own cache" else {}
+    options = {CACHE_NAME: DynamicCache()} if kind == "own cache" else {}
     try:
         heads = oracle(target, inputs, expected, **tree)
         heads.compiled = kind == "compiled"

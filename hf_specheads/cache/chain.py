@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from ..tree.draft_tree import DraftTree
 from .layers import contents_of, own_rows, restore
 from .masks import tree_position_ids
+from .names import CACHE_NAME
 
 
 class ChainCache:
@@ -34,7 +35,7 @@ class ChainCache:
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
         """Arguments of the one forward over a chain."""
         self._drop_rejected()
-        inputs: dict[str, Any] = {"attention_mask": self.padding_mask, "past_key_values": self.stock}
+        inputs: dict[str, Any] = {"attention_mask": self.padding_mask, CACHE_NAME: self.stock}
         if self.padding_mask is not None:
             longer = self.counts[0] + tree.num_nodes - self.padding_mask.shape[1]
             inputs["attention_mask"] = torch.nn.functional.pad(self.padding_mask, (0, longer), value=1)

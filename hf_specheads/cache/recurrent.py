@@ -29,16 +29,10 @@ from .joining import drop_columns, put_layer, with_sequence
 from .layers import contents_with_states, own_rows, read_on, restore, whole_contents
 from .slots import to_device
 
-CACHE_NAMES = ("past_key_values", "cache_params")
 # Accepted tokens that wait to be caught up with; beyond, a forward that drafts nothing does it.
 MOST_WAITING = 16
 # Tokens that a sequence of a batch may be ahead of the slowest.
 MOST_AHEAD = 32
-
-
-def cache_name(model_kwargs: dict[str, Any]) -> str:
-    """Under which name `generate` prepared the cache: Mamba's is not the usual one."""
-    return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), CACHE_NAMES[0])
 
 
 def tokens_in(cache: Cache, otherwise: int = 0) -> int:

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_lay
 from ..tree.draft_tree import DraftTree
 from .layers import hold_rows, is_static, own_rows, read_on, rows_of
 from .masks import additive_mask, block_mask, shown_whole, slot_mask, tree_position_ids
+from .names import CACHE_NAME
 from .rooms import Room, Rooms, stays
 from .slots import SlotCache, SlotCacheLayer, to_device
 
@@ -84,7 +85,7 @@ class TreeCache(SlotCache):
     ):
         super().__init__()
         self.stock, self.dtype, self.keeps_prompt = stock, dtype, keeps_prompt
-        self.read_on = functools.partial(read_on, target, "past_key_values", stock, padding_mask, root_positions)
+        self.read_on = functools.partial(read_on, target, CACHE_NAME, stock, padding_mask, root_positions)
         self.root_positions = root_positions.expand(*root_positions.shape[:-2], batch, 1)
         self.counts = [int(stock.get_seq_length())] * batch
         self.padding_mask = padding_mask
@@ -195,7 +196,7 @@ class TreeCache(SlotCache):
         return {
             "attention_mask": self.attention_masks(tree),
             "position_ids": tree_position_ids(self.root_positions, tree),
-            "past_key_values": self,
+            CACHE_NAME: self,
         }
 
     def attention_masks(self, tree: DraftTree) -> Any:

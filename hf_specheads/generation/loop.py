@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMode
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
 from transformers.utils import ModelOutput, logging
 
-from ..cache.recurrent import RecurrentCache, cache_name, tokens_in
+from ..cache.names import cache_name
+from ..cache.recurrent import RecurrentCache, tokens_in
 from ..cache.rooms import Rooms
 from ..cache.slots import to_device
 from ..cache.target import TreeCache

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.chain import ChainCache
-from ..cache.recurrent import RecurrentCache, cache_name
+from ..cache.names import cache_name
+from ..cache.recurrent import RecurrentCache
 from ..cache.rooms import Rooms
 from ..cache.target import TreeCache, root_positions_of
 from .options import DraftingOptions

@@ -7,6 +7,7 @@ from transformers import Cache, GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
+from ..cache.names import CACHE_NAME
 from .verification.accepted import Accepted
 
 
@@ -81,7 +82,7 @@ class EmittedOutputs:
             scores=_by_step(self.scores),
             logits=_by_step(self.logits),
             hidden_states=self.hidden_states,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
 
 

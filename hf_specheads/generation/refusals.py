@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..cache.layers import chain_cache_problem, is_restored, recurrent_cache_problem, tree_cache_problem
-from ..cache.recurrent import cache_name
+from ..cache.names import CACHE_NAMES, cache_name
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..target.images import IMAGES_SERVED, TOKEN_TYPES, read_by_the_prompt
@@ -30,8 +30,8 @@ TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa", "flex_attention"}
 # What a verifying forward gets from us; an argument that were dropped in silence could change the text.
 FORWARD_ARGUMENTS = {
-    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "inputs_embeds",
-    "logits_to_keep", "output_hidden_states", "return_dict",
+    *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "inputs_embeds", "logits_to_keep",
+    "output_hidden_states", "return_dict",
 }  # fmt: skip
 # Those that carry images, videos and sound, or what an encoder has made of them.
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}

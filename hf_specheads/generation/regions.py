@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.draft import DraftCache, Links
+from ..cache.names import CACHE_NAME
 from ..cache.rooms import stays
 from ..cache.slots import OwnSlots, SlotCacheLayer
 from ..cache.target import TreeCache
@@ -63,7 +64,7 @@ def _run(
     args, kwargs = _unflat(flat)
     own = OwnSlots(keys, values, slots)
     if place is None:
-        return layer.forward(*args, past_key_values=own, **kwargs)
+        return layer.forward(*args, **{CACHE_NAME: own}, **kwargs)
     return layer.forward(*args[:place], own, *args[place:], **kwargs)
 
 
@@ -78,11 +79,11 @@ class _Region:
         kind, number, (layer,) = self.__dict__["region"]
         # Some families (GPT-2) hand the cache on by place.
         place = next((i for i, one in enumerate(args) if isinstance(one, TreeCache)), None)
-        cache = kwargs.get("past_key_values") if place is None else args[place]
+        cache = kwargs.get(CACHE_NAME) if place is None else args[place]
         if not isinstance(cache, TreeCache) or cache.slots is None or not cache.static:
             return layer.forward(*args, **kwargs)
         args = args if place is None else args[:place] + args[place + 1 :]
-        kwargs.pop("past_key_values", None)
+        kwargs.pop(CACHE_NAME, None)
         own = cache.layers[number]
         return _region(kind, layer, own.keys, own.values, cache.slots, place, *_flat(args, kwargs))
 

@@ -19,7 +19,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..cache.joining import joining_problem
-from ..cache.recurrent import RecurrentCache, cache_name
+from ..cache.names import CACHE_NAMES, cache_name
+from ..cache.recurrent import RecurrentCache
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
@@ -43,7 +44,7 @@ from .sequences import Sequences, pad_token_of
 from .stopping import OF_ONE_SEQUENCE
 from .verification.accepted import Accepted
 
-OF_A_CALL = ("assistant_model", "streamer", "custom_generate", "past_key_values", "inputs", "input_ids")
+OF_A_CALL = ("assistant_model", "streamer", "custom_generate", *CACHE_NAMES, "inputs", "input_ids")
 OF_A_REQUEST = "max_new_tokens"
 _END = object()
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask
+from ..cache.names import CACHE_NAME
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
 from ..publishing.card.facts import Published
@@ -166,7 +167,7 @@ def language_model_problem(model: PreTrainedModel) -> str | None:
     parameters = forward_parameters(model)
     if getattr(config, "alibi", False):
         return "positions enter it as attention biases (alibi)"
-    if missing := [name for name in ("position_ids", "past_key_values", "attention_mask") if name not in parameters]:
+    if missing := [name for name in ("position_ids", CACHE_NAME, "attention_mask") if name not in parameters]:
         return f"its forward takes no {missing[0]}"
     other = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
     if other or getattr(config, "attention_chunk_size", None):
@@ -328,7 +329,7 @@ class DraftLanguageModel(DraftHead):
             token_ids,
             attention_mask=mask,
             position_ids=self._within_context(positions),
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             use_cache=True,
             **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
         )

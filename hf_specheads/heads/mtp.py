@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedMo
 
 from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask, slot_mask
+from ..cache.names import CACHE_NAME
 from ..cache.slots import SlotCache
 from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError, HeadLoadError, UnsupportedGenerationError, refuse_wrong_keys
@@ -192,7 +193,7 @@ class MtpHead(DraftHead):
             attention_mask=attention_mask,
             position_ids=position_ids,
             position_embeddings=self.rotary_emb(fused, position_ids),
-            past_key_values=past_key_values,
+            **{CACHE_NAME: past_key_values},
         )
         return layer.norm(outputs[0] if isinstance(outputs, tuple) else outputs)
 

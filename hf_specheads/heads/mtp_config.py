@@ -10,6 +10,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..cache.names import CACHE_NAME
 from ..configuration import DraftHeadConfig
 from ..target.identity import target_sizes
 from .layers import layer_fields_for_target
@@ -108,7 +109,7 @@ def layer_problem(layer_config: dict[str, Any]) -> str | None:
         _ = decoder.norm, decoder.rotary_emb
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
         return str(error)
-    missing = [name for name in ("position_embeddings", "past_key_values", "attention_mask") if name not in parameters]
+    missing = [name for name in ("position_embeddings", CACHE_NAME, "attention_mask") if name not in parameters]
     return f"its forward takes no {missing[0]}" if missing else None
 
 

@@ -86,7 +86,7 @@ def add_adapter(target: PreTrainedModel, rank: int, alpha: float, modules: str) 
 
     _refuse_adapters(target)
     names = modules if modules == "all-linear" else [name.strip() for name in modules.split(",")]
-    target.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"), ADAPTER_NAME)
+    _put_adapter(target, LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"))
 
 
 def load_adapter(target: PreTrainedModel, folder: Path) -> None:
@@ -95,9 +95,28 @@ def load_adapter(target: PreTrainedModel, folder: Path) -> None:
     Raises:
         ValueError: if the target has adapters already.
     """
+    from peft import LoraConfig
+
     _refuse_adapters(target)
-    target.load_adapter(str(folder), ADAPTER_NAME)
-    target.set_adapter(ADAPTER_NAME)
+    config = LoraConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    _put_adapter(target, config)
+    restore_adapter(target, folder)
+
+
+def _put_adapter(target: PreTrainedModel, config: Any) -> None:
+    """By peft itself: transformers' own `add_adapter` does this, and 5.24's asks for a peft that is not released."""
+    from peft import inject_adapter_in_model
+
+    config.base_model_name_or_path = target.name_or_path
+    inject_adapter_in_model(config, target, ADAPTER_NAME)
+    target._hf_peft_config_loaded = True  # by which transformers knows a model with adapters
+
+
+def _state_dict(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(target, adapter_name=ADAPTER_NAME)
 
 
 def _refuse_adapters(target: PreTrainedModel) -> None:
@@ -116,7 +135,7 @@ def save_adapter(target: PreTrainedModel, folder: Path) -> None:
     """Writes our adapter on a target into a folder, as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
     target.peft_config[ADAPTER_NAME].save_pretrained(str(folder))
-    weights = target.get_adapter_state_dict(ADAPTER_NAME)
+    weights = _state_dict(target)
     save_file({PREFIX + key: value.detach().cpu().contiguous() for key, value in weights.items()}, folder / WEIGHTS)
 
 
@@ -131,7 +150,7 @@ def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
     if not (folder / WEIGHTS).exists():
         raise HeadLoadError(f"{folder} holds no {WEIGHTS}; the heads beside it were not trained with an adapter.")
     weights = {key.removeprefix(PREFIX): value for key, value in load_file(folder / WEIGHTS).items()}
-    expected = target.get_adapter_state_dict(ADAPTER_NAME)
+    expected = _state_dict(target)
     if {key: value.shape for key, value in weights.items()} != {key: value.shape for key, value in expected.items()}:
         raise HeadLoadError(f"the adapter in {folder} has other sizes than the target's; train with its rank.")
     set_peft_model_state_dict(target, weights, adapter_name=ADAPTER_NAME)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.names import CACHE_NAME
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..generation.kernels import any_length
@@ -231,7 +232,7 @@ def _target_forward(
     """A timed forward of the target over that many nodes after the tokens [1, T + 1], and their features [1, T, F]."""
     cache, length = DynamicCache(config=target.config), ids.shape[1] - 1
     asked = {"output_hidden_states": asked_hidden_states(heads.feature_layers), "use_cache": True}
-    states = target(input_ids=ids[:, :-1], past_key_values=cache, **asked).hidden_states
+    states = target(input_ids=ids[:, :-1], **{CACHE_NAME: cache}, **asked).hidden_states
     features = select_hidden_states(states, heads.feature_layers) if heads.feature_layers else None
     slots = TreeCache(cache, target, 1, None, torch.tensor([[length]], device=ids.device), target.dtype)
 

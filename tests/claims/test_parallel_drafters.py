@@ -111,6 +111,7 @@ def test_sampled_with_a_seed(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- the distribution
+ENOUGH = 1000  # samples in which the planted bug shows: of 250 it is not told from chance
 DRAWN = {"kind": "static", "choices": ((0,), (1,), (0, 0), (0, 1), (1, 0)), "children": "sampled"}
 FAMILIES = ("dflash", "jetspec", "dspark", "dflash2", "domino", "peagle", "mtp")
 DRAFTERS = ["dflash2", *(pytest.param(method, marks=pytest.mark.slow) for method in FAMILIES if method != "dflash2")]
@@ -134,7 +135,7 @@ def statistic_of(method: str, samples: int, **tree: Any) -> tuple[float, float]:
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_drawn_children_follow_the_target(method: str) -> None:
     """q is what the heads say after each branch, of few candidates only with DFlash 2."""
-    statistic, critical = statistic_of(method, 250, **DRAWN)
+    statistic, critical = statistic_of(method, ENOUGH, **DRAWN)
     assert statistic < critical
 
 
@@ -150,7 +151,7 @@ def test_planted_bug_children_are_not_drawn_from_what_is_recorded(monkeypatch: p
     """The control: candidates drawn as if all were alike, while verification is told the selector's scores."""
     draw = DraftSampler.draw
     monkeypatch.setattr(DraftSampler, "draw", staticmethod(lambda probs, width: draw((probs > 0).float(), width)))
-    statistic, critical = statistic_of("dflash2", 250, **DRAWN)
+    statistic, critical = statistic_of("dflash2", ENOUGH, **DRAWN)
     assert statistic > critical
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from support.targets import own_target, plain, prompt
 
 from hf_specheads import AutoDraftHead, DraftHead, WrongTargetError, load_heads
@@ -32,6 +33,13 @@ def adapted_target(seed: int = 1):
         for parameter in adapter_parameters(target):
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     return target
+
+
+def switch_off(target) -> None:
+    """As transformers' `disable_adapters`."""
+    for module in target.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_a_target_without_the_adapter_is_refused(saved: Path, state: str) -> Non
         state, adapted_target
     )()
     if state == "switched off":
-        target.disable_adapters()
+        switch_off(target)
     words = "has another adapter" if state == "other" else "has no adapter in force"
     with pytest.raises(WrongTargetError, match=rf"{words}; call `heads\.load_target_adapter\(target\)`"):
         plain(target, prompt(), 4, assistant_model=heads)
@@ -88,13 +96,13 @@ def test_an_adapter_of_the_embedding_is_no_other_target_as_those_elsewhere() -> 
     for modules in (["q_proj"], ["embed_tokens"], ["lm_head", "embed_tokens"]):
         adapted = own_target("llama")
         config = LoraConfig(r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False)
-        adapted.add_adapter(config)
+        inject_adapter_in_model(config, adapted)
         adapted.eval()
         ids = prompt()
         text = plain(adapted, ids, 12, assistant_model=heads)
         assert torch.equal(text, adapted.generate(ids, max_new_tokens=12, do_sample=False))
     other = own_target("llama", seed=1)
-    other.add_adapter(LoraConfig(target_modules=["embed_tokens"]))
+    inject_adapter_in_model(LoraConfig(target_modules=["embed_tokens"]), other)
     with pytest.raises(WrongTargetError, match="fingerprint of the token embedding"):
         heads.check_target(other)
 
@@ -116,7 +124,7 @@ def test_an_adapter_goes_on_once(saved: Path) -> None:
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         heads.load_target_adapter(target)
     target = own_target("llama")
-    target.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]), "mine")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), target, "mine")
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_adapter(target, 4, 8, "all-linear")
 
