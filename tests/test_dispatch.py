@@ -295,7 +295,8 @@ def test_traced_target(how):
     torch._dynamo.reset()
     same_text_when_compiled(how, traced)
     torch._dynamo.reset()
-    assert traced
+    # `generate` of what `torch.compile` returns is the model's own: it calls itself uncompiled, with heads or without.
+    assert bool(traced) == (how != "torch.compile")
 
 
 def test_offloaded_target(tmp_path):

@@ -29,7 +29,7 @@ from ..tree.shape import TreeShape, fixed_shape
 from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
 from .foresight import Reach
-from .guards import GUARD_HOOKS, no_collections, own_copy, without_guards
+from .guards import GUARD_HOOKS, own_copy, quick_compiler, without_guards
 from .probe import difference, drafts_problem
 from .regions import links_apart, links_of, with_regions
 from .toolchain import warm_up_toolchain
@@ -172,7 +172,7 @@ class CompiledRounds:
             self._steps[step, shape] = own, torch.compile(own, **self.options)
         own, compiled = self._steps[step, shape]
         try:
-            with torch._dynamo.config.patch(GUARD_HOOKS), no_collections() if self.compiles else nullcontext():
+            with torch._dynamo.config.patch(GUARD_HOOKS), quick_compiler() if self.compiles else nullcontext():
                 result = compiled(*args)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             logger.warning_once(CHANGES_TOO_OFTEN)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,34 @@ def without_guards(step: Callable) -> Callable | None:
     """
     entries: list[Any] = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda _: [])(step.__code__)
     return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
+
+
+@contextmanager
+def quick_compiler() -> Iterator[None]:
+    """The compiler works without collections of garbage and without what it would tell nobody."""
+    with no_collections(), no_names_of_lines():
+        yield
+
+
+@contextmanager
+def no_names_of_lines() -> Iterator[None]:
+    """torch looks up in which function every line lies that it traces, by taking whole source files apart, whether or
+    not its log of them is on; not meanwhile, unless it is."""
+    tracing = sys.modules.get("torch._dynamo.symbolic_convert")
+    known = getattr(tracing, "get_funcname", None)
+    logs = [getattr(tracing, name, None) for name in ("trace_call_log", "trace_source_log")]
+    if known in (None, _unnamed) or None in logs or any(log.isEnabledFor(logging.DEBUG) for log in logs if log):
+        yield
+        return
+    tracing.get_funcname = _unnamed  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        tracing.get_funcname = known  # type: ignore[union-attr]
+
+
+def _unnamed(filename: str, lineno: int) -> None:
+    return None
 
 
 @contextmanager

@@ -245,10 +245,19 @@ def _marked(layer: nn.Module, kind: int, number: int | None) -> nn.Module:
     return marked
 
 
+class _Layers(nn.ModuleList):
+    """Layers whose whole slice are they themselves: of another list, which models make in every forward to loop over
+    it, the compiler would trace the making."""
+
+    def __getitem__(self, idx: Any) -> Any:
+        whole = isinstance(idx, slice) and idx.start is None and idx.step is None and idx.stop == len(self)
+        return self if whole else super().__getitem__(idx)
+
+
 def _with_layers(module: Any, path: list[str], layers: list[nn.Module]) -> Any:
     """A copy of a module with these layers at a path below it, as shallow as can be."""
     if not path:
-        return nn.ModuleList(layers)
+        return _Layers(layers)
     changed = copy.copy(module)
     changed.__dict__["_modules"] = dict(module._modules)
     changed.__dict__["_modules"][path[0]] = _with_layers(module._modules[path[0]], path[1:], layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -53,7 +53,7 @@ class TreeShape:
     ancestor_mask: torch.Tensor
     paths: torch.Tensor
 
-    @cached_property
+    @property  # a cached one takes a lock before Python 3.12, which torch.compile cannot trace
     def is_chain(self) -> bool:
         """Whether it is known to be a chain: every level is a link of one."""
         return bool(self.levels) and all(level.link for level in self.levels)

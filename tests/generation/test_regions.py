@@ -15,6 +15,7 @@ from hf_specheads.generation import compiled, regions
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.heads.layers import DraftDecoderLayer
 from hf_specheads.tree.config import DraftTreeConfig
+from hf_specheads.tree.shape import fixed_shape
 
 NEW = 16
 CHAIN = DraftTreeConfig(kind="chain", depth=2, top_k=1, total_tokens=3)
@@ -93,6 +94,16 @@ def test_links_alike_are_one_piece_of_code(method, late, lengths, whole_chains):
     assert drafting
     for called in drafting:
         assert sorted(map(called.count, set(called))) == [7 - late, 8], "links, and best children of every level"
+
+
+def test_nothing_of_a_chain_must_be_known_before_it_is_traced(whole_chains):
+    """A process's first compiled rounds trace what no uncompiled one has looked at; cached properties take locks."""
+    target, ids = own_target("llama"), prompt()
+    heads = chain_heads(target, num_specialists=2, positions_per_specialist=3)
+    expected, graphs = plain(target, ids, NEW), counted(target, heads)
+    fixed_shape.cache_clear()
+    assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+    assert graphs
 
 
 class CountsLinks(DraftDecoderLayer):
@@ -232,3 +243,11 @@ def test_layers_that_are_not_alike(change):
     change(target.model.layers[1])
     kinds = [regions._signature(layer) for layer in target.model.layers]
     assert kinds[0] == kinds[2] != kinds[1]
+
+
+def test_the_whole_slice_of_layers_is_themselves():
+    """Models loop over `self.layers[:n]`: the compiler shall trace no list that is made for it."""
+    layers = regions._Layers([torch.nn.Identity() for _ in range(3)])
+    assert layers[:3] is layers and layers[1] is list(layers)[1]
+    for part in (slice(2), slice(1, 3), slice(None, 3, 2), slice(4)):
+        assert list(layers[part]) == list(layers)[part]
