@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and, in their order, of those of the packages that are installed."""
+    """Versions of Python and, in their order, of those of the packages that are installed; of those that run, as they
+    say themselves: torch's tells the build as well."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+        found[package] = str(getattr(sys.modules.get(package), "__version__", installed))
     return found
 
 
