@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and edito
     from .errors import HeadLoadError as HeadLoadError
     from .errors import UnsupportedGenerationError as UnsupportedGenerationError
     from .errors import WrongTargetError as WrongTargetError
+    from .generation.call import speculative_generate as speculative_generate
     from .generation.candidates import DraftHeadCandidateGenerator as DraftHeadCandidateGenerator
-    from .generation.loop import speculative_generate as speculative_generate
     from .generation.stream import FinishedText as FinishedText
     from .generation.stream import generate_stream as generate_stream
     from .heads.auto import AutoDraftHead as AutoDraftHead
@@ -80,7 +80,7 @@ _MODULES = {
     "diagnosis.doctor": ("diagnose",),
     "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
     "generation.candidates": ("DraftHeadCandidateGenerator",),
-    "generation.loop": ("speculative_generate",),
+    "generation.call": ("speculative_generate",),
     "generation.stream": ("FinishedText", "generate_stream"),
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),

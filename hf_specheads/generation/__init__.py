@@ -1,5 +1,5 @@
 """One call of `generate`."""
 
-from .loop import speculative_generate
+from .call import speculative_generate
 
 __all__ = ["speculative_generate"]

@@ -172,9 +172,9 @@ class PackedPaths:
         if set(self.counts) == {most}:
             if features is not None and self.are_prefixes:
                 return NewRows(self.token_ids, features[:, :most].clone())  # as of other nodes: a copy
-            return NewRows(self.token_ids, _at_nodes(features, self.nodes))
+            return NewRows(self.token_ids, at_nodes(features, self.nodes))
         valid = torch.arange(most, device=self.nodes.device) >= most - self.device_counts[:, None]
-        return NewRows(self.token_ids, _at_nodes(features, self.late_nodes), valid, self.counts)
+        return NewRows(self.token_ids, at_nodes(features, self.late_nodes), valid, self.counts)
 
 
 @lru_cache(maxsize=128)
@@ -183,7 +183,7 @@ def _prefix(nodes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     return torch.arange(nodes, device=device)[None], torch.full((1,), nodes, device=device)
 
 
-def _at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
+def at_nodes(features: torch.Tensor | None, nodes: torch.Tensor) -> torch.Tensor | None:
     """Features [B, A, F] at nodes [B, A] of a tree with features [B, N, F]: a copy, as the next replay of a CUDA graph
     writes over what the last one has left."""
     if features is None:

@@ -143,8 +143,11 @@ class CompiledRounds:
         self._known_to_hold.clear()
 
     def begin_round(self) -> None:
-        """From here on outputs of earlier rounds may be written over."""
+        """No step has met new shapes in this round."""
         self.compiles = False
+
+    def begin_step(self) -> None:
+        """From here on outputs of earlier rounds may be written over."""
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, logging
 
 from ..cache.names import cache_name
@@ -19,11 +19,11 @@ from ..cache.rooms import Rooms
 from ..cache.slots import to_device
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
-from ..errors import UnsupportedGenerationError
 from ..metrics import wait_for
 from ..target.features import FeatureReader
 from ..target.parallel import number_of_first, parallel_group
 from ..tree.draft_tree import DraftTree
+from .ahead import DraftAhead, drafts_ahead
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds, verify_tree
@@ -34,121 +34,20 @@ from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace import PLAIN, Pace
 from .paces import pace_of
-from .refusals import (
-    refuse_call,
-    refuse_numbers,
-    refuse_options,
-    refuse_prepared_call,
-    refuse_processors,
-    with_a_tree_for,
-)
 from .sampling import TokenSampler
-from .sequences import Sequences, pad_token_of
+from .sequences import Sequences
 from .stepwise import StepwiseCriteria
 from .stopping import StopRule
-from .verification.accepted import Accepted
+from .verification.accepted import Accepted, Meanwhile
 from .verification.rules import LOSSY, RULES, Verification
 
 logger = logging.get_logger(__name__)
 
 
-def begin_call(
-    target: PreTrainedModel, heads: DraftingContract, mode: GenerationMode, config: GenerationConfig
-) -> DraftingOptions:
-    """What every call starts with, once: refusals of the call, heads bound to the target, their settings read.
-
-    Raises:
-        UnsupportedGenerationError: for a call no draft head can serve.
-        WrongTargetError: for heads of another target.
-    """
-    refuse_call(target, mode, config)
-    heads.bind(target)
-    options = DraftingOptions.of(heads)
-    refuse_options(heads, options, config)
-    return options
-
-
-def speculative_generate(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    draft_head: DraftingContract,
-    streamer: BaseStreamer | None = None,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Generates with draft heads; the text is the target's own (unless `heads.verification` says otherwise).
-
-    Reached through `target.generate(..., assistant_model=heads)` or, without the dispatch that importing this package
-    installs, through
-
-        target.generate(**inputs, custom_generate=hf_specheads.speculative_generate, draft_head=heads)
-
-    (transformers hands no streamer and no stop-string tokenizer to a `custom_generate` callable; use
-    `assistant_model=` for those.) Statistics of the call are left in `draft_head.last_stats`.
-
-    Args:
-        model: The target.
-        input_ids: int64 [B, T], the prompt.
-        logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepared them.
-        draft_head: Heads made for this target.
-        streamer: Receives every token, one `put` each.
-        synced_gpus: Not supported.
-
-    Returns:
-        int64 [B, T + new tokens], or the usual dict output under `return_dict_in_generate`.
-
-    Raises:
-        UnsupportedGenerationError: if the call cannot be served exactly; before any forward.
-        WrongTargetError: if the heads belong to another target; before any forward.
-    """
-    options = begin_call(model, draft_head, generation_config.get_generation_mode(), generation_config)
-    prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-    return run_rounds(model, *prepared, draft_head, options, streamer, synced_gpus, **model_kwargs)
-
-
-@torch.no_grad()
-def run_rounds(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    draft_head: DraftingContract,
-    options: DraftingOptions,
-    streamer: BaseStreamer | None = None,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """The same for a call that has begun ([`begin_call`]): `draft_head` is bound, `options` are its settings."""
-    heads = draft_head.for_call(model)
-    batch = input_ids.shape[0]
-    options = with_a_tree_for(model, options, batch, model_kwargs)
-    refuse_prepared_call(model, heads, options, batch, generation_config, model_kwargs)
-    if synced_gpus:
-        raise UnsupportedGenerationError(
-            "draft heads do not support synced_gpus (ZeRO-3 or FSDP generation); gather the target first."
-        )
-    refuse_processors(options, logits_processor, generation_config, batch)
-    probe_seconds = refuse_numbers(model, heads, options, batch, model_kwargs[cache_name(model_kwargs)])
-    pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
-    sequences = Sequences(input_ids, pad_token_id or 0, streamer)
-    prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)
-    loop = RoundLoop(model, heads, options, *prepared)
-    draft_head.last_stats = loop.stats
-    loop.stats.probe_seconds = probe_seconds
-    try:
-        return loop.run()
-    finally:
-        loop.close()
-
-
 class RoundLoop:
     """State of one generation: caches, rows to take in, and what has been emitted.
 
-    Arguments as in [`run_rounds`]; `sequences` hold the prompt.
+    Arguments as in [`call.run_rounds`]; `sequences` hold the prompt.
     """
 
     def __init__(
@@ -186,6 +85,8 @@ class RoundLoop:
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
+        ahead = drafts_ahead(self.candidates, options, self.outputs, target.device) and self.group is None
+        self.ahead = DraftAhead(self.candidates) if ahead and self.stepwise is None else None
 
     @property
     def stock(self) -> Cache:
@@ -227,11 +128,11 @@ class RoundLoop:
         drafts = self.begin_round()
         with self.stats.stage("draft"):
             drafts = drafts and self.candidates.has_drafts
-            tree = self.draft(rows.joined()) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
+            tree = self.next_tree(rows, drafts)
         with self.stats.stage("target"):
             outputs = self.verify(tree)
         with self.stats.stage("accept"):
-            accepted = self.accept(tree, outputs.logits)
+            accepted = self.accept(tree, outputs.logits, self.meanwhile(tree, outputs))
         with self.stats.stage("commit"):
             new_rows = self.commit(tree, outputs, accepted)
             gave_up = drafts and self.candidates.gave_up
@@ -293,6 +194,14 @@ class RoundLoop:
         self.candidates.choose(self.pace, self.choice)
         return self.choice != PLAIN
 
+    def next_tree(self, rows: NewRows, drafts: bool) -> DraftTree:
+        """The tree to verify: one that was drafted ahead, a new draft, or the roots alone."""
+        if self.ahead is not None and (tree := self.ahead.take(drafts)) is not None:
+            return tree
+        if self.compiled is not None:
+            self.compiled.begin_step()
+        return self.draft(rows.joined()) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
+
     def draft(self, rows: NewRows) -> DraftTree:
         """The next tree of every active sequence."""
         sequences = self.sequences
@@ -314,11 +223,18 @@ class RoundLoop:
             return outputs
         return verify_tree(self.target, cache, tree, hidden_states)
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor) -> dict[int, Accepted]:
+    def meanwhile(self, tree: DraftTree, outputs: ModelOutput) -> Meanwhile | None:
+        """What the device goes on with while the host waits for a round's choices."""
+        if (ahead := self.ahead) is None or tree.num_nodes == 1:
+            return None
+        lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
+        context = max(self.target_cache.counts)
+        return lambda choices: ahead.begin(tree, choices, self.reader.features(outputs), lengths, context)
+
+    def accept(self, tree: DraftTree, logits: torch.Tensor, meanwhile: Meanwhile | None = None) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""
-        logits = logits.to(tree.token_ids.device)
-        call = Verification(tree, logits, self.sequences, self.sampler, self.stop, self.outputs, self.options)
-        accepted = self.rule.accept(call)
+        call = (self.sequences, self.sampler, self.stop, self.outputs, self.options, meanwhile)
+        accepted = self.rule.accept(Verification(tree, logits.to(tree.token_ids.device), *call))
         if isinstance(self._target_cache, RecurrentCache):
             limits = map(self._target_cache.most_accepted, range(len(accepted)))
             accepted = [result.limited(most) for result, most in zip(accepted, limits, strict=True)]
@@ -330,7 +246,8 @@ class RoundLoop:
         longest = None if self.compiled is None else self.candidates.largest.most_levels + 1
         paths = PackedPaths.of(list(accepted.values()), self.sequences.last_tokens(), tree.token_ids.device, longest)
         self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
-        return paths.rows(self.reader.features(outputs))
+        ahead = None if self.ahead is None else self.ahead.accepted(paths)
+        return paths.rows(self.reader.features(outputs)) if ahead is None else ahead
 
     def emit(
         self, outputs: ModelOutput, accepted: dict[int, Accepted], token_ids: torch.Tensor, prefill: bool = False
@@ -381,6 +298,8 @@ class RoundLoop:
             return rows
         if self.pace is not None:
             self.pace = self.pace_of(self.batch, active=len(kept))
+        if self.ahead is not None:
+            self.ahead.undo()
         self.target_cache.select_sequences(kept)
         self.candidates.select_sequences(kept)
         return rows.select_sequences(kept)

@@ -28,8 +28,9 @@ from ..target.positions import finds_begins
 from ..target.recurrence import counts_padding, is_recurrent
 from ..target.structure import forward_parameters
 from .accounts import RequestSampler, RequestStop, RequestTexts
+from .call import begin_call
 from .committed import NewRows
-from .loop import RoundLoop, begin_call
+from .loop import RoundLoop
 from .observer import tell
 from .options import DraftingOptions
 from .paces import pace_of

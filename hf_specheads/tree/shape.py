@@ -56,7 +56,7 @@ class TreeShape:
     @property  # a cached one takes a lock before Python 3.12, which torch.compile cannot trace
     def is_chain(self) -> bool:
         """Whether it is known to be a chain: every level is a link of one."""
-        return bool(self.levels) and all(level.link for level in self.levels)
+        return len(self.levels) > 0 and all(level.link for level in self.levels)
 
     def to(self, device: torch.device) -> TreeShape:
         """The same for verification on another device; levels, which only drafting needs, stay."""

@@ -39,6 +39,7 @@ class ReplayedGraphs:
 
         target.generation_config.compile_config = CompileConfig(backend=backend, mode="reduce-overhead")
         patch.setattr(torch.compiler, "cudagraph_mark_step_begin", self._overwrite)
+        patch.setattr("hf_specheads.generation.ahead.QUEUES", ("cpu", "cuda"))
         patch.setattr(CompiledRounds, "drafts_links", lambda *_: False)  # as where graphs are replayed: on no CPU
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -12,6 +12,8 @@ from ...tree.draft_tree import DraftTree
 from ..sampling import refuse_no_distribution
 from ..stopping import StopRule
 
+Meanwhile = Callable[[torch.Tensor], None]  # of the tokens chosen at each node, int64 [B, N]
+
 
 @dataclass
 class Accepted:
@@ -77,7 +79,12 @@ def accepted_paths(
 
 
 def agreed_paths(
-    tree: DraftTree, choices: torch.Tensor, scores: torch.Tensor | None, lengths: Sequence[int], stop: StopRule
+    tree: DraftTree,
+    choices: torch.Tensor,
+    scores: torch.Tensor | None,
+    lengths: Sequence[int],
+    stop: StopRule,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
     """As [`accepted_paths`] where a node is accepted if it is what was chosen at its parent, which is accepted. One
     host sync for all sequences, and no other work for the device: the host follows the path.
@@ -86,17 +93,39 @@ def agreed_paths(
         tree: Draft tree of B sequences and N nodes.
         choices: int64 [B, N], token chosen at each node.
         scores, lengths, stop: As in [`accepted_paths`].
+        meanwhile: Gives the device more to do, from the choices, before the host waits for them; what it gives need
+            not be done when the host goes on.
     """
     nodes, packed = tree.num_nodes, choices
     if nodes > 1:
         is_chain = tree.shape is not None and tree.shape.is_chain
         packed = torch.cat([choices, tree.token_ids] if is_chain else [choices, tree.token_ids, tree.parents], dim=1)
+    arrived = packed.tolist if meanwhile is None else _sent(packed)
+    if meanwhile is not None:
+        meanwhile(choices)
     paths = []
-    for numbers in packed.tolist():
+    for numbers in arrived():
         parents = numbers[2 * nodes :] or range(-1, nodes - 1)
         path = _agreed_path(numbers, numbers[nodes : 2 * nodes], parents)
         paths.append((path, [numbers[node] for node in path]))
     return _as_far_as_it_goes(paths, scores, lengths, stop)
+
+
+def _sent(numbers: torch.Tensor) -> Callable[[], list]:
+    """Sends numbers to the host, which has what is returned wait for them and for nothing the device gets to do after
+    them."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    landed = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    landed.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def wait() -> list:
+        arrived.synchronize()
+        return landed.tolist()
+
+    return wait
 
 
 def _agreed_path(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:

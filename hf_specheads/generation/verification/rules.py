@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from ..outputs import EmittedOutputs
 from ..sampling import TokenSampler
 from ..sequences import Sequences
 from ..stopping import StopRule
-from .accepted import Accepted
+from .accepted import Accepted, Meanwhile
 from .sampled import verify_sampled_at_once, verify_sampled_token_by_token
 from .top_k import verify_all_nodes, verify_token_by_token
 from .typical import verify_typical
@@ -32,6 +33,7 @@ class Verification:
         tree: Draft tree of the B active sequences and N nodes.
         logits: [B, N, V], raw target logits at the nodes.
         sequences, sampler, stop, outputs, options: Of the call.
+        meanwhile: What the device is given to do before the host waits for the choices at all nodes, if anything.
     """
 
     tree: DraftTree
@@ -41,6 +43,7 @@ class Verification:
     stop: StopRule
     outputs: EmittedOutputs
     options: DraftingOptions
+    meanwhile: Meanwhile | None = None
 
     @property
     def token_by_token(self) -> bool:
@@ -92,7 +95,8 @@ def accept_losslessly(verification: Verification) -> list[Accepted]:
     drawn = verification.tree.sampled is not None
     if verification.token_by_token:
         return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
-    return verification.at_once(verify_sampled_at_once if drawn else verify_all_nodes)
+    at_all_nodes = partial(verify_all_nodes, meanwhile=verification.meanwhile)
+    return verification.at_once(verify_sampled_at_once if drawn else at_all_nodes)
 
 
 def accept_typically(verification: Verification) -> list[Accepted]:

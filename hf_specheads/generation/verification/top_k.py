@@ -16,7 +16,7 @@ import torch
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..stopping import StopRule
-from .accepted import Accepted, agreed_paths, walk
+from .accepted import Accepted, Meanwhile, agreed_paths, walk
 
 
 def verify_all_nodes(
@@ -26,6 +26,7 @@ def verify_all_nodes(
     sampler: TokenSampler,
     stop: StopRule,
     keep_scores: bool,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
     """Chooses a token at every node at once and follows the choices from the root. One host sync for all sequences.
 
@@ -36,9 +37,10 @@ def verify_all_nodes(
         sampler: Must be row-wise.
         stop: Must not need every token.
         keep_scores: Keep the processed scores of the emitted tokens.
+        meanwhile: As in [`agreed_paths`].
     """
     choices, scores = sampler.at_all_nodes(logits)
-    return agreed_paths(tree, choices, scores if keep_scores else None, lengths, stop)
+    return agreed_paths(tree, choices, scores if keep_scores else None, lengths, stop, meanwhile)
 
 
 def verify_token_by_token(
