@@ -6,9 +6,10 @@ import json
 import statistics
 from typing import Any
 
-from .results import RESULTS, Result, column_table, number, same_text
+from .results import RESULTS, Result, column_table, number, percent, same_text
+from .speed.compiled import stage_times
 
-QUICKSTART = RESULTS / "history" / "hopper.json"
+QUICKSTART, LARGE = RESULTS / "history" / "hopper.json", RESULTS / "history" / "hopper_8b.json"
 
 
 def _range(side: Result) -> str:
@@ -37,6 +38,28 @@ def quickstart_table(result: dict[str, Any]) -> str:
     )
 
 
+def large_table(result: dict[str, Any]) -> str:
+    """Rows are sides of the benchmark `compiled` at the sizes of a large target; below, what its kernels took."""
+    columns = {
+        "tokens/s": ("tokens_per_second", 1), "/ plain compiled": ("over_plain_compiled", 2, "x"),
+        "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 1), "draft, target, rest": stage_times,
+        "of its floor": lambda side: percent(side.get("of_the_floor")), "same text": same_text,
+    }  # fmt: skip
+    versions, floor, busy = result["versions"], result["floor_milliseconds"], result["device_milliseconds"]
+    rate = number(result["copy_terabytes_per_second"])
+    of_round = {name: number(busy[name] / busy["rounds"], 1) for name in ("whole", "draft", "target", "attention")}
+    return (
+        column_table(columns, result["sides"], "llama-3-8b, acceptance length set")
+        + f"\n{result['accelerator']}, which copies at {rate} TB/s: the floor of a round is "
+        f"{number(floor['round_ms'], 1)} ms; torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"bfloat16, greedy, batch 1, 320 new tokens, median of 3 repeats in turns; {result['date']}.\n"
+        f"Of a round of {number(1000 * busy['call_seconds'] / busy['rounds'], 1)} ms with eagle's heads kernels took "
+        f"{of_round['whole']} (draft {of_round['draft']}, target {of_round['target']}, of which attention "
+        f"{of_round['attention']}).\n`{result['command']}`\n"
+    )
+
+
 def tables() -> dict[str, str]:
     """Tables by the names that documents know them by."""
-    return {"lent/hopper": quickstart_table(json.loads(QUICKSTART.read_text(encoding="utf-8")))}
+    quickstart, large = (json.loads(path.read_text(encoding="utf-8")) for path in (QUICKSTART, LARGE))
+    return {"lent/hopper": quickstart_table(quickstart), "lent/hopper_8b": large_table(large)}

@@ -269,7 +269,7 @@ def table(result: Result) -> str:
         "tokens/s": ("tokens_per_second", 1),
         "/ plain eager": lambda side: number(side.get("over_plain_eager"), 2, "x"),
         "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
-        "ms per round": ("round_milliseconds", 1), "draft, target, rest": _stages,
+        "ms per round": ("round_milliseconds", 1), "draft, target, rest": stage_times,
         **({"of its floor": lambda side: percent(side.get("of_the_floor"))} if "floor" in result else {}),
         "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
     }  # fmt: skip
@@ -282,7 +282,8 @@ def table(result: Result) -> str:
     )  # fmt: skip
 
 
-def _stages(side: Result) -> str:
+def stage_times(side: Result) -> str:
+    """Milliseconds of a round: drafting, the target's forward, everything else."""
     if (spent := side.get("stage_milliseconds")) is None:
         return "-"
     return ", ".join(number(one, 1) for one in (spent["draft"], spent["target"], spent["accept"] + spent["commit"]))

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_specheads.cache import recurrent
-from hf_specheads.cache.names import CACHE_NAME, CACHE_NAMES
+from hf_specheads.cache.names import cache_parameter
 from hf_specheads.cache.recurrent import RecurrentCache
 from hf_specheads.target.structure import forward_parameters
 from hf_specheads.tuning.turns import generate_text
@@ -107,7 +107,7 @@ def forward_seconds(
 ) -> dict[tuple[int, int], float]:
     """Median seconds of forwards over so many rows of so many tokens, from the states of one prompt [1, T]."""
     parameters = forward_parameters(target)
-    name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
+    name = cache_parameter(parameters)
     cache = DynamicCache(config=target.config)
     target(ids, use_cache=True, **{name: cache})
     with timed_calls(target, "forward") as seconds:

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.layers import read_on
-from ..cache.names import CACHE_NAME, CACHE_NAMES
+from ..cache.names import cache_parameter
 from ..target.recurrence import is_recurrent
 from ..target.structure import forward_parameters
 
@@ -58,7 +58,7 @@ def measure_rounding(target: PreTrainedModel, token_ids: torch.Tensor, nodes: in
     start = max(1, length - POSITIONS)
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     parameters = forward_parameters(target)
-    name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
+    name = cache_parameter(parameters)
     target(input_ids=token_ids[:, :start], use_cache=True, **{name: cache})
     single = _logits(target, name, copy.deepcopy(cache), token_ids[:, start:], start, 1)
     several = _logits(target, name, cache, token_ids[:, start:], start, max(nodes, 2))

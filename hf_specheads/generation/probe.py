@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.chain import ChainCache
-from ..cache.names import CACHE_NAME, CACHE_NAMES
+from ..cache.names import cache_parameter
 from ..cache.recurrent import RecurrentCache
 from ..cache.target import TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
@@ -166,7 +166,7 @@ class _Probe:
         accepted = forward_parameters(target)
         self.takes_positions = "position_ids" in accepted
         self.counts_itself = self.takes_positions and drops_positions(target)
-        self.cache_name = next((name for name in CACHE_NAMES if name in accepted), CACHE_NAME)
+        self.cache_name = cache_parameter(accepted)
         self.keeps_logits = "logits_to_keep" in accepted
         self.hidden_states = {"output_hidden_states": asked_hidden_states(kind.features)}
         self.length = context_length(target)

@@ -203,7 +203,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             **hub: `revision`, `token`, `local_files_only` of a Hub id.
 
         Raises:
-            HeadLoadError: if there is no adapter beside the heads.
+            HeadLoadError: if there is no adapter beside the heads, or it is another target's.
             ValueError: if the target has adapters already.
         """
         load_adapter(target, find_adapter(self.config, source, **hub))

@@ -94,10 +94,17 @@ def load_adapter(target: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         ValueError: if the target has adapters already.
+        HeadLoadError: if the folder lacks the weights, or they are for layers that the target has not. Nothing has
+            been put on it then.
     """
     from peft import LoraConfig
 
     _refuse_adapters(target)
+    if strange := [key for key, size in _saved(folder).items() if not _fits(target, key, size.shape)]:
+        raise HeadLoadError(
+            f"the adapter in {folder} is another target's: {type(target).__name__} has no layer of such sizes for "
+            f"{strange[0]!r}; load the target it was trained on."
+        )
     config = LoraConfig.from_pretrained(str(folder))
     config.inference_mode = False
     _put_adapter(target, config)
@@ -147,13 +154,32 @@ def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
     """
     from peft import set_peft_model_state_dict
 
-    if not (folder / WEIGHTS).exists():
-        raise HeadLoadError(f"{folder} holds no {WEIGHTS}; the heads beside it were not trained with an adapter.")
-    weights = {key.removeprefix(PREFIX): value for key, value in load_file(folder / WEIGHTS).items()}
+    weights = _saved(folder)
     expected = _state_dict(target)
     if {key: value.shape for key, value in weights.items()} != {key: value.shape for key, value in expected.items()}:
         raise HeadLoadError(f"the adapter in {folder} has other sizes than the target's; train with its rank.")
     set_peft_model_state_dict(target, weights, adapter_name=ADAPTER_NAME)
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of an adapter, by the names that peft knows them by on a target."""
+    if not (folder / WEIGHTS).exists():
+        raise HeadLoadError(f"{folder} holds no {WEIGHTS}; the heads beside it were not trained with an adapter.")
+    return {key.removeprefix(PREFIX): value for key, value in load_file(folder / WEIGHTS).items()}
+
+
+def _fits(target: nn.Module, key: str, size: torch.Size) -> bool:
+    """Whether a target has the layer that a factor of an adapter, `lora_A` [rank, in] or `lora_B` [out, rank], is for;
+    of what is no such factor nothing is known."""
+    name, _, factor = key.rpartition(".lora_")
+    if factor not in ("A.weight", "B.weight"):
+        return True
+    try:
+        layer = target.get_submodule(name)
+    except AttributeError:
+        return False
+    own = getattr(layer, "in_features" if factor[0] == "A" else "out_features", None)
+    return own is None or own == size[1 if factor[0] == "A" else 0]
 
 
 @contextmanager

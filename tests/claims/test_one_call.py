@@ -12,7 +12,7 @@ from support.targets import own_target, plain, prompt
 
 import hf_specheads
 from hf_specheads import DraftHead
-from hf_specheads.generation import loop
+from hf_specheads.generation import call
 from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.heads import base
 
@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(base, "target_fingerprint")
     count(DraftingOptions, "of")
     for name in ("refuse_call", "refuse_options", "refuse_prepared_call", "refuse_processors"):
-        count(loop, name)
+        count(call, name)
     return counted
 
 

@@ -105,8 +105,8 @@ def test_a_token_that_its_own_scores_do_not_favour(target, monkeypatch) -> None:
     """Right logits, wrong choice."""
     right = RoundLoop.accept
 
-    def another_bonus_token(self: Any, tree: Any, logits: torch.Tensor) -> dict:
-        accepted = right(self, tree, logits)
+    def another_bonus_token(self: Any, tree: Any, logits: torch.Tensor, *others: Any) -> dict:
+        accepted = right(self, tree, logits, *others)
         if tree.num_nodes == 1:
             return accepted
         return {row: replace(one, token_ids=[*one.token_ids[:-1], one.token_ids[-1] ^ 1])

@@ -20,6 +20,7 @@ from hf_specheads.target.adapter import (
     active_fingerprints,
     adapter_parameters,
     add_adapter,
+    has_adapters,
     without_adapter,
 )
 
@@ -127,6 +128,15 @@ def test_an_adapter_goes_on_once(saved: Path) -> None:
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), target, "mine")
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_adapter(target, 4, 8, "all-linear")
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 96}, {"num_hidden_layers": 1}], ids=str)
+def test_nothing_is_put_on_a_target_that_an_adapter_does_not_fit(saved: Path, other: dict) -> None:
+    target = own_target("llama", **other)
+    names = [name for name, _ in target.named_modules()]
+    with pytest.raises(HeadLoadError, match="is another target's: LlamaForCausalLM has no layer of such sizes"):
+        load_heads(saved).load_target_adapter(target)
+    assert [name for name, _ in target.named_modules()] == names and not has_adapters(target)
 
 
 def test_heads_without_adapter_have_none_to_load(tmp_path: Path) -> None:

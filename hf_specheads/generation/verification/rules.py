@@ -95,8 +95,10 @@ def accept_losslessly(verification: Verification) -> list[Accepted]:
     drawn = verification.tree.sampled is not None
     if verification.token_by_token:
         return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
-    at_all_nodes = partial(verify_all_nodes, meanwhile=verification.meanwhile)
-    return verification.at_once(verify_sampled_at_once if drawn else at_all_nodes)
+    if drawn:
+        return verification.at_once(verify_sampled_at_once)
+    given = verification.meanwhile
+    return verification.at_once(verify_all_nodes if given is None else partial(verify_all_nodes, meanwhile=given))
 
 
 def accept_typically(verification: Verification) -> list[Accepted]:
