@@ -29,6 +29,9 @@ class DraftAhead:
 
     Args:
         candidates: Of the call, whose rounds are compiled.
+
+    Attributes:
+        in_vain: Whether the device drafted in this round what the round did not take.
     """
 
     def __init__(self, candidates: DraftHeadCandidateGenerator):
@@ -38,6 +41,7 @@ class DraftAhead:
         self._drafts: DraftTreeConfig | None = None  # what the tree is one of
         self._before: dict[str, Any] = {}
         self._call = 0
+        self.in_vain = False
 
     def begin(
         self,
@@ -82,11 +86,12 @@ class DraftAhead:
 
     def take(self, drafts: bool) -> DraftTree | None:
         """The tree that was drafted, if it is one of those that the round is to draft now, and still there."""
-        tree, compiled = self._tree, self.candidates.compiled
+        tree, compiled, self.in_vain = self._tree, self.candidates.compiled, False
         if tree is None or compiled is None:
             return None
         if not drafts or self._drafts is not self.candidates.tree or self._call != compiled.calls:
             self.undo()
+            self.in_vain = True
             return None
         self._tree = self._rows = None
         return tree

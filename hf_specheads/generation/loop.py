@@ -261,7 +261,8 @@ class RoundLoop:
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
         """What the round cost and bought, for the choice of the next trees; rounds cut short are no measure."""
         caught_up = isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up
-        if caught_up or (self.compiled is not None and self.compiled.compiles):
+        compiles = self.compiled is not None and self.compiled.compiles
+        if caught_up or compiles or (self.ahead is not None and self.ahead.in_vain):
             return  # neither a plain step nor a round, or one that took too long
         gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
         num_accepted, drafts = [result.num_accepted for result in accepted.values()], self.candidates
