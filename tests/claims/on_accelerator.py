@@ -24,6 +24,7 @@ from support.trees import TREES
 from transformers import CompileConfig
 
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError, generate_stream, load_heads
+from hf_specheads.generation.ahead import DraftAhead
 from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.metrics import wait_for
@@ -475,6 +476,23 @@ def test_graphs_serve_calls_of_other_lengths(method, kind, folders):
         seen.append(captured())
     assert seen[0][0] > 0 and seen[-1][1] == 0, "graphs were captured, and none was given up"
     assert seen[1] == seen[2]
+
+
+@pytest.mark.graphs
+@replayed
+@pytest.mark.parametrize(("method", "kind"), [("poss", "chain"), ("eagle3", "dynamic")])
+def test_drafts_that_begin_early_are_the_same(method, kind, folders, monkeypatch):
+    target = own_target().to(DEVICE)
+    heads, begun, begin = load_heads(folders[method]).with_tree(**TREES[kind].to_dict()), [], DraftAhead.begin
+    heads.compiled, heads.adaptive = True, False
+    monkeypatch.setattr(DraftAhead, "begin", lambda self, *call: begun.append(begin(self, *call)))
+    accepted = []
+    for kinds in (("cuda",), ()):
+        monkeypatch.setattr("hf_specheads.generation.ahead.QUEUES", kinds)
+        assert text(target, heads) == text(target)
+        accepted.append((heads.last_stats.num_accepted, len(begun)))
+    assert accepted[0] == accepted[1], "and the second call begins none"
+    assert accepted[0][1] > 0
 
 
 @pytest.mark.graphs
