@@ -79,9 +79,8 @@ class DraftAhead:
         begun."""
         if self._tree is None or self._rows is None:
             return None
-        before = self._before["counts"]
-        before = before * len(paths.counts) if len(before) == 1 else before
-        self.candidates.draft_cache.counts = [old + new for old, new in zip(before, paths.counts, strict=True)]
+        before, cache = self._before["counts"], self.candidates.draft_cache
+        cache.counts = [old + new for old, new in zip(before, paths.counts, strict=True)]
         return NewRows(paths.token_ids, self._rows.features, self._rows.valid, paths.counts)
 
     def take(self, drafts: bool) -> DraftTree | None:
@@ -132,7 +131,8 @@ def rows_of_choices(tree: DraftTree, choices: torch.Tensor, features: torch.Tens
     place = torch.arange(longest, device=path.device) - (longest - counts[:, None])
     valid, place = place >= 0, place.clamp_min(0)
     nodes = path.gather(1, place)
-    emitted = torch.where(valid, choices.gather(1, nodes), 0)
+    # A choice that is no token (`NO_DISTRIBUTION`) is refused when the host reads it; no embedding has a row for it.
+    emitted = torch.where(valid, choices.gather(1, nodes).clamp_min(0), 0)
     token_ids = torch.nn.functional.pad(emitted, (1, 0)).scatter_(1, longest - counts[:, None], tree.token_ids[:, :1])
     return NewRows(token_ids, at_nodes(features, nodes), valid, [0] * len(counts))
 

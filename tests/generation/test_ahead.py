@@ -20,7 +20,9 @@ from hf_specheads.generation.ahead import DraftAhead, rows_of_choices
 from hf_specheads.generation.committed import PackedPaths
 from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.stopping import StopRule
+from hf_specheads.generation.verification import accepted
 from hf_specheads.generation.verification.accepted import agreed_paths
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.tree.draft_tree import DraftTree
@@ -57,8 +59,8 @@ def test_rows_are_those_of_the_paths_that_the_host_finds(kind, seed, batch, read
     tree = tree_of(kind, seed, batch)
     choices, features = choices_at(tree, seed), torch.randn(*tree.token_ids.shape, 3) if reads_features else None
     longest = tree.max_depth + 2
-    accepted = agreed_paths(tree, choices, None, [5] * batch, StopRule([]))
-    paths = PackedPaths.of(accepted, tree.token_ids[:, 0].tolist(), torch.device("cpu"), longest)
+    results = agreed_paths(tree, choices, None, [5] * batch, StopRule([]))
+    paths = PackedPaths.of(results, tree.token_ids[:, 0].tolist(), torch.device("cpu"), longest)
     expected, got = paths.rows(features).with_validity(), rows_of_choices(tree, choices, features, longest)
     assert torch.equal(got.valid, expected.valid)
     real = torch.nn.functional.pad(expected.valid, (1, 0))
@@ -230,10 +232,33 @@ def test_nothing_is_written_over_that_somebody_looks_at(name, pair):
     assert got.tolist() == expected.tolist() and seen.ahead == 0 and len(seen.trees) > 3
 
 
-def test_the_host_reads_before_the_draft_is_done_and_waits_once_a_round(pair):
+def test_the_host_sends_for_the_choices_first_drafts_and_reads_them_then(pair, monkeypatch):
+    order, begin, sent = [], DraftAhead.begin, accepted._sent
+
+    def watched_sent(numbers):
+        read = sent(numbers)
+        order.append("sent")
+        return lambda: order.append("read") or read()
+
+    monkeypatch.setattr(accepted, "_sent", watched_sent)
+    monkeypatch.setattr(DraftAhead, "begin", lambda self, *call: order.append("draft") or begin(self, *call))
     pair.text(assistant_model=pair.heads)
-    stats = pair.heads.last_stats
-    assert stats.host_syncs == stats.rounds + stats.plain_steps + 1
+    assert len(order) > 9 and order == ["sent", "draft", "read"] * (len(order) // 3)
+
+
+def test_a_distribution_that_is_none_is_refused_as_ever(pair, monkeypatch):
+    """Before a token that is none is looked up in an embedding, which a device does not survive."""
+    calls, scores_at = iter(range(99)), TokenSampler.scores_at_all_nodes
+
+    def overflows(self, logits):
+        return scores_at(self, logits) if next(calls) < 4 else torch.full_like(logits, torch.nan)
+
+    monkeypatch.setattr(TokenSampler, "scores_at_all_nodes", overflows)
+    pair.heads.exact_seed = False
+    with watched() as seen, pytest.raises(RuntimeError, match="hold NaN or inf"):
+        pair.target.generate(pair.ids, attention_mask=torch.ones_like(pair.ids), max_new_tokens=NEW, do_sample=True,
+                             assistant_model=pair.heads)  # fmt: skip
+    assert seen.ahead > 1
 
 
 # ---------------------------------------------------------------------- the tests can fail
