@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -38,6 +39,7 @@ from .sampling import TokenSampler
 from .sequences import Sequences
 from .stepwise import StepwiseCriteria
 from .stopping import StopRule
+from .unrecorded import guard_for
 from .verification.accepted import Accepted, Meanwhile
 from .verification.rules import LOSSY, RULES, Verification
 
@@ -85,6 +87,7 @@ class RoundLoop:
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
+        self.unrecorded = guard_for(target, cast(PreTrainedModel, head)) if self.compiled is None else nullcontext
         ahead = drafts_ahead(self.candidates, options, self.outputs, target.device) and self.group is None
         self.ahead = DraftAhead(self.candidates) if ahead and self.stepwise is None else None
 
@@ -129,7 +132,7 @@ class RoundLoop:
         with self.stats.stage("draft"):
             drafts = drafts and self.candidates.has_drafts
             tree = self.next_tree(rows, drafts)
-        with self.stats.stage("target"):
+        with self.stats.stage("target"), self.unrecorded():
             outputs = self.verify(tree)
         with self.stats.stage("accept"):
             accepted = self.accept(tree, outputs.logits, self.meanwhile(tree, outputs))
@@ -150,7 +153,8 @@ class RoundLoop:
     def prefill(self) -> NewRows:
         """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
         began, prompt = time.perf_counter(), self.sequences.padded()
-        outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
+        with self.unrecorded():
+            outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
         self.stats.target_forwards += 1
         self.prefilled = tokens_in(self.stock, otherwise=self.sequences.prompt_length)
         counted = self.reader.counted(self.model_kwargs)
@@ -207,7 +211,8 @@ class RoundLoop:
         sequences = self.sequences
         input_ids = sequences.tokens_of(sequences.active[0]) if self.batch == 1 else None
         lengths = [sequences.lengths[sequence] for sequence in sequences.active]
-        return self.candidates.draft(rows, lengths, max(self.target_cache.counts), input_ids)
+        with self.unrecorded():
+            return self.candidates.draft(rows, lengths, max(self.target_cache.counts), input_ids)
 
     def verify(self, tree: DraftTree) -> ModelOutput:
         """One target forward over all nodes of the tree."""
@@ -245,7 +250,8 @@ class RoundLoop:
         """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
         longest = None if self.compiled is None else self.candidates.largest.most_levels + 1
         paths = PackedPaths.of(list(accepted.values()), self.sequences.last_tokens(), tree.token_ids.device, longest)
-        self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
+        with self.unrecorded():
+            self.target_cache.keep_paths(paths.nodes, paths.counts, paths.device_counts, paths.are_prefixes)
         ahead = None if self.ahead is None else self.ahead.accepted(paths)
         return paths.rows(self.reader.features(outputs)) if ahead is None else ahead
 

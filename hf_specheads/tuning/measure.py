@@ -15,6 +15,7 @@ from ..cache.names import CACHE_NAME
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..generation.kernels import any_length
+from ..generation.unrecorded import guard_for
 from ..metrics import GenerationStats, devices_of, wait_for
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig
@@ -199,13 +200,15 @@ def measure_costs(
     verified: dict[int, list[float]] = {size: [] for size in nodes}
     drafted: dict[int, list[float]] = {size: [] for size in rows}
     started: list[float] = []
+    unrecorded = guard_for(target, heads)
     for repeat in bar(range(repeats + 1), "bare forwards"):
-        for size in nodes:
-            verified[size].append(verify(size))
-        for size in rows:
-            first, further = draft(size)
-            started.append(first)
-            drafted[size].append(further)
+        with unrecorded():
+            for size in nodes:
+                verified[size].append(verify(size))
+            for size in rows:
+                first, further = draft(size)
+                started.append(first)
+                drafted[size].append(further)
         if repeat == 0:  # the first calls of everything are no measure
             for seconds in (started, *verified.values(), *drafted.values()):
                 seconds.clear()
