@@ -24,7 +24,19 @@ from .diagnosis import answers, commands, diff, doctor
 from .oracles import render as oracles
 from .results import RESULTS, Result
 from .setup import settings
-from .speed import batch, cache, compiled, context, first_call, hybrid, quantised, speedup, stream, vocabulary
+from .speed import (
+    batch,
+    cache,
+    compiled,
+    context,
+    first_call,
+    hybrid,
+    quantised,
+    speedup,
+    stream,
+    unrecorded,
+    vocabulary,
+)
 from .speed import round as round_
 from .targets import families
 from .training import memory, step, switches
@@ -35,8 +47,9 @@ from .trees import default, kinds, replay, tune
 # for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, quantised, vocabulary, kinds, tune,
-    default, replay, acceptance, curves, step, memory, switches, families, doctor, diff, commands, answers,
+    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, quantised, vocabulary,
+    kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor, diff, commands,
+    answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

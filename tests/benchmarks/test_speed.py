@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import DynamicCache
 
 from benchmarks import setup, sides
 from benchmarks.results import same_text
-from benchmarks.speed import cache, compiled, first_call, quantised, speedup, vocabulary
+from benchmarks.speed import cache, compiled, first_call, quantised, speedup, unrecorded, vocabulary
 from hf_specheads import load_heads
 from hf_specheads.generation.costs import PLAIN, Costs
+from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
 
@@ -264,3 +266,14 @@ def test_the_gap_where_texts_part(target):
         logits = target(torch.tensor([[5, 6, 7, 9]])).logits[0, -1]
     gap = quantised.gap_where_texts_part(target, inputs, [9, 4, 4], [9, 8, 4])
     assert gap == pytest.approx(float(logits[8] - logits[4]))
+
+
+def test_unrecorded_compares_rounds_with_and_without_autograds_layers(measure_pair):
+    result = measure_pair("unrecorded", ["eagle"], "--repeats", "2")
+    sides = result["sides"]
+    assert list(sides) == ["plain generate", "eagle", "eagle, through autograd's layers"]
+    assert all(side["identical"] for side in sides.values())
+    assert sides["eagle"]["gain"]["speed_up"] > 0 and sides["plain generate"]["gain"] is None
+    assert "over the same through autograd's layers" in unrecorded.table(result)
+    assert guard_for() is BELOW_AUTOGRAD
+    assert unrecorded.through_all_layers(guard_for) is nullcontext
