@@ -14,11 +14,12 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+from hf_specheads.bootstrap import Interval
 from hf_specheads.generation import unrecorded
 from hf_specheads.tuning.turns import take_turns
 
 from .. import setup
-from ..results import Result, column_table, footnote, number, same_text, speed_up
+from ..results import Result, column_table, footnote, same_text, speed_up
 from ..setup import Inputs
 from ..sides import TO_THE_END, Run, generate_once, plain_and, speed_ratio, summaries
 
@@ -52,13 +53,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """A row per side."""
-
-    def gain(side: Result) -> str:
-        return "{}x ({} to {})".format(*map(number, side["gain"].values())) if "gain" in side else ""
-
     columns = {
         "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,
-        "over the same through autograd's layers": gain, "same text": same_text,
+        "with over without autograd's layers": lambda side: str(Interval(**side["gain"])) if "gain" in side else "",
+        "same text": same_text,
     }  # fmt: skip
     return column_table(columns, result["sides"], "") + footnote(
         result, "Greedy, {dtype}, {num_prompts} prompts, {max_new_tokens} new tokens, every round drafts, median of "

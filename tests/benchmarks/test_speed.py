@@ -282,4 +282,4 @@ def test_unrecorded_compares_rounds_with_and_without_autograds_layers(measure_pa
     assert all(side["identical"] for side in sides.values())
     assert sides["eagle"]["gain"]["low"] <= sides["eagle"]["gain"]["mean"] <= sides["eagle"]["gain"]["high"]
     assert [name for name, side in sides.items() if "gain" in side] == ["eagle"]
-    assert "over the same through autograd's layers" in unrecorded.table(result)
+    assert "with over without autograd's layers" in unrecorded.table(result)
