@@ -27,8 +27,13 @@ def without_guards(step: Callable) -> Callable | None:
 @contextmanager
 def quick_compiler() -> Iterator[None]:
     """The compiler works without collections of garbage and without what it would tell nobody."""
-    with no_collections(), no_names_of_lines():
+    with no_collections(), no_names_of_lines(), torch._dynamo.config.patch(_quick_settings()):
         yield
+
+
+def _quick_settings() -> dict[str, Any]:
+    """Of the compiler: it collects no garbage of its own accord, where the installed one would."""
+    return {name: False for name in ("run_gc_after_compile",) if hasattr(torch._dynamo.config, name)}
 
 
 @contextmanager

@@ -36,6 +36,7 @@ def _warm_up() -> None:
         config = importlib.import_module("torch._inductor.config")
         codecache = importlib.import_module("torch._inductor.codecache")
         _read_headers(kinds, config, codecache.CppPythonBindingsCodeCache)
+        codecache.torch_key()  # reads all of torch's sources, to know in which version of it graphs were compiled
     except Exception as error:  # of places inside torch that may move, or a machine without a C++ compiler
         logger.debug("the C++ compiler was not warmed up: %s", error)
 

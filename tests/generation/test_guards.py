@@ -65,3 +65,22 @@ def test_collections_are_as_they_were(on: bool) -> None:
         assert gc.isenabled() == on
     finally:
         (gc.enable if was_on else gc.disable)()
+
+
+def test_the_compiler_collects_nothing_of_its_own_accord() -> None:
+    """Which torch does after every compilation, wherever collections are switched off as well."""
+    collected: list[str] = []
+
+    def note(phase: str, info: dict) -> None:
+        if not gc.isenabled():
+            collected.append(phase)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.cos() - 1, backend="eager")
+    gc.callbacks.append(note)
+    try:
+        with quick_compiler():
+            compiled(torch.ones(2))
+    finally:
+        gc.callbacks.remove(note)
+    assert collected == []
