@@ -29,6 +29,7 @@ from .speed import (
     cache,
     compiled,
     context,
+    draws,
     first_call,
     hybrid,
     quantised,
@@ -47,9 +48,9 @@ from .trees import default, kinds, replay, tune
 # for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, quantised, vocabulary,
-    kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor, diff, commands,
-    answers,
+    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, draws, quantised,
+    vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor, diff,
+    commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

@@ -65,7 +65,7 @@ class RoundLoop:
     ):
         self.target, self.options, self.config, self.sequences = target, options, generation_config, sequences
         self.model_kwargs, self.batch = model_kwargs, (batch := len(sequences.lengths))
-        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch=batch)
+        self.sampler = TokenSampler(logits_processor, bool(generation_config.do_sample), batch, options.exact_seed)
         self.stop, self.outputs = StopRule(stopping_criteria, batch), EmittedOutputs(generation_config, batch)
         self.stepwise = StepwiseCriteria(stopping_criteria, sequences, self.outputs) if self.stop.in_step else None
         self.padding_mask: torch.Tensor | None = model_kwargs.get("attention_mask")

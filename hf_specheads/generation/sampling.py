@@ -7,7 +7,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 # Processors whose output for a row depends on that row's logits alone, so that all nodes can be processed at once.
 ROW_WISE_PROCESSORS = frozenset(
@@ -24,6 +30,11 @@ ROW_WISE_PROCESSORS = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
+
+# Those whose output at a token depends on its own score and on the scores of tokens that are not ruled out (-inf), in
+# whatever order these stand: they say of a few tokens what they say of these among all.
+ORDERLESS_PROCESSORS = ROW_WISE_PROCESSORS - {"InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"}
+SPARE = 2  # times as many tokens as top-k keeps are looked at, for ties
 
 # Processors without state whose output for a row depends on that row's tokens and logits alone: they may be asked
 # about text that is never written.
@@ -59,6 +70,11 @@ def _is_among(processor: Any, names: frozenset[str]) -> bool:
         return False
     # One length per sequence would be paired with nodes instead.
     return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+
+
+def _rules_out(processor: Any) -> bool:
+    """Whether what a processor filters out is never drawn, as it is in `generate`."""
+    return getattr(processor, "filter_value", -torch.inf) == -torch.inf
 
 
 def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:
@@ -109,23 +125,42 @@ class TokenSampler:
         logits_processor: Processors and warpers, in the order `generate` prepared them.
         do_sample: Draw from the processed distribution instead of taking its argmax.
         batch: Sequences that the processors are of; those of one alone are in [`for_sequence`].
+        in_order: A single sequence's draws are plain `generate`'s, one by one; they are any of the same distribution
+            else, which may come sooner.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, batch: int = 1):
+    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, batch: int = 1, in_order: bool = True):
         self.logits_processor = logits_processor
         self.do_sample = do_sample
         self.batch = batch
+        self.in_order = in_order and batch == 1
 
     def for_sequence(self, sequence: int) -> TokenSampler:
         """The sampler of one sequence of the batch, whose processors see that sequence alone."""
         if self.batch == 1:
             return self
-        return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample)
+        return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample, in_order=False)
 
     @cached_property
     def row_wise(self) -> bool:
         """Whether every processor looks at one row of logits only, never at the tokens before it."""
         return all(_is_among(p, ROW_WISE_PROCESSORS) for p in self.logits_processor)
+
+    @cached_property
+    def last_few(self) -> tuple[LogitsProcessorList, LogitsProcessorList, int] | None:
+        """The processors in two parts, of which the second, from the temperature and top-k on, needs to see no more
+        tokens than top-k leaves, and how many these are, ties aside; `None` where there is no such part."""
+        processors, place = list(self.logits_processor), len(self.logits_processor)
+        while place and _is_among(processors[place - 1], ORDERLESS_PROCESSORS) and _rules_out(processors[place - 1]):
+            place -= 1
+        last = next((i for i in range(place, len(processors)) if type(processors[i]) is TopKLogitsWarper), None)
+        if last is None:
+            return None
+        first = last
+        while first > place and type(processors[first - 1]) is TemperatureLogitsWarper:
+            first -= 1
+        parts = LogitsProcessorList(processors[:first]), LogitsProcessorList(processors[first:])
+        return *parts, processors[last].top_k
 
     @property
     def path_wise(self) -> bool:
@@ -146,12 +181,34 @@ class TokenSampler:
         scores = self.scores_at_all_nodes(logits)
         return self.race(scores.softmax(-1)) if self.do_sample else favourite(scores), scores
 
+    def tokens_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
+        """The tokens of [`at_all_nodes`] alone, of the same distribution."""
+        if not self.do_sample:
+            return self.at_all_nodes(logits)[0]
+        rows = logits.flatten(0, 1)
+        return self._drawn(_no_tokens(rows), rows).view(logits.shape[:-1])
+
+    def _drawn(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 [K], [`NO_DISTRIBUTION`] where there is none, after `input_ids` int64 [K, T'] and from logits
+        [K, V]. On a CPU, which takes long to sort a vocabulary and to draw from it, from what top-k leaves of it."""
+        few = self.last_few
+        if few is None or logits.device.type != "cpu" or SPARE * few[2] >= logits.shape[-1]:
+            return self.race(self.scores_at_node(input_ids, logits).softmax(-1))
+        first, last, most = few
+        scores = first(input_ids, logits.to(torch.float32, copy=True)) if first else logits
+        values, token_ids = scores.topk(SPARE * most, dim=-1)
+        probs = _probs_of_few(last, input_ids, values.float(), most)
+        if probs is None:
+            return self.race(last(input_ids, scores.to(torch.float32, copy=True)).softmax(-1))
+        places = self.race(probs)
+        drawn = token_ids.gather(-1, places.clamp_min(0)[:, None])[:, 0]
+        return torch.where(places == NO_DISTRIBUTION, NO_DISTRIBUTION, drawn)
+
     def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
         batch, nodes, vocab = logits.shape
-        nothing = torch.empty(batch * nodes, 0, dtype=torch.long, device=logits.device)  # they do not look at tokens
-        scores = self.logits_processor(nothing, logits.to(torch.float32, copy=True).view(-1, vocab))
-        return scores.view(batch, nodes, vocab)
+        rows = logits.view(-1, vocab)
+        return self.scores_at_node(_no_tokens(rows), rows).view(batch, nodes, vocab)
 
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors."""
@@ -170,12 +227,19 @@ class TokenSampler:
         scores = self.scores_at_node(input_ids, logits)
         if not self.do_sample:
             return favourite(scores), scores
-        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0], scores
+        probs = scores.softmax(-1)
+        return torch.multinomial(probs, num_samples=1)[:, 0] if self.in_order else self.race(probs), scores
+
+    def token_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The token of [`at_node`] alone, of the same distribution, and the same one where draws are in order."""
+        if self.in_order or not self.do_sample:
+            return self.at_node(input_ids, logits)[0]
+        return self._drawn(input_ids, logits)
 
     @property
     def waits_at_node(self) -> int:
-        """How often the host waits in [`at_node`]."""
-        return WAITS_OF_A_DRAW if self.do_sample else 0
+        """How often the host waits in [`at_node`] and [`token_at_node`]."""
+        return WAITS_OF_A_DRAW if self.do_sample and self.in_order else 0
 
     @staticmethod
     def race(probs: torch.Tensor) -> torch.Tensor:
@@ -187,6 +251,23 @@ class TokenSampler:
         arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
         total = probs.sum(-1)
         return torch.where((total > 0) & total.isfinite(), favourite(probs / arrivals), NO_DISTRIBUTION)
+
+
+def _no_tokens(rows: torch.Tensor) -> torch.Tensor:
+    """The text before rows of logits, for processors that do not look at it."""
+    return torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
+
+
+def _probs_of_few(
+    processors: LogitsProcessorList, input_ids: torch.Tensor, scores: torch.Tensor, most: int
+) -> torch.Tensor | None:
+    """Probabilities [K, F] of the F highest scores of a vocabulary, which `most` of are left; `None` where ties may
+    leave others, or scores are no numbers."""
+    for processor in processors:
+        if type(processor) is TopKLogitsWarper and not (scores[:, -1] < scores[:, most - 1]).all():
+            return None
+        scores = processor(input_ids, scores)
+    return scores.softmax(-1)
 
 
 class DraftSampler:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.targets import own_target, plain, prompt
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList, TopKLogitsWarper
 
 from benchmarks import setup, sides
 from benchmarks.results import same_text
-from benchmarks.speed import cache, compiled, first_call, quantised, speedup, unrecorded, vocabulary
+from benchmarks.speed import cache, compiled, draws, first_call, quantised, speedup, unrecorded, vocabulary
 from hf_specheads import load_heads
 from hf_specheads.generation.costs import PLAIN, Costs
+from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
@@ -283,3 +284,19 @@ def test_unrecorded_compares_rounds_with_and_without_autograds_layers(measure_pa
     assert sides["eagle"]["gain"]["low"] <= sides["eagle"]["gain"]["mean"] <= sides["eagle"]["gain"]["high"]
     assert [name for name, side in sides.items() if "gain" in side] == ["eagle"]
     assert "with over without autograd's layers" in unrecorded.table(result)
+
+
+def test_draws_compares_rounds_that_draw_from_few_with_those_that_draw_from_all(measure_pair, monkeypatch):
+    few, generate = [], draws.generate_once
+
+    def watched(target, options, *args):
+        few.append(TokenSampler(LogitsProcessorList([TopKLogitsWarper(3)]), True).last_few is not None)
+        return generate(target, options, *args)
+
+    monkeypatch.setattr(draws, "generate_once", watched)
+    result = measure_pair("draws", ["eagle"], "--repeats", "2", "--batch_size", "2", "--top_k", "3")
+    sides = result["sides"]
+    assert list(sides) == ["plain generate", "eagle", "eagle, from the whole vocabulary"]
+    assert set(few) == {True, False}
+    assert all(0 < side["accept_share"] < 1 for name, side in sides.items() if name != "plain generate")
+    assert "accepting, ms a round" in draws.table(result)

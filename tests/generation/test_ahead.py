@@ -248,12 +248,12 @@ def test_the_host_sends_for_the_choices_first_drafts_and_reads_them_then(pair, m
 
 def test_a_distribution_that_is_none_is_refused_as_ever(pair, monkeypatch):
     """Before a token that is none is looked up in an embedding, which a device does not survive."""
-    calls, scores_at = iter(range(99)), TokenSampler.scores_at_all_nodes
+    calls, scores_at = iter(range(99)), TokenSampler.scores_at_node
 
-    def overflows(self, logits):
-        return scores_at(self, logits) if next(calls) < 4 else torch.full_like(logits, torch.nan)
+    def overflows(self, input_ids, logits):
+        return scores_at(self, input_ids, logits) if next(calls) < 4 else torch.full_like(logits, torch.nan)
 
-    monkeypatch.setattr(TokenSampler, "scores_at_all_nodes", overflows)
+    monkeypatch.setattr(TokenSampler, "scores_at_node", overflows)
     pair.heads.exact_seed = False
     with watched() as seen, pytest.raises(RuntimeError, match="hold NaN or inf"):
         pair.target.generate(pair.ids, attention_mask=torch.ones_like(pair.ids), max_new_tokens=NEW, do_sample=True,

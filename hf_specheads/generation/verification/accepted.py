@@ -173,7 +173,7 @@ def accepted_nodes(tree: DraftTree, taken: torch.Tensor) -> torch.Tensor:
 
 def walk(
     input_ids: torch.Tensor,
-    step: Callable[[int, torch.Tensor], tuple[int, torch.Tensor, int | None]],
+    step: Callable[[int, torch.Tensor], tuple[int, torch.Tensor | None, int | None]],
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
     waits: int = 1,
@@ -182,8 +182,8 @@ def walk(
 
     Args:
         input_ids: int64 [1, T].
-        step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], and the child
-            it leads to, `None` for none.
+        step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], which may be
+            `None` where nobody asks for them, and the child it leads to, `None` for none.
         stop, earlier_scores: As in [`verify_token_by_token`].
         waits: How often the host waits in a step.
     """
@@ -195,7 +195,7 @@ def walk(
         refuse_no_distribution(token)
         input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)
         result.token_ids.append(token)
-        result.scores.append(scores)
+        result.scores += [] if scores is None else [scores]
         result.host_syncs += waits + stop.per_token
         result.stopped = stops_after(input_ids, result, stop, earlier_scores)
     result.cut = result.stopped and node is not None

@@ -39,8 +39,8 @@ def verify_all_nodes(
         keep_scores: Keep the processed scores of the emitted tokens.
         meanwhile: As in [`agreed_paths`].
     """
-    choices, scores = sampler.at_all_nodes(logits)
-    return agreed_paths(tree, choices, scores if keep_scores else None, lengths, stop, meanwhile)
+    choices, scores = sampler.at_all_nodes(logits) if keep_scores else (sampler.tokens_at_all_nodes(logits), None)
+    return agreed_paths(tree, choices, scores, lengths, stop, meanwhile)
 
 
 def verify_token_by_token(
@@ -72,14 +72,15 @@ def verify_token_by_token(
         raise ValueError(
             f"token-by-token verification takes one sequence at a time, got a batch of {input_ids.shape[0]}."
         )
-    children: dict[tuple[int, int], int] = {}
+    keep_scores, children = earlier_scores is not None, dict[tuple[int, int], int]()
     if tree.num_nodes > 1:
         pairs = torch.stack([tree.parents[0, 1:], tree.token_ids[0, 1:]], dim=1).tolist()
         for node, (parent, token) in enumerate(pairs, start=1):
             children.setdefault((parent, token), node)
 
-    def step(node: int, input_ids: torch.Tensor) -> tuple[int, torch.Tensor, int | None]:
-        chosen, scores = sampler.at_node(input_ids, logits[:, node])
+    def step(node: int, input_ids: torch.Tensor) -> tuple[int, torch.Tensor | None, int | None]:
+        call = (input_ids, logits[:, node])
+        chosen, scores = sampler.at_node(*call) if keep_scores else (sampler.token_at_node(*call), None)
         token = int(chosen)
         return token, scores, children.get((node, token))
 

@@ -96,7 +96,7 @@ def test_stopping_cuts_both_walks_at_the_same_token(seed, room, eos):
     nodes, tokens = naive_walk(tree, 0, choices[0].tolist())
     last = min([room, len(tokens)] + [i + 1 for i, token in enumerate(tokens) if token == eos])
     (at_once,) = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, rule, keep_scores=True)
-    (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, rule, None)
+    (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, rule, ())
     for accepted in (at_once, walked):
         assert accepted.token_ids == tokens[:last]
         assert accepted.nodes == nodes[:last]
@@ -104,6 +104,14 @@ def test_stopping_cuts_both_walks_at_the_same_token(seed, room, eos):
         assert accepted.stopped == (last == room or tokens[last - 1] == eos)
         assert accepted.cut == (last < len(tokens))
         assert len(accepted.scores) == len(accepted.token_ids)
+
+
+def test_scores_that_nobody_asks_for_are_not_kept():
+    tree = random_tree(3, 12, 4, vocab=VOCAB)
+    logits, prefix = logits_for(agreeing_choices(tree, 3)), torch.zeros(1, 5, dtype=torch.long)
+    asked, unasked = (verify_token_by_token(tree, prefix, logits, GREEDY, NEVER, scores)[0] for scores in ((), None))
+    assert unasked.token_ids == asked.token_ids
+    assert (len(asked.scores), unasked.scores) == (len(asked.token_ids), [])
 
 
 def test_scores_belong_to_the_nodes_of_the_path():

@@ -1,0 +1,82 @@
+"""What sampled rounds of a batch save by drawing from what top-k leaves: with and without, in turns.
+
+    python -m benchmarks draws --heads model_cards/poss3-longer model_cards/eagle
+    python -m benchmarks draws --shape llama-100m --methods eagle
+
+Every round drafts. Both ways draw from the same distribution and not the same tokens, so rounds differ; what accepting
+takes of a round is told besides tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+from unittest import mock
+
+from hf_specheads.generation.sampling import TokenSampler
+from hf_specheads.tuning.turns import take_turns
+
+from .. import setup
+from ..results import Result, column_table, footnote, percent, speed_up
+from ..setup import Inputs
+from ..sides import TO_THE_END, Run, generate_once, plain_and, summaries
+
+FROM_ALL = "{}, from the whole vocabulary"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pair or its sizes, prompts, and how tokens are sampled."""
+    setup.add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
+    setup.add_shape_arguments(parser, depth=4)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top_k", type=int, default=20)
+    parser.add_argument("--top_p", type=float, default=0.8)
+
+
+def accepting(runs: list[list[Run]]) -> dict[str, float]:
+    """Milliseconds of a round that accepting takes, and its share of the time after the prompts."""
+    stats = [run.stats for turn in runs for run in turn if run.stats is not None]
+    spent = [one.seconds["accept"] for one in stats]
+    rounds = [one.seconds["total"] - one.seconds["prefill"] for one in stats]
+    each = (1000 * seconds / max(one.rounds, 1) for seconds, one in zip(spent, stats, strict=True))
+    return {"accept_milliseconds": statistics.median(each), "accept_share": sum(spent) / sum(rounds)}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Plain sampling, and sampling with heads both ways."""
+    target, heads, prompts = setup.load_pair(args, every_round=True)
+    for one in heads.values():
+        one.profile = True
+    sampled = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    sides = plain_and(heads, **TO_THE_END, **sampled)
+    from_all = {FROM_ALL.format(name): sides[name] for name in heads}
+    sides |= from_all
+
+    def run(name: str, inputs: Inputs, turn: int) -> Run:
+        few = None if name in from_all else vars(TokenSampler)["last_few"]
+        with mock.patch.object(TokenSampler, "last_few", few):
+            return generate_once(target, sides[name], inputs, args.max_new_tokens, turn)
+
+    batches = setup.full_batches(prompts, args.batch_size)
+    runs = take_turns(sides, batches, run, args.repeats)
+    found = summaries(target, sides, batches, runs)
+    for name in (*heads, *from_all):
+        found[name] |= accepting(runs[name])
+    settings = {"batch_size": args.batch_size, "vocabulary": target.config.get_text_config().vocab_size}
+    return {"sides": found, **settings, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+
+
+def table(result: Result) -> str:
+    """A row per side."""
+    columns = {
+        "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,
+        "accepting, ms a round": ("accept_milliseconds", 2),
+        "of the round": lambda side: percent(side["accept_share"]) if "accept_share" in side else "",
+    }  # fmt: skip
+    return column_table(columns, result["sides"], "") + footnote(
+        result, "Temperature {temperature}, top-k {top_k}, top-p {top_p}, {dtype}, vocabulary of {vocabulary}, batch "
+        "{batch_size}, {num_prompts} prompts, {max_new_tokens} new tokens, every round drafts, median of {repeats} "
+        "repeats in turns",
+    )  # fmt: skip
