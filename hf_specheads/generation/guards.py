@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,17 +58,38 @@ def _unnamed(filename: str, lineno: int) -> None:
     return None
 
 
+class _Collections:
+    """Switched off as long as anybody, in whatever thread, wants none."""
+
+    def __init__(self) -> None:
+        self.lock, self.unwanted, self.were_on = threading.Lock(), 0, False
+
+    def stop(self) -> None:
+        with self.lock:
+            if not self.unwanted:
+                self.were_on = gc.isenabled()
+            self.unwanted += 1
+            gc.disable()
+
+    def resume(self) -> None:
+        with self.lock:
+            self.unwanted -= 1
+            if not self.unwanted and self.were_on:
+                gc.enable()
+
+
+_COLLECTIONS = _Collections()
+
+
 @contextmanager
 def no_collections() -> Iterator[None]:
     """No garbage is looked for meanwhile: compilers make so many objects that the search, through all objects of the
     process each time, takes a good part of their time."""
-    was_on = gc.isenabled()
-    gc.disable()
+    _COLLECTIONS.stop()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        _COLLECTIONS.resume()
 
 
 def own_copy(step: Callable) -> Callable:

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from .guards import no_collections
+
 logger = logging.get_logger(__name__)
 
 # As torch tries a processor's vector instructions, and reads the headers that kernels with vectors read.
@@ -32,11 +34,12 @@ def warm_up_toolchain() -> threading.Thread:
 
 def _warm_up() -> None:
     try:
-        kinds = importlib.import_module("torch._inductor.cpu_vec_isa")
-        config = importlib.import_module("torch._inductor.config")
-        codecache = importlib.import_module("torch._inductor.codecache")
-        _read_headers(kinds, config, codecache.CppPythonBindingsCodeCache)
-        codecache.torch_key()  # reads all of torch's sources, to know in which version of it graphs were compiled
+        with no_collections():
+            kinds = importlib.import_module("torch._inductor.cpu_vec_isa")
+            config = importlib.import_module("torch._inductor.config")
+            codecache = importlib.import_module("torch._inductor.codecache")
+            _read_headers(kinds, config, codecache.CppPythonBindingsCodeCache)
+            codecache.torch_key()  # reads all of torch's sources, to know in which version of it graphs were compiled
     except Exception as error:  # of places inside torch that may move, or a machine without a C++ compiler
         logger.debug("the C++ compiler was not warmed up: %s", error)
 

@@ -67,6 +67,23 @@ def test_collections_are_as_they_were(on: bool) -> None:
         (gc.enable if was_on else gc.disable)()
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_collections_begin_again_when_nobody_minds_any_more(on: bool) -> None:
+    """Compilations of two threads overlap: who ends first does not begin them for the other."""
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    first, second = no_collections(), no_collections()
+    try:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
 def test_the_compiler_collects_nothing_of_its_own_accord() -> None:
     """Which torch does after every compilation, wherever collections are switched off as well."""
     collected: list[str] = []
