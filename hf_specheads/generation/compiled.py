@@ -234,13 +234,14 @@ class CompiledRounds:
         in_shape: bool,
         reach: Reach | None,
     ) -> DraftTree:
-        """A chain from its links. That with which another specialist starts is not compiled in a pair's first call."""
+        """A chain from its links. Those with which specialists start are not compiled in a pair's first call: so few
+        of a round pay in many rounds what they would cost then."""
         shape, temperature = fixed_shape(tree.paths, depth, token_ids.device), tree.draft_temperature
         alike = (len(token_ids), cache.capacity, temperature)
 
         def run(number: int, head: DraftingContract, layer: nn.Module, *tensors: torch.Tensor) -> tuple:
             lacked = tuple(rows.shape[1] for rows in tensors[LINK_TENSORS:])
-            if lacked and self.calls < 2:  # one link of a round: it pays in many rounds what it would cost now
+            if lacked and self.calls < 2:
                 fused, states, *favourite = _link(head, layer, temperature, *tensors)
                 return fused, states, favourite
             shape = (*alike, *lacked)
@@ -252,7 +253,8 @@ class CompiledRounds:
             return states, *favourite
 
         rows = (head, cache, token_ids, cast(torch.Tensor, features), temperature)
-        first = self._call(_start, (*alike, token_ids.shape[1], cache.deepest), *rows) if in_shape else _start(*rows)
+        started = (*alike, token_ids.shape[1], cache.deepest)
+        first = self._call(_start, started, *rows) if in_shape and self.calls > 1 else _start(*rows)
         with cache.drafting(links_apart(head, depth, run)):
             return grow_links(tree, token_ids[:, -1:], first, follow, shape, reach)
 
