@@ -90,7 +90,7 @@ def test_decisions_and_bonus_distributions(case, verify, monkeypatch, recordings
         return torch.cat([wanted.get(node, torch.zeros(1, 1).long()) for node in range(tree.num_nodes)])
 
     script_draws(monkeypatch, draw)
-    last = (False,) if verify is verify_all_nodes else (None,)
+    last = (True,) if verify is verify_all_nodes else (None,)  # with scores, draws are from the whole vocabulary
     (accepted,) = verify(tree, [3] if verify is verify_all_nodes else ids, logits, sampler, NEVER, *last)
     assert accepted.nodes == path
     assert accepted.token_ids == [*tokens[1:], int(left.argmax())]
