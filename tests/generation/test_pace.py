@@ -625,14 +625,15 @@ def test_plain_steps_share_the_graph_of_trees(monkeypatch):
     assert len(graphs) == 2 and plain_steps > 0
 
 
-def test_rounds_that_compile_are_no_measure(monkeypatch):
+@pytest.mark.parametrize("calls_before", [0, 1])  # a pair's first call compiles no links with which specialists start
+def test_rounds_that_compile_are_no_measure(calls_before, monkeypatch):
     monkeypatch.setattr(loop, "time", Clock(1.0, 3.0, 0.1, 7.0, 2.0))
     target, ids = own_target("llama"), prompt()
     heads = random_heads(target, "poss")
     graphs = counted(target, heads)
-    plain(
-        target, ids, 8, assistant_model=heads
-    )  # of a pair's first call, links where specialists start are not compiled
+    heads.adaptive = False
+    for _ in range(calls_before):
+        plain(target, ids, 8, assistant_model=heads)
     heads.adaptive = True
     measured, known = [], []  # rounds that were, and graphs after every round
     for name in ("record_plain", "record_round", "record_intake"):
@@ -641,7 +642,7 @@ def test_rounds_that_compile_are_no_measure(monkeypatch):
     heads.on_round = lambda step: known.append(len(graphs))
     plain(target, ids, NEW, assistant_model=heads)
     compiling = {number for number in range(1, len(known)) if known[number] > known[number - 1]}
-    assert compiling and len(measured) > 3
+    assert len(compiling) == 1 and len(measured) > 3
     assert not compiling & set(measured)
 
 
