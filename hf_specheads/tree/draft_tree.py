@@ -68,7 +68,9 @@ class DraftTree:
     @staticmethod
     def root_only(root_ids: torch.Tensor) -> DraftTree:
         """A tree without drafted nodes, from root tokens [B]."""
-        return DraftTree(root_ids[:, None], *_of_roots(len(root_ids), root_ids.device), 0)
+        # A compiler looks through what is kept, and warns its user of that.
+        of_roots = _of_roots.__wrapped__ if torch.compiler.is_compiling() else _of_roots
+        return DraftTree(root_ids[:, None], *of_roots(len(root_ids), root_ids.device), 0)
 
     @property
     def ancestor_mask(self) -> torch.Tensor:

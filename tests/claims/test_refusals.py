@@ -192,6 +192,14 @@ def test_positions_that_enter_as_biases():
     assert "alibi" in refusal(target, heads, UnsupportedGenerationError)
 
 
+def streams() -> bool:
+    try:
+        torch.Stream()
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_the_same_refusals_without_the_dispatch():
     from hf_specheads import speculative_generate
 
@@ -199,6 +207,8 @@ def test_the_same_refusals_without_the_dispatch():
     for options, words in OPTIONS.values():
         if "beam search" in words or "synced" in words:
             continue  # transformers chooses beams itself, and hands synced_gpus to nobody
+        if "offloaded" in words and not streams():
+            continue  # transformers itself makes no such cache: a CUDA build of torch on a machine without a device
         with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match=re.escape(words)):
             target.generate(
                 prompt(), max_new_tokens=4, custom_generate=speculative_generate, draft_head=random_heads(target),
