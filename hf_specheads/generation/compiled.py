@@ -29,7 +29,7 @@ from ..tree.shape import TreeShape, fixed_shape
 from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
 from .foresight import Reach
-from .guards import GUARD_HOOKS, own_copy, quick_compiler, without_guards
+from .guards import GUARD_HOOKS, let_go_at_exit, own_copy, quick_compiler, without_guards
 from .probe import difference, drafts_problem
 from .regions import links_apart, links_of, with_regions
 from .toolchain import warm_up_toolchain
@@ -130,6 +130,7 @@ class CompiledRounds:
         self.rooms = Rooms() if self.replays else None
         self._steps: dict[tuple, tuple[Callable, Callable]] = {}
         self._known_to_hold: dict[tuple, Callable | None] = {}
+        let_go_at_exit(self, self._steps, self._known_to_hold)
         self._shapes: dict[Callable, set[tuple]] = {step: set() for step in STEPS}
 
     @property

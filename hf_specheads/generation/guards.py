@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +91,17 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         _COLLECTIONS.resume()
+
+
+def let_go_at_exit(owner: Any, *kept: dict) -> None:
+    """Compiled code dies while the compiler's modules are whole: in a process that ends they are emptied before what
+    is left dies, and torch 2.14 prints a traceback then."""
+    weakref.finalize(owner, _let_go, kept)
+
+
+def _let_go(kept: tuple[dict, ...]) -> None:
+    for one in kept:
+        one.clear()
 
 
 def own_copy(step: Callable) -> Callable:
