@@ -65,18 +65,19 @@ def processor() -> str:
         described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         described = ""
-    return f"{_named(described) or architecture()}, {os.cpu_count()} logical cores"
+    return f"{_named(described)}, {os.cpu_count()} logical cores"
 
 
 def _named(described: str) -> str:
-    """Model and widest instructions in what Linux says of a processor; nothing of what it does not say.
+    """Model and widest instructions in what Linux says of a processor, which on Arm leaves the model out: that is the architecture then.
 
     Hypervisors hide the model behind its maker's name, and processors of one name may be several times apart.
     """
     facts = dict(re.findall(r"^(model name|flags|Features)[ \t]*:[ \t]*(.*)$", described, re.MULTILINE))
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
     widest = next((name for flag, name in INSTRUCTIONS.items() if flag in flags), "")
-    return ", ".join(filter(None, (facts.get("model name", "").strip(), widest)))
+    model = facts.get("model name", "").strip() or architecture()
+    return f"{model}, {widest}" if widest else model
 
 
 def device_name(device: torch.device) -> str:

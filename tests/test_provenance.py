@@ -39,9 +39,9 @@ MODEL = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflag
         (f"{MODEL} avx512f\n\n{MODEL} avx512f\n", "AMD EPYC, AVX-512"),
         (f"{MODEL} avx512f avx512_bf16\n", "AMD EPYC, AVX-512 with bf16"),
         (f"{MODEL} avx512f avx512_bf16 amx_tile amx_bf16\n", "AMD EPYC, AMX"),
-        ("processor\t: 0\nFeatures\t: fp asimd sve bf16\n", "SVE"),
+        ("processor\t: 0\nFeatures\t: fp asimd sve bf16\n", f"{provenance.architecture()}, SVE"),
         ("model name\t: Virtual\n", "Virtual"),
-        ("", ""),
+        ("", provenance.architecture()),
     ],
 )
 def test_processors_of_one_name_are_told_apart_by_their_instructions(described: str, name: str) -> None:
