@@ -69,7 +69,7 @@ def processor() -> str:
 
 
 def _named(described: str) -> str:
-    """Model and widest instructions in what Linux says of a processor, which on Arm leaves the model out: that is the architecture then.
+    """Model and widest instructions in what Linux says of a processor; the architecture where it tells no model.
 
     Hypervisors hide the model behind its maker's name, and processors of one name may be several times apart.
     """
