@@ -220,7 +220,7 @@ from transformers import CompileConfig
 target = own_target("llama")
 target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
 heads = random_heads(target, kind="chain", depth=2)
-heads.compiled = True
+heads.compiled, heads.adaptive = True, False
 plain(target, prompt(), 8, assistant_model=heads)
 print("compiled", len(next(iter(heads.memory[target].values()))._steps))
 """
