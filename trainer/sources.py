@@ -165,7 +165,7 @@ class DataSource:
     def _reason(self, error: Exception) -> str:
         """What datasets says, or better: the first line that is no JSON."""
         if Path(self.path).suffix == ".jsonl" and Path(self.path).is_file():
-            with open(self.path, encoding="utf-8", errors="replace") as lines:
+            with open(self.path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip() and (problem := json_problem(line)):
                         return f"line {number} is {problem}."
@@ -180,10 +180,12 @@ class DataSource:
         return f"{cause}"
 
 
-def json_problem(line: str) -> str | None:
+def json_problem(line: str | bytes) -> str | None:
     """Why a line is no JSON object, `None` if it is one."""
     try:
         entry = json.loads(line)
+    except UnicodeDecodeError as error:
+        return f"text that is no UTF-8 ({error}); convert the file, e.g. with iconv"
     except ValueError as error:
         return f"not valid JSON ({error})"
     return None if isinstance(entry, dict) else f"no JSON object but {type(entry).__name__}"

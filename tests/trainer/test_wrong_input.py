@@ -91,7 +91,7 @@ def folder(workspace, heads, tmp_path: Path) -> Path:
         "words.jsonl": "\n".join([json.dumps({"input_ids": ["w1", "w2"]})] * 20),
     }.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "latin.jsonl").write_bytes(json.dumps({"text": "caf?"}).encode().replace(b"?", b"\xe9") * 20)
+    (tmp_path / "latin.jsonl").write_bytes((json.dumps({"text": "caf?"}) + "\n").encode().replace(b"?", b"\xe9") * 20)
     return tmp_path
 
 
