@@ -17,7 +17,7 @@ from .chats import ExampleError
 from .columns import Tokenizing, rows_of
 from .images import ImageChats, ImageReader, reads_images, tokenizer_of
 from .packing import Examples, pack_dataset
-from .sources import KINDS_OF_DATA, kind_of
+from .sources import KINDS_OF_DATA, kind_of, wrong_encoding
 
 Noted = tuple[list[int], list[int], int, str | None]  # ids, loss mask, what became of it, why it cannot be read
 WHOLE, CUT, UNSUPERVISED, BAD = range(4)  # what became of an example
@@ -234,9 +234,7 @@ def _convert(batch: Mapping[str, list], kind: str, how: Tokenizing) -> dict[str,
     try:
         rows = list(zip(*batch.values(), strict=True))
     except UnicodeDecodeError as error:  # files are read without a look at this
-        raise ValueError(
-            f"the data hold text that is no UTF-8 ({error}); convert the file, e.g. with iconv."
-        ) from error
+        raise ValueError(f"the data hold {wrong_encoding(error)}.") from error
     for values in rows:
         for ids, mask, note, problem in _noted(dict(zip(batch, values, strict=True)), kind, how):
             for name, value in zip(made, (ids, mask, note, problem), strict=True):

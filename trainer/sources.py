@@ -180,12 +180,17 @@ class DataSource:
         return f"{cause}"
 
 
-def json_problem(line: str | bytes) -> str | None:
+def json_problem(line: bytes) -> str | None:
     """Why a line is no JSON object, `None` if it is one."""
     try:
         entry = json.loads(line)
     except UnicodeDecodeError as error:
-        return f"text that is no UTF-8 ({error}); convert the file, e.g. with iconv"
+        return wrong_encoding(error)
     except ValueError as error:
         return f"not valid JSON ({error})"
     return None if isinstance(entry, dict) else f"no JSON object but {type(entry).__name__}"
+
+
+def wrong_encoding(error: UnicodeDecodeError) -> str:
+    """What is told of a file in another encoding than UTF-8."""
+    return f"text that is no UTF-8 ({error}); convert the file, e.g. with iconv"

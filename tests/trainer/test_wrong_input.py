@@ -33,6 +33,7 @@ EARLY = {
         "one of ['messages', 'conversations', 'prompt and completion', 'text', 'input_ids'] is needed",
     ),
     "data in another encoding": ("train_data={folder}/latin.jsonl", "text that is no UTF-8"),
+    "data in another encoding, and broken": ("train_data={folder}/cut.jsonl", "line 1 is text that is no UTF-8"),
     "unknown split": ("train_data.split=test", "cannot be read"),
     "data as a number": ("train_data=3", "data must be a path or a mapping"),
     "too few data": ("eval_examples=99", "eval_examples=99"),
@@ -91,7 +92,9 @@ def folder(workspace, heads, tmp_path: Path) -> Path:
         "words.jsonl": "\n".join([json.dumps({"input_ids": ["w1", "w2"]})] * 20),
     }.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "latin.jsonl").write_bytes((json.dumps({"text": "caf?"}) + "\n").encode().replace(b"?", b"\xe9") * 20)
+    latin = (json.dumps({"text": "caf?"}) + "\n").encode().replace(b"?", b"\xe9")
+    (tmp_path / "latin.jsonl").write_bytes(latin * 20)
+    (tmp_path / "cut.jsonl").write_bytes(latin + latin[:-3])
     return tmp_path
 
 
