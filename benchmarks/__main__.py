@@ -29,6 +29,7 @@ from .speed import (
     cache,
     compiled,
     context,
+    copies,
     draws,
     first_call,
     hybrid,
@@ -48,7 +49,7 @@ from .trees import default, kinds, replay, tune
 # for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, draws, quantised,
+    speedup, batch, copies, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, draws, quantised,
     vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor, diff,
     commands, answers,
 )  # fmt: skip

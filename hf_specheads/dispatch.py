@@ -130,7 +130,9 @@ def _validate_generation_mode(
         # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
         if head.config.vocab_size != target.config.get_text_config().vocab_size:
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
-        if is_recurrent(target):  # transformers refuses every assistant for them; we go back to states that were kept
+        # transformers refuses every assistant for recurrent targets, of which we restore states that were kept, and
+        # for several sequences of a prompt, which are a batch like any other here.
+        if is_recurrent(target) or (generation_config.num_return_sequences or 1) > 1:
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     original(target, generation_mode, generation_config, generation_mode_kwargs)
 

@@ -239,9 +239,17 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if rows.token_ids.shape[1] > 2:
             device = self.device
             features = None if rows.features is None else rows.features[:, :-1].to(device)
-            self.draft_cache.begin_round()
+            valid = None if rows.valid is None else rows.valid[:, :-1].to(device)
+            self.draft_cache.begin_round(valid, rows.counts and [count - 1 for count in rows.counts])
             grow_tree(self.head, self.draft_cache, ONE_DRAFT, rows.token_ids[:, :-1].to(device), features, depth=1)
             self.draft_cache.drop_drafted()
+        return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
+
+    def take_in_once(self, rows: NewRows, copies: int) -> NewRows:
+        """The same of prompts that have `copies` sequences each, whose rows but the last are all the same."""
+        prompts = rows.select_sequences(list(range(0, len(rows.token_ids), copies)))
+        self.take_in(prompts)
+        self.draft_cache.select_sequences([prompt for prompt in range(len(prompts.token_ids)) for _ in range(copies)])
         return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
 
     def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:

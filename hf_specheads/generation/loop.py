@@ -28,6 +28,7 @@ from .ahead import DraftAhead, drafts_ahead
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds, verify_tree
+from .copies import copies_of_prompts, read_prompts
 from .kernels import any_length
 from .observer import tell
 from .opening import TargetCache, open_cache
@@ -153,14 +154,15 @@ class RoundLoop:
     def prefill(self) -> NewRows:
         """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
         began, prompt = time.perf_counter(), self.sequences.padded()
+        copies, call = copies_of_prompts(self.config, self.model_kwargs), (self.config, self.model_kwargs)
         with self.unrecorded():
-            outputs, features = self.reader.prefill(self.target, prompt, self.config, self.model_kwargs)
+            outputs, features = read_prompts(self.reader, self.target, prompt, *call, copies)
         self.stats.target_forwards += 1
         self.prefilled = tokens_in(self.stock, otherwise=self.sequences.prompt_length)
         counted = self.reader.counted(self.model_kwargs)
         dtype, fixed = self.target.dtype if features is None else features.dtype, self.fixed_size()
-        call = (self.options, self.batch, self.model_kwargs, counted, self.prefilled, self.is_seen)
-        self._target_cache = open_cache(self.target, *call, dtype, fixed, self.stop.left(self.sequences.prompt_length))
+        opened = (self.options, self.batch, self.model_kwargs, counted, self.prefilled, self.is_seen, dtype, fixed)
+        self._target_cache = open_cache(self.target, *opened, self.stop.left(self.sequences.prompt_length))
         self.candidates.begin_text(prompt)
         # A tree of one node, whose own token (there may be none) plays no part.
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
@@ -171,6 +173,8 @@ class RoundLoop:
             drafted = self.candidates.head.draft_rows(largest := self.candidates.largest) + largest.lookup
             capacity = bucket(rows.token_ids.shape[1] + self.stop.budget(self.sequences.prompt_length) + drafted)
             self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
+        elif copies > 1:
+            rows = self.candidates.take_in_once(rows, copies)
         rows = self.drop_ended(rows, accepted)
         tell(self.options.on_round, None, accepted, time.perf_counter() - began)
         return rows

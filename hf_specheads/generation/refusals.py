@@ -53,7 +53,6 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
         f"prompts that attend in both directions (`use_bidirectional_attention={both_ways!r}`)": both_ways
         in (True, "all"),
         "beam search": (config.num_beams or 1) > 1,
-        "num_return_sequences > 1": (config.num_return_sequences or 1) > 1,
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),
         f"this recurrent target ({recurrence_problem(target)})": recurrence_problem(target) is not None,
         "use_cache=False": config.use_cache is False,

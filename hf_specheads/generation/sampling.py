@@ -84,8 +84,8 @@ def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProce
 
 def _processor_of(processor: LogitsProcessor, sequence: int) -> LogitsProcessor:
     if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(sequence, ids), processor._num_beams)
+        allowed, prompt = processor._prefix_allowed_tokens_fn, sequence // processor._num_beams
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, torch.Tensor):
         return processor

@@ -352,6 +352,9 @@ def _refuse_in_streams(
     reasons = {
         "compiled rounds, whose shapes are fixed (`heads.compiled = False`)": options.compiled,
         "return_dict_in_generate=True": bool(config.return_dict_in_generate),
+        f"num_return_sequences={config.num_return_sequences} (ask for the request so many times)": (
+            (config.num_return_sequences or 1) > 1
+        ),
         "padding": mask is not None and not bool(mask.all()),
         f"stopping criteria that may look at all texts at once ({', '.join(strange)})": bool(strange),
     }

@@ -75,6 +75,16 @@ def test_batches(measure_pair):
         assert found["plain generate"]["forwards_saved"] == 0
 
 
+def test_copies(measure_pair):
+    counts = measure_pair("copies", ["poss"], "--copies", "1", "3", "--repeats", "1")["copies"]
+    assert [list(found) for found in counts.values()] == [
+        ["plain generate", "poss"],
+        ["plain generate", "poss", "poss, prompt read for each"],
+    ]
+    for count, found in counts.items():
+        assert all(side["new_tokens"] == int(count) * 2 * 10 for side in found.values())
+
+
 def test_streams(measure_pair):
     sides = measure_pair("stream", ["eagle"], "--max_batch", "2", "--shortest", "3", "--repeats", "2")["sides"]
     assert list(sides) == ["plain generate", "eagle, static batches", "eagle, stream"]

@@ -35,7 +35,6 @@ def refusal(target, heads, error: type[Exception], ids=None, counted=None, **opt
 OPTIONS = {
     "beams": ({"num_beams": 3}, "beam search"),
     "sampled beams": ({"num_beams": 2, "do_sample": True}, "beam search"),
-    "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences > 1"),
     "no cache": ({"use_cache": False}, "use_cache=False"),
     "offloaded cache": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
