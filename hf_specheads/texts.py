@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +61,88 @@ def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options:
             f"{type(tokenizer).__name__} has no chat template, so chat messages cannot be tokenized; set "
             "`tokenizer.chat_template`, or give strings."
         )
+
+    def written(messages: list[Any]) -> str:
+        return str(tokenizer.apply_chat_template(messages, **{**options, "tokenize": False}))
+
     try:
         options = {"add_generation_prompt": True, **options, "return_dict": True}
-        return list(tokenizer.apply_chat_template(list(chat), **options)["input_ids"])
+        return list(tokenizer.apply_chat_template(with_json_arguments(chat, written), **options)["input_ids"])
     except Exception as error:  # templates raise what they like
         raise ValueError(f"the chat template refuses a chat: {error}; give it messages that it takes.") from error
+
+
+def with_json_arguments(chat: Sequence[Any], written: Callable[[list[Any]], str]) -> list[Any]:
+    """The messages of a chat with the arguments of tool calls as the chat template writes JSON from them.
+
+    Data have them as objects, or as a string of JSON, as OpenAI's interface does. Templates that turn an object into
+    JSON put such a string into quotes once more; those that take a string write an object in Python's way, or fail.
+    Either would be text that the target never writes.
+
+    Args:
+        chat: Messages, `{role, content, tool_calls}` each.
+        written: Renders messages by the template.
+
+    Returns:
+        The messages as they were, unless the template writes the arguments of the other form alone.
+    """
+    messages = list(chat)
+    given = [function.get("arguments") for function in _functions_of(messages)]
+    if all(arguments in (None, "", {}) for arguments in given):
+        return messages
+    for change in (lambda arguments: arguments, _as_object, _as_string):
+        changed = [_with_arguments(message, change) for message in messages]
+        if _writes_json(changed, written):
+            return changed
+    return messages
+
+
+def _functions_of(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """What is called, call by call."""
+    for message in messages:
+        for call in (message.get("tool_calls") or ()) if isinstance(message, Mapping) else ():
+            if isinstance(call, Mapping):
+                function = call.get("function")
+                yield function if isinstance(function, Mapping) else call
+
+
+def _with_arguments(message: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+            function = call["function"]
+            call = {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+        elif isinstance(call, Mapping) and "arguments" in call:
+            call = {**call, "arguments": change(call["arguments"])}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_string(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def _writes_json(messages: list[Any], written: Callable[[list[Any]], str]) -> bool:
+    """Whether a template writes the arguments of calls neither in quotes nor in Python's way."""
+    try:
+        text = written(messages)
+    except Exception:  # templates raise what they like
+        return False
+    for arguments in (function.get("arguments") for function in _functions_of(messages)):
+        wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
+        if arguments and wrong in text:
+            return False
+    return True
 
 
 def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None) -> list[torch.Tensor]:

@@ -22,6 +22,8 @@ from typing import Any, TypeVar, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hf_specheads.texts import with_json_arguments
+
 Written = TypeVar("Written")  # messages, tools, or a value in them
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
@@ -107,9 +109,9 @@ def tokenize_chat(
             f"{type(tokenizer).__name__} has no chat template, so `messages` cannot be tokenized; set "
             "`tokenizer.chat_template`, or use a `text` column."
         )
-    messages, tools = [without_missing(message) for message in messages], without_missing(tools)
-    kwargs = dict(template_kwargs or {})
+    kwargs, tools = dict(template_kwargs or {}), without_missing(tools)
     render = partial(_render, tokenizer, tools, kwargs)
+    messages = with_json_arguments([without_missing(message) for message in messages], render)
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= supervised_from]
     if not replies:
         return []
@@ -136,9 +138,9 @@ def chat_segments(
     if not template:
         raise ExampleError(f"{type(processor).__name__} has no chat template; set `processor.chat_template`.")
     template = template["default"] if isinstance(template, Mapping) else template
-    messages, tools = [without_missing(message) for message in messages], without_missing(tools)
-    kwargs = dict(template_kwargs or {})
+    kwargs, tools = dict(template_kwargs or {}), without_missing(tools)
     render = partial(_render, processor, tools, kwargs)
+    messages = with_json_arguments([without_missing(message) for message in messages], render)
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not replies:
         return []

@@ -22,7 +22,7 @@ from .sources import KINDS_OF_DATA, kind_of, wrong_encoding
 Noted = tuple[list[int], list[int], int, str | None]  # ids, loss mask, what became of it, why it cannot be read
 WHOLE, CUT, UNSUPERVISED, BAD = range(4)  # what became of an example
 ROWS_PER_PROCESS = 2000  # fewer are not worth the start of another process
-VERSION = 1  # of what examples are; part of the name under which they are cached
+VERSION = 2  # of what examples are; part of the name under which they are cached
 _prepared: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # data sets made here, and their `max_length`
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_specheads.texts import with_json_arguments
+
 from .answering import Answer, Answerer, Sampling
 from .chats import ExampleError, chat_problem, without_missing
 from .columns import messages_of, tools_of
@@ -210,10 +212,14 @@ class Regenerator:
         """Token ids in front of the next reply, as serving renders them; `None` if none is due."""
         if not chat.reply_is_due():
             return None
+        options = {"tools": chat.tools, "add_generation_prompt": True, **chat.template_kwargs}
+
+        def written(messages: list[Any]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
         try:
-            encoded: Any = self.tokenizer.apply_chat_template(
-                chat.history, tools=chat.tools, add_generation_prompt=True, return_dict=True, **chat.template_kwargs
-            )
+            history = with_json_arguments(chat.history, written)
+            encoded: Any = self.tokenizer.apply_chat_template(history, return_dict=True, **options)
         except Exception as error:  # templates raise what they like
             chat.problem, chat.skipped = f"the chat template refuses it: {error}", not chat.rows
             return None

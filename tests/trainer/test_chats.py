@@ -5,10 +5,13 @@ Expected rows are written as text, with what is supervised in `[ ]`.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hf_specheads.texts import chat_token_ids
 from hf_specheads.trainer.chats import ExampleError, chat_problem, tokenize_chat
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|start_header_id|>", "<|eot_id|>",
@@ -209,6 +212,57 @@ def test_markers_that_forget_reasoning_give_one_row_per_reply(characters) -> Non
     marked = marked.replace("{{- m.content + '<|im_end|>\\n' -}}\n  {%- else", "{{- m.content + '<|im_end|>' -}}"
                             "{%- endgeneration -%}{{- '\\n' -}}\n  {%- else")  # fmt: skip
     assert rows(characters, marked, THOUGHT) == rows(characters, QWEN3, THOUGHT)
+
+
+# How templates write the arguments of a call: JSON of an object; as they are; joined to a string; either; by name.
+CALLS = {
+    "Qwen2.5, Llama 3.1": "{{- call.function.arguments | tojson -}}",
+    "as they are": "{{- call.function.arguments -}}",
+    "DeepSeek V3": "{{- '' + call.function.arguments -}}",
+    "Qwen3": "{{- call.function.arguments if call.function.arguments is string "
+             "else call.function.arguments | tojson -}}",
+    "GLM, Qwen3-Coder": "{%- for k, v in call.function.arguments.items() -%}"
+                        "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>{%- endfor -%}",
+}  # fmt: skip
+CALLING = """\
+{%- for m in messages -%}
+  {{- '<|im_start|>' + m.role + '\\n' + (m.content or '') -}}
+  {%- for call in m.tool_calls or [] -%}{{- call.function.name + '(' -}}WRITTEN{{- ')' -}}{%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+CITY = {"city": "Rome", "when": {"day": "Monday"}}
+
+
+def calling(arguments: object) -> list[dict]:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [user("q"), said(None, tool_calls=[call]), {"role": "tool", "content": "sun"}, said("Sunny.")]
+
+
+@pytest.mark.parametrize("given", [CITY, json.dumps(CITY)], ids=["an object", "JSON"])
+@pytest.mark.parametrize("family", CALLS)
+def test_arguments_of_calls_are_json_once(characters, family, given) -> None:
+    template, messages = CALLING.replace("WRITTEN", CALLS[family]), calling(given)
+    written = '<city>Rome</city><when>{"day": "Monday"}</when>' if "GLM" in family else json.dumps(CITY)
+    (row,) = rows(characters, template, messages)
+    assert f"[weather({written})<|im_end|>]" in row
+    prompt = "".join(map(characters.decode, chat_token_ids(messages[:3], characters)))
+    assert f"weather({written})<|im_end|>" in prompt and prompt.endswith("<|im_start|>assistant\n")
+    assert messages == calling(given), "what was given is left alone"
+
+
+@pytest.mark.parametrize("given", ["{no json", "[1]", "", {}])
+def test_arguments_that_are_no_object_stay_as_they_are(characters, given) -> None:
+    """`tojson` is all that writes them, in whatever way it does."""
+    (row,) = rows(characters, CALLING.replace("WRITTEN", CALLS["Qwen2.5, Llama 3.1"]), calling(given))
+    assert f"[weather({json.dumps(given)})<|im_end|>]" in row
+
+
+def test_calls_that_no_template_reads(characters) -> None:
+    """The reason is the template's own."""
+    template = CALLING.replace("WRITTEN", "{{ raise_exception('one call at a time') }}")
+    with pytest.raises(ExampleError, match="one call at a time"):
+        rows(characters, template, calling(json.dumps(CITY)))
 
 
 def test_templates_and_chats_that_cannot_be_read(characters) -> None:

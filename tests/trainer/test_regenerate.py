@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import completions_server as _server
+from support.tokenizers import byte_tokenizer
 
 from hf_specheads.trainer.regenerate import main
-from hf_specheads.trainer.regeneration import Chat, parse_reply
+from hf_specheads.trainer.regeneration import Chat, RegenerationOptions, Regenerator, parse_reply
 
 from .conftest import make_heads
 
@@ -233,6 +234,21 @@ def test_recorded_results_follow_the_targets_calls() -> None:
     assert unexpected.reply_is_due()
     unexpected.take_reply(said("", tool_calls=[call("c")]))
     assert not unexpected.reply_is_due()
+
+
+def test_calls_of_the_target_are_put_to_it_as_it_writes_them() -> None:
+    """Its template inserts arguments as they are, and would write an object in Python's way."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+        "{% endfor %}"
+    )
+    said_so = said("", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"w1": "w2"}}}])
+    asked = chat(user("w3"), said("x"), tool("w4"))
+    assert asked.reply_is_due()
+    asked.take_reply(said_so)
+    prompt = Regenerator(None, tokenizer, RegenerationOptions())._next_prompt(asked)
+    assert prompt == tokenizer('w3{"w1": "w2"}w4')["input_ids"]
 
 
 def test_replies_are_taken_apart() -> None:
