@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Change = Callable[[Any], Any]
 Text = str | torch.Tensor | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
@@ -67,34 +69,58 @@ def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options:
 
     try:
         options = {"add_generation_prompt": True, **options, "return_dict": True}
-        return list(tokenizer.apply_chat_template(with_json_arguments(chat, written), **options)["input_ids"])
+        return list(tokenizer.apply_chat_template(as_template_takes(chat, written), **options)["input_ids"])
     except Exception as error:  # templates raise what they like
         raise ValueError(f"the chat template refuses a chat: {error}; give it messages that it takes.") from error
 
 
-def with_json_arguments(chat: Sequence[Any], written: Callable[[list[Any]], str]) -> list[Any]:
-    """The messages of a chat with the arguments of tool calls as the chat template writes JSON from them.
+def as_template_takes(chat: Sequence[Any], written: Callable[[list[Any]], str]) -> list[Any]:
+    """The messages of a chat in the form that a chat template takes, of those in which data write the same.
 
-    Data have them as objects, or as a string of JSON, as OpenAI's interface does. Templates that turn an object into
-    JSON put such a string into quotes once more; those that take a string write an object in Python's way, or fail.
-    Either would be text that the target never writes.
+    The arguments of tool calls are objects, or JSON in a string, as in OpenAI's interface: templates that turn an
+    object into JSON put a string into quotes once more; those that take a string write an object in Python's way, or
+    fail. A content is a string, or parts of type text: templates for strings write those in Python's way, leave them
+    out, or fail. All of that would be text that the target never sees.
 
     Args:
         chat: Messages, `{role, content, tool_calls}` each.
         written: Renders messages by the template.
 
     Returns:
-        The messages as they were, unless the template writes the arguments of the other form alone.
+        The messages as they were, unless the template takes them in other forms alone.
     """
     messages = list(chat)
-    given = [function.get("arguments") for function in _functions_of(messages)]
-    if all(arguments in (None, "", {}) for arguments in given):
+    contents: list[Change] = [_as_given, _as_one_text]
+    arguments: list[Change] = [_as_given, _as_object, _as_string]
+    contents = contents[: 1 + any(_parts_of(message) is not None for message in messages)]
+    if all(function.get("arguments") in (None, "", {}) for function in _functions_of(messages)):
+        arguments = [_as_given]
+    if len(contents) == len(arguments) == 1:
         return messages
-    for change in (lambda arguments: arguments, _as_object, _as_string):
-        changed = [_with_arguments(message, change) for message in messages]
-        if _writes_json(changed, written):
+    for of_content, of_arguments in itertools.product(contents, arguments):
+        changed = [_with_arguments(of_content(message), of_arguments) for message in messages]
+        if _is_well_written(changed, written):
             return changed
     return messages
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+def _parts_of(message: Any) -> list[str] | None:
+    """Texts of a content that is parts of type text alone; `None` of any other."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(parts, list) or not parts:
+        return None
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return texts if len(texts) == len(parts) and all(isinstance(text, str) for text in texts) else None
+
+
+def _as_one_text(message: Any) -> Any:
+    """A message whose content is one string, parts on lines of their own, as servers join them."""
+    texts = _parts_of(message)
+    return message if texts is None else {**message, "content": "\n".join(texts)}
 
 
 def _functions_of(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
@@ -106,7 +132,7 @@ def _functions_of(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
                 yield function if isinstance(function, Mapping) else call
 
 
-def _with_arguments(message: Any, change: Callable[[Any], Any]) -> Any:
+def _with_arguments(message: Any, change: Change) -> Any:
     if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
     calls = []
@@ -132,8 +158,8 @@ def _as_string(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
-def _writes_json(messages: list[Any], written: Callable[[list[Any]], str]) -> bool:
-    """Whether a template writes the arguments of calls neither in quotes nor in Python's way."""
+def _is_well_written(messages: list[Any], written: Callable[[list[Any]], str]) -> bool:
+    """Whether a template writes neither objects in Python's way nor JSON in quotes, and leaves no question out."""
     try:
         text = written(messages)
     except Exception:  # templates raise what they like
@@ -141,6 +167,12 @@ def _writes_json(messages: list[Any], written: Callable[[list[Any]], str]) -> bo
     for arguments in (function.get("arguments") for function in _functions_of(messages)):
         wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
         if arguments and wrong in text:
+            return False
+    for message in messages:
+        parts = _parts_of(message) or ()
+        if parts and str(message["content"]) in text:
+            return False
+        if message.get("role") == "user" and not all(part.strip() in text for part in parts):
             return False
     return True
 

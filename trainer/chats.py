@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_specheads.texts import with_json_arguments
+from hf_specheads.texts import as_template_takes
 
 Written = TypeVar("Written")  # messages, tools, or a value in them
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -111,7 +111,7 @@ def tokenize_chat(
         )
     kwargs, tools = dict(template_kwargs or {}), without_missing(tools)
     render = partial(_render, tokenizer, tools, kwargs)
-    messages = with_json_arguments([without_missing(message) for message in messages], render)
+    messages = as_template_takes([without_missing(message) for message in messages], render)
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= supervised_from]
     if not replies:
         return []
@@ -140,7 +140,7 @@ def chat_segments(
     template = template["default"] if isinstance(template, Mapping) else template
     kwargs, tools = dict(template_kwargs or {}), without_missing(tools)
     render = partial(_render, processor, tools, kwargs)
-    messages = with_json_arguments([without_missing(message) for message in messages], render)
+    messages = as_template_takes([without_missing(message) for message in messages], render)
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not replies:
         return []

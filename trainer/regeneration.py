@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_specheads.texts import with_json_arguments
+from hf_specheads.texts import as_template_takes
 
 from .answering import Answer, Answerer, Sampling
 from .chats import ExampleError, chat_problem, without_missing
@@ -218,7 +218,7 @@ class Regenerator:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
         try:
-            history = with_json_arguments(chat.history, written)
+            history = as_template_takes(chat.history, written)
             encoded: Any = self.tokenizer.apply_chat_template(history, return_dict=True, **options)
         except Exception as error:  # templates raise what they like
             chat.problem, chat.skipped = f"the chat template refuses it: {error}", not chat.rows

@@ -258,6 +258,38 @@ def test_arguments_that_are_no_object_stay_as_they_are(characters, given) -> Non
     assert f"[weather({json.dumps(given)})<|im_end|>]" in row
 
 
+def in_parts(messages: list[dict]) -> list[dict]:
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+# Templates that take strings alone, the last of which leaves parts out.
+FOR_STRINGS = {
+    "Qwen3": QWEN3, "Llama 3": LLAMA3, "Gemma": GEMMA, "Mistral": MISTRAL, "gpt-oss": GPT_OSS, "DeepSeek": DEEPSEEK,
+    "GLM": GLM, "leaves out": LLAMA3.replace("m.content | trim", "(m.content if m.content is string else '')"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FOR_STRINGS)
+@pytest.mark.parametrize("chat", [TWO_TURNS, THOUGHT], ids=["said", "thought"])
+def test_a_content_in_parts_is_that_of_a_string(characters, family, chat) -> None:
+    template = FOR_STRINGS[family]
+    assert rows(characters, template, in_parts(chat)) == rows(characters, template, chat)
+    asked = chat[:3]
+    assert chat_token_ids(in_parts(asked), characters) == chat_token_ids(asked, characters)
+
+
+def test_parts_stay_parts_where_the_template_reads_them(characters) -> None:
+    template = LLAMA3.replace("m.content | trim", "('<' + m.content[0].text + '>' if m.content is not string else '')")
+    (row,) = rows(characters, template, in_parts([user("q"), said("a")]))
+    assert "<q>" in row and "[<a><|eot_id|>]" in row
+
+
+def test_several_parts_are_lines(characters) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (row,) = rows(characters, LLAMA3, [{"role": "user", "content": parts}, said("c")])
+    assert "a\nb<|eot_id|>" in row
+
+
 def test_calls_that_no_template_reads(characters) -> None:
     """The reason is the template's own."""
     template = CALLING.replace("WRITTEN", "{{ raise_exception('one call at a time') }}")
