@@ -97,9 +97,10 @@ def as_template_takes(chat: Sequence[Any], written: Callable[[list[Any]], str]) 
         arguments = [_as_given]
     if len(contents) == len(arguments) == 1:
         return messages
+    asked = [text for message in messages if _role_of(message) == "user" for text in _parts_of(message) or ()]
     for of_content, of_arguments in itertools.product(contents, arguments):
         changed = [_with_arguments(of_content(message), of_arguments) for message in messages]
-        if _is_well_written(changed, written):
+        if _is_well_written(changed, asked, written):
             return changed
     return messages
 
@@ -158,8 +159,9 @@ def _as_string(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
-def _is_well_written(messages: list[Any], written: Callable[[list[Any]], str]) -> bool:
-    """Whether a template writes neither objects in Python's way nor JSON in quotes, and leaves no question out."""
+def _is_well_written(messages: list[Any], asked: list[str], written: Callable[[list[Any]], str]) -> bool:
+    """Whether a template writes neither objects in Python's way nor JSON in quotes, and leaves out no part of what was
+    asked. Templates may write words in other letters, with other spaces and marks."""
     try:
         text = written(messages)
     except Exception:  # templates raise what they like
@@ -168,13 +170,18 @@ def _is_well_written(messages: list[Any], written: Callable[[list[Any]], str]) -
         wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
         if arguments and wrong in text:
             return False
-    for message in messages:
-        parts = _parts_of(message) or ()
-        if parts and str(message["content"]) in text:
-            return False
-        if message.get("role") == "user" and not all(part.strip() in text for part in parts):
-            return False
-    return True
+    letters = _letters_of(text)
+    if any(_letters_of(str(message["content"])) in letters for message in messages if _parts_of(message) is not None):
+        return False
+    return all(part.strip() in text or (_letters_of(part) or part) in letters for part in asked)
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _letters_of(text: str) -> str:
+    return "".join(filter(str.isalnum, text)).casefold()
 
 
 def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled import CompiledRounds
+from .copies import SharedPrompts
 from .drafting import grow_tree
 from .favourites import Favourites, favourites_of_chain, favourites_of_tree
 from .foresight import Reach, mood_after
@@ -68,6 +69,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.options = options or DraftingOptions.of(head)
         self.tree = self.options.tree  # of the round: the loop may take another one
         self.reach: Reach | None = None  # of the round
+        self.shared: SharedPrompts | None = None
         self.moods: list[float | None] = []  # of the sequences, see [`Reach`]; `None` of new ones
         self.told: list[Favourites] | None = None  # of the round's favourites, per sequence
         self.text = TextTally()  # of all sequences
@@ -141,6 +143,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.gave_up = False
         if depth == 0:
             return DraftTree.root_only(rows.token_ids[:, -1])
+        if self.shared is not None:
+            rows = self._take_in_prompts(rows, self.shared)
         tree = self._grow(rows, depth, input_ids)
         levels = tree.max_depth if self.reach is None else self.reach.drafted
         self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else levels
@@ -231,6 +235,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """Keeps only some sequences of the batch."""
         self.draft_cache.select_sequences(kept)
         self.moods = [self.moods[sequence] for sequence in kept]
+        if self.shared is not None:
+            self.shared.prompts = [self.shared.prompts[sequence] for sequence in kept]
         if self.lookup is not None:
             self.lookup.select_sequences(kept)
 
@@ -245,12 +251,15 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             self.draft_cache.drop_drafted()
         return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
 
-    def take_in_once(self, rows: NewRows, copies: int) -> NewRows:
-        """The same of prompts that have `copies` sequences each, whose rows but the last are all the same."""
-        prompts = rows.select_sequences(list(range(0, len(rows.token_ids), copies)))
-        self.take_in(prompts)
-        self.draft_cache.select_sequences([prompt for prompt in range(len(prompts.token_ids)) for _ in range(copies)])
-        return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
+    def _take_in_prompts(self, rows: NewRows, shared: SharedPrompts) -> NewRows:
+        """The heads take in prompts once for several sequences each, all rows but the last. Returns that row and those
+        of plain steps since, of which every sequence has its own."""
+        self.shared = None
+        rows = rows.with_validity() if self.draft_cache.static else rows
+        self.take_in(rows.first(shared.rows + 1).select_sequences(shared.readers()))
+        self.draft_cache.select_sequences(shared.places())
+        features = None if rows.features is None else rows.features[:, shared.rows :]
+        return NewRows(rows.token_ids[:, shared.rows :], features)
 
     def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:
         """Takes over the only sequence of another, in the place of one of `batch`, or after the last."""

@@ -69,6 +69,14 @@ class NewRows:
         valid = torch.nn.functional.pad(self.valid, (0, 1), value=True)
         return NewRows(token_ids, self.features, valid, [count + 1 for count in self.counts], later)
 
+    def first(self, rows: int) -> NewRows:
+        """The first rows alone, at least one, with the token after them in the place of the root."""
+        later = self.token_ids.shape[1] - 1 - rows
+        features = None if self.features is None else self.features[:, :rows]
+        valid = None if self.valid is None else self.valid[:, :rows]
+        counts = None if self.counts is None else [count - later for count in self.counts]
+        return NewRows(self.token_ids[:, : rows + 1], features, valid, counts)
+
     def joined(self) -> NewRows:
         """The same, with all features in one tensor."""
         if not self.later or self.features is None:

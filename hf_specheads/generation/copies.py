@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from ..cache.names import cache_name
 from ..target.features import FeatureReader
+from .committed import NewRows
 
 # Tensors of a call that are [B, T], of which every sequence of a prompt has the same row.
 ROWS = ("attention_mask", "position_ids")
@@ -47,3 +49,31 @@ def read_prompts(
     model_kwargs[cache_name(model_kwargs)].batch_repeat_interleave(copies)
     outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
     return outputs, None if features is None else features.repeat_interleave(copies, dim=0)
+
+
+@dataclass
+class SharedPrompts:
+    """What the heads have to take in once for several sequences, when they first draft.
+
+    Attributes:
+        rows: Rows of a prompt but the last, whose root every sequence has for itself.
+        prompts: Number of its prompt, per sequence.
+    """
+
+    rows: int
+    prompts: list[int]
+
+    @classmethod
+    def of(cls, rows: NewRows, copies: int) -> SharedPrompts | None:
+        """Of the rows of a prefill; `None` where every sequence has rows of its own."""
+        batch, shared = rows.token_ids.shape[0], rows.token_ids.shape[1] - 2
+        return None if copies == 1 or shared < 1 else cls(shared, [sequence // copies for sequence in range(batch)])
+
+    def readers(self) -> list[int]:
+        """The first sequence of every prompt."""
+        return [self.prompts.index(prompt) for prompt in dict.fromkeys(self.prompts)]
+
+    def places(self) -> list[int]:
+        """Per sequence, the place of its prompt among the readers."""
+        order = list(dict.fromkeys(self.prompts))
+        return [order.index(prompt) for prompt in self.prompts]

@@ -28,7 +28,7 @@ from .ahead import DraftAhead, drafts_ahead
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds, verify_tree
-from .copies import copies_of_prompts, read_prompts
+from .copies import SharedPrompts, copies_of_prompts, read_prompts
 from .kernels import any_length
 from .observer import tell
 from .opening import TargetCache, open_cache
@@ -173,8 +173,7 @@ class RoundLoop:
             drafted = self.candidates.head.draft_rows(largest := self.candidates.largest) + largest.lookup
             capacity = bucket(rows.token_ids.shape[1] + self.stop.budget(self.sequences.prompt_length) + drafted)
             self.candidates.draft_cache.fix_capacity(capacity, self.compiled.rooms)
-        elif copies > 1:
-            rows = self.candidates.take_in_once(rows, copies)
+        self.candidates.shared = SharedPrompts.of(rows, copies)
         rows = self.drop_ended(rows, accepted)
         tell(self.options.on_round, None, accepted, time.perf_counter() - began)
         return rows

@@ -13,6 +13,7 @@ from support.heads import METHODS_BY_KIND, random_heads
 from support.images import image_inputs, image_target
 from support.stubs import StubCache, StubHead
 from support.targets import deep_target, shared_target
+from transformers import CompileConfig
 
 from hf_specheads import speculative_generate
 from hf_specheads.generation import loop
@@ -173,11 +174,68 @@ def test_other_ways_in():
     assert torch.equal(got[:, max(LENGTHS) :], texts)
 
 
-def test_compiled_rounds():
+@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=str)
+@pytest.mark.parametrize("method", ["poss", "dflash", "medusa"])
+def test_compiled_rounds(method, lengths, monkeypatch):
+    target = shared_target("llama")
+    uncompiled = CompileConfig(backend="eager", mode=None)  # the same rounds at once
+    monkeypatch.setattr(target.generation_config, "compile_config", uncompiled, raising=False)
+    inputs, _, texts = oracle(target, lengths)
+    heads = random_heads(target, method, **({} if method == "medusa" else {"kind": "chain", "depth": 4}))
+    heads.compiled = heads.trace = True
+    trees = []
+    for times in (COPIES, 1):
+        monkeypatch.setattr(loop, "copies_of_prompts", lambda config, model_kwargs, times=times: times)
+        got = greedy(target, inputs, assistant_model=heads, **ONE_TEXT)
+        assert torch.equal(got[:, max(lengths) :], texts)
+        trees.append([tree.token_ids for tree in heads.last_stats.trees])
+    assert len(trees[0]) == len(trees[1]) > 1
+    assert all(torch.equal(*pair) for pair in zip(*trees, strict=True))
+
+
+def heads_read(heads: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the features that heads take in, from now on."""
+    shapes: list[tuple[int, ...]] = []
+    start = type(heads).start_draft
+
+    def counting(self: Any, cache: Any, token_ids: Any, features: Any) -> Any:
+        shapes.append(tuple(features.shape[:2]))
+        return start(self, cache, token_ids, features)
+
+    monkeypatch.setattr(type(heads), "start_draft", counting)
+    return shapes
+
+
+@pytest.mark.parametrize("plain_steps", [0, 3])
+def test_when_heads_read_a_prompt(plain_steps, monkeypatch):
+    """With the first draft, however many plain steps come before it; a sequence that has ended takes none."""
     target = shared_target("llama")
     inputs, _, texts = oracle(target, LENGTHS)
-    heads = random_heads(target, "poss", kind="chain", depth=4)
-    heads.compiled = True
-    got = greedy(target, inputs, assistant_model=heads, **ONE_TEXT)
-    assert torch.equal(got[:, max(LENGTHS) :], texts)
-    assert heads.last_stats.rounds > 0
+    heads = random_heads(target, "eagle", kind="chain", depth=4)
+    begin, rounds = loop.RoundLoop.begin_round, []
+
+    def late(self: Any) -> bool:
+        rounds.append(begin(self))
+        return len(rounds) > plain_steps
+
+    monkeypatch.setattr(loop.RoundLoop, "begin_round", late)
+    shapes = heads_read(heads, monkeypatch)
+    eos = int(texts[0, 1])  # ends the copies of one prompt, before there is a draft where plain steps come first
+    options = ONE_TEXT | {"eos_token_id": eos, "pad_token_id": 0}
+    got = greedy(target, inputs, assistant_model=heads, **options)
+    assert torch.equal(got, greedy(target, inputs, **options))
+    assert shapes[0] == ((1 if plain_steps else 2), max(LENGTHS) - 1)
+    assert shapes[1] == ((1 if plain_steps else 2) * COPIES, 1 + plain_steps)
+
+
+@pytest.mark.parametrize("more", [{"max_new_tokens": 1}, {"max_new_tokens": 2}], ids=str)
+def test_heads_that_draft_nothing_read_nothing(more, monkeypatch):
+    target = shared_target("llama")
+    inputs, _, texts = oracle(target, LENGTHS)
+    heads = random_heads(target, "eagle", kind="chain", depth=4)
+    shapes = heads_read(heads, monkeypatch)
+    got = target.generate(
+        **inputs, do_sample=True, top_k=1, num_return_sequences=COPIES, assistant_model=heads, **more
+    )
+    assert torch.equal(got[:, max(LENGTHS) :], texts[:, : more["max_new_tokens"]])
+    assert not shapes

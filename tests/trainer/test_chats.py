@@ -284,6 +284,34 @@ def test_parts_stay_parts_where_the_template_reads_them(characters) -> None:
     assert "<q>" in row and "[<a><|eot_id|>]" in row
 
 
+READS_PARTS = "(m.content[0].text FILTER if m.content is not string else '')"
+
+
+CHANGED = {
+    "| upper": "WHAT'S UP?",
+    "| replace(' ', '_')": "What's_up?",
+    '| replace("\'", "&quot;")': "What&quot;s up?",
+}
+
+
+@pytest.mark.parametrize(("change", "written"), CHANGED.items(), ids=str)
+def test_parts_in_words_that_a_template_changes(characters, change, written) -> None:
+    """The form of one string, in which this template leaves them out, is no better."""
+    template, question = LLAMA3.replace("m.content | trim", READS_PARTS.replace("FILTER", change)), "What's up?"
+    (row,) = rows(characters, template, in_parts([user(question), said("a")]))
+    assert written in row
+    prompt = "".join(map(characters.decode, chat_token_ids(in_parts([user(question)]), characters)))
+    assert written in prompt
+
+
+@pytest.mark.parametrize("question", ["What's up?", "?!"])
+def test_strings_in_words_that_a_template_changes(characters, question) -> None:
+    """Parts written in Python's way are told from words in capitals."""
+    template = LLAMA3.replace("m.content | trim", "m.content | string | upper")
+    (row,) = rows(characters, template, in_parts([user(question), said("a")]))
+    assert f"\n{question.upper()}<|eot_id|>" in row
+
+
 def test_several_parts_are_lines(characters) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (row,) = rows(characters, LLAMA3, [{"role": "user", "content": parts}, said("c")])
