@@ -17,6 +17,7 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    WatermarkingConfig,
 )
 
 from hf_specheads.generation.verification import rules
@@ -87,10 +88,15 @@ OPTIONS: dict[str, Any] = {
     "stateful processor": lambda c: {"logits_processor": LogitsProcessorList([EveryCallCounts()])},
     "exponential decay": lambda c: {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": 4},
     "forced_eos": lambda c: {"forced_eos_token_id": c[1], "max_new_tokens": 11},
+    "guidance": lambda c: {"guidance_scale": 3.0},
+    "guidance from a prompt": lambda c: {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([c[:7]])},
+    "encoder_repetition_penalty": lambda c: {"encoder_repetition_penalty": 1.8},
+    "watermark": lambda c: {"watermarking_config": WatermarkingConfig(bias=6.0)},
     "prefix_allowed_tokens_fn": lambda c: {"prefix_allowed_tokens_fn": only_neighbours},
     "sample": lambda c: {"do_sample": True, "temperature": 0.8},
     "sample top-k top-p": lambda c: {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
     "sample repetition": lambda c: {"do_sample": True, "repetition_penalty": 1.3, "top_k": 0},
+    "sample guidance": lambda c: {"do_sample": True, "guidance_scale": 1.5},
     "sample min-p typical": lambda c: {"do_sample": True, "min_p": 0.02, "typical_p": 0.9},
 }
 UNCHANGED_TEXT = ("plain",)
