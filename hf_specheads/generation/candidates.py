@@ -31,7 +31,6 @@ from .sampling import DraftSampler
 from .tallies import TextTally
 from .verification.accepted import Accepted
 
-LEVELS_AHEAD = 2  # that chains may have more than usual, of heads that draft as many as they are asked for at once
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
 
@@ -175,11 +174,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         tree = self.options.tree if choice == PLAIN else pace.menu[choice]
         # The tree in force is always the same object: compiled steps are made for it.
         self.tree = self.options.tree if tree == self.options.tree else tree
-        drafts = choice != PLAIN
-        self.reach = pace.reach(choice, self.moods, self.head.drafts_in_one_forward) if drafts else None
-        if self.reach is not None and self.head.drafts_in_one_forward and self.head.max_draft_positions is None:
-            # Positions are drafted before it is known where the chain ends: few more than it usually has.
-            self.reach.farthest = min(self.reach.farthest, round(pace.costs.levels[choice]) + LEVELS_AHEAD)
+        at_once = self.head.drafts_in_one_forward
+        open_ended = at_once and self.head.max_draft_positions is None
+        self.reach = None if choice == PLAIN else pace.reach(choice, self.moods, at_once, open_ended)
 
     def is_whole(self, tree: DraftTree) -> bool:
         """Whether the latest draft is as deep as it was meant to be, not cut off by a limit."""

@@ -46,6 +46,7 @@ BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never trie
 BETTER_BY_LESS_LUCK = 0.06  # the same where it is told which children are right, but for what its cost may be,
 ENDING_BETTER_BY_LUCK = 0.6  # the same of chains that end where they like: they are still learning where that is
 CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
+LEVELS_AHEAD = 2  # that chains may have more than usual, where as many are drafted at once as are asked for
 # What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
 # pause grows by a round whenever there were so many more, up to so many,
 ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 15
@@ -273,13 +274,16 @@ class Pace:
         unknown = self.gains.tried[choice].rounds < FIRST_ROUNDS
         return unknown and (choice in self._ending or self.promise(choice) > PAYS)
 
-    def reach(self, choice: int, moods: list[float | None], one_forward: bool = False) -> Reach | None:
+    def reach(
+        self, choice: int, moods: list[float | None], one_forward: bool = False, open_ended: bool = False
+    ) -> Reach | None:
         """What decides where the chains of the next round end; `None` for trees of which that is settled.
 
         Args:
             choice: Place of the tree.
             moods: How well drafts of every sequence have fared of late; `None` of new ones. Followed in place.
             one_forward: All draft positions come of one forward of the heads, so that nodes alone cost something.
+            open_ended: As many as are asked for, before it is known where the chain ends: few more than usual.
         """
         if choice not in self._ending:
             return None
@@ -288,6 +292,8 @@ class Pace:
         foresight = self.gains.foresight[self.menu[choice].children]
         reach = Reach(foresight, foresight.follow(moods), rate * (level + node), rate * node, drawn)
         reach.known, reach.least, reach.farthest = self.costs.levels_to_draft(choice, self.gains.tried[choice].rounds)
+        if open_ended:
+            reach.farthest = min(reach.farthest, round(self.costs.levels[choice]) + LEVELS_AHEAD)
         steps = self._steps.get(choice) or self._steps.setdefault(choice, self.costs.steps(choice))
         reach.steps = [rate * more for more in steps]
         reach.offered = [] if self.gains.asks_for_favourites(choice) else None

@@ -415,7 +415,7 @@ def test_sampled_texts_have_the_targets_distribution(children, monkeypatch):
     """Chains that end by how probable the links drawn before were."""
     levels = draft_only(monkeypatch, children)
     monkeypatch.setattr(
-        Pace, "reach", lambda pace, choice, moods, _: Reach(Foresight(), [0.5], 0.075, 0.03, children == "sampled")
+        Pace, "reach", lambda pace, choice, moods, *_: Reach(Foresight(), [0.5], 0.075, 0.03, children == "sampled")
     )
     target, samples = five_token_target(), 200
     heads = random_heads(target)
@@ -442,7 +442,7 @@ def test_greedy_text_is_the_targets(method, monkeypatch):
 def test_rounds_that_a_budget_ended_are_no_measure(monkeypatch):
     """Chains that would have gone on are as long as the budget was, not as they like to be."""
     levels, counted = draft_only(monkeypatch, "top_k"), []
-    monkeypatch.setattr(Pace, "reach", lambda pace, choice, moods, _: Reach(Foresight(), [0.5], 0.0, 0.0))
+    monkeypatch.setattr(Pace, "reach", lambda pace, choice, moods, *_: Reach(Foresight(), [0.5], 0.0, 0.0))
     monkeypatch.setattr(Pace, "record_round", lambda *args: counted.append(args[4].levels))
     target, ids = shared_target("llama"), prompt()
     heads = random_heads(target)
