@@ -98,11 +98,14 @@ def as_template_takes(chat: Sequence[Any], written: Callable[[list[Any]], str]) 
     if len(contents) == len(arguments) == 1:
         return messages
     asked = [text for message in messages if _role_of(message) == "user" for text in _parts_of(message) or ()]
+    best, most = messages, -1
     for of_content, of_arguments in itertools.product(contents, arguments):
         changed = [_with_arguments(of_content(message), of_arguments) for message in messages]
-        if _is_well_written(changed, asked, written):
-            return changed
-    return messages
+        if (found := _num_written(changed, asked, written)) > most:
+            best, most = changed, found
+        if most == len(asked):
+            break
+    return best
 
 
 def _as_given(value: Any) -> Any:
@@ -159,21 +162,21 @@ def _as_string(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
-def _is_well_written(messages: list[Any], asked: list[str], written: Callable[[list[Any]], str]) -> bool:
-    """Whether a template writes neither objects in Python's way nor JSON in quotes, and leaves out no part of what was
-    asked. Templates may write words in other letters, with other spaces and marks."""
+def _num_written(messages: list[Any], asked: list[str], written: Callable[[list[Any]], str]) -> int:
+    """How many parts of what was asked a template writes, in whatever letters, spaces and marks; -1 if it fails, or
+    writes objects in Python's way or JSON in quotes."""
     try:
         text = written(messages)
     except Exception:  # templates raise what they like
-        return False
+        return -1
     for arguments in (function.get("arguments") for function in _functions_of(messages)):
         wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
         if arguments and wrong in text:
-            return False
+            return -1
     letters = _letters_of(text)
     if any(_letters_of(str(message["content"])) in letters for message in messages if _parts_of(message) is not None):
-        return False
-    return all(part.strip() in text or (_letters_of(part) or part) in letters for part in asked)
+        return -1
+    return sum(part.strip() in text or (_letters_of(part) or part) in letters for part in asked)
 
 
 def _role_of(message: Any) -> Any:

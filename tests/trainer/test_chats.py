@@ -304,6 +304,13 @@ def test_parts_in_words_that_a_template_changes(characters, change, written) -> 
     assert written in prompt
 
 
+def test_questions_that_a_template_leaves_out_in_every_form(characters) -> None:
+    """What it writes is still in the form that it takes."""
+    template = LLAMA3.replace("m.content | trim", "('' if loop.first else m.content | string)")
+    (row,) = rows(characters, template, in_parts([user("q"), said("a")]))
+    assert "[a<|eot_id|>]" in row and "q" not in row
+
+
 @pytest.mark.parametrize("question", ["What's up?", "?!"])
 def test_strings_in_words_that_a_template_changes(characters, question) -> None:
     """Parts written in Python's way are told from words in capitals."""
