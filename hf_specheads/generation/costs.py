@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -20,7 +19,7 @@ FIRST_LEVELS, GROWS = 3, 2  # that they may have at first, and times as many as 
 CURIOUS_AFTER = 32  # rounds of them, to see again what lies deeper, or what other numbers of levels cost
 A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what those cost and give
 UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of rows make of it, at the least
-SHORT = 6  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
+SHORT = 8  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
 NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level, per node, and per level of
@@ -134,8 +133,10 @@ class Costs:
             if levels is not None:
                 self._kinds[choice].add()
                 self._follow(choice, levels)
-        else:
+        elif kind.weight:
             kind.count += 1
+        else:
+            kind.record(kind.mean)  # that of which the unit is made is one itself
         self._units.append(seconds / kind.mean)
         units = list(self._units)  # another thread may add to them, or clear them
         self.unit = (min if len(units) <= FEW else statistics.median)(units or [0.0])
@@ -182,7 +183,7 @@ class Costs:
         known = self._known_levels(choice)
         farthest = max(FIRST_LEVELS, GROWS * known)
         if rounds % CURIOUS_AFTER != CURIOUS_AFTER - 1:
-            return known, self._cheaper_levels(choice), farthest
+            return known, 0, farthest
         levels = self._unknown_levels(choice)
         return 0, levels, levels or farthest
 
@@ -202,23 +203,6 @@ class Costs:
         usual, farthest = round(self.levels[choice]), self._farthest[choice]
         near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= min(farthest, SHORT)]
         return next((levels for levels in near if self._kinds[self._places[choice, levels]].weight < STEADY), 0)
-
-    def _cheaper_levels(self, choice: int) -> int:
-        """Levels, one or two more than such chains usually have, that seem to take less time: as these give more in
-        any case, chains have as many, until it is known better. 0 if none."""
-        usual, farthest = max(self.levels[choice], 1.0), min(self._farthest[choice], SHORT)
-        for fewer in (math.floor(usual), math.ceil(usual)):
-            most = (1 - UNEVEN) * self._of_late(choice, fewer)
-            for levels in range(fewer + 1, min(fewer + 2, farthest) + 1):
-                if self._of_late(choice, levels) < most:
-                    return levels
-        return 0
-
-    def _of_late(self, choice: int, levels: int) -> float:
-        """Usual cost of late of a chain of so many levels; no number, which is not less than any, where too few were
-        seen."""
-        kind = self._kinds[self._places[choice, levels]]
-        return statistics.median(kind.recent) if kind.weight >= FEW else math.nan
 
     def of_levels(self, choice: int, levels: int) -> float:
         """Of a chain that ends where it likes, where it has so many levels; in plain steps."""

@@ -29,6 +29,7 @@ LINKS_BEFORE = 4  # of which it is expected to be as often as at the position be
 BETTER_FOLLOWS = 0.1  # the same, per link, of what positions say besides
 UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
 DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
+LOOKS_AHEAD = 8  # links, to see whether rounds are cheap again after some that are dear
 CURIOUS = 0.6  # of what a link must be worth, where it leads to levels that were hardly ever drafted
 LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it,
 LEAST_USUAL = 0.01  # and so are shares of links that are accepted
@@ -179,7 +180,7 @@ class Reach:
         if self._links:
             self.next_chance = sum(likely) / len(likely)
             likely = [before * chance for before, chance in zip(self.likely, likely, strict=True)]
-            worth = len(self._links) < self.least or sum(likely) >= (self.node + self._step(1)) * len(likely)
+            worth = len(self._links) < self.least or self._pays(likely, self.node)
             self.ended = not (self.drawn or worth)
             if self.ended:
                 return False
@@ -188,20 +189,36 @@ class Reach:
         return True
 
     def goes_on(self) -> bool:
-        """Whether other links may be worth drafting and verifying after these: the next one, or the next two where it
-        is after the next that rounds are cheap."""
+        """Whether other links may be worth drafting and verifying after these."""
         chances = self._chances(0)
         self.next_chance = sum(chances) / len(chances)
-        one = [likely * chance for likely, chance in zip(self.likely, chances, strict=True)]
+        likely = [likely * chance for likely, chance in zip(self.likely, chances, strict=True)]
         if self.known is not None and len(self._links) >= self.known:
-            pays = sum(one) >= CURIOUS * self.link * len(one)
+            pays = sum(likely) >= CURIOUS * self.link * len(likely)
         else:
-            pays = sum(one) >= (self.link + self._step(1)) * len(one)
-        if not pays and self._step(2) < self._step(1):
-            two = [likely * chance for likely, chance in zip(one, self._chances(1), strict=True)]
-            pays = sum(one) + sum(two) >= (2 * self.link + self._step(2)) * len(one)
+            pays = self._pays(likely, self.link)
         self.ended = not (pays or len(self._links) < self.least) or len(self._links) >= self.farthest
         return not self.ended
+
+    def _pays(self, likely: Sequence[float], cost: float) -> bool:
+        """Whether the next link is worth its time, or the next few are, where it is after these that rounds are cheap.
+
+        Args:
+            likely: How likely the next link is to be accepted with all before it, by sequence.
+            cost: Of it, in tokens; the links after it cost [`link`] each.
+        """
+        gain, even = -cost, len(self.steps) - 1 - len(self._links)
+        for more in range(1, LOOKS_AHEAD + 1):
+            here = sum(likely) / len(likely)
+            gain += here
+            if gain >= self._step(more):
+                return True
+            # Further links give less and less, and from here on cost the same.
+            if len(self._links) + more >= self.farthest or (more >= even and here <= max(cost, self.link)):
+                break
+            likely = [before * chance for before, chance in zip(likely, self._chances(more), strict=True)]
+            gain -= self.link
+        return False
 
     def _chances(self, further: int) -> list[float]:
         """Of the next link of every sequence, or of one further on."""

@@ -61,6 +61,15 @@ def test_chains_that_end_where_they_like_cost_what_those_of_as_many_levels_do():
     assert costs.own(0) == pytest.approx(0.75 * 1.2 + 0.25 * 1.4, rel=0.01)
 
 
+def test_a_stall_among_the_first_plain_steps_is_no_measure():
+    """The first one is the unit of all others; if the second stalls, plain steps cost that no more than before."""
+    costs = Costs(CHAINS)
+    for choice, seconds in [(PLAIN, 1.0), (0, 1.5), (0, 1.5), (PLAIN, 4.0), (0, 1.5), (0, 1.5)]:
+        costs.record(choice, seconds)
+    assert costs.plain_seconds == pytest.approx(1.0, rel=0.05)
+    assert costs.own(0) == pytest.approx(1.5, rel=0.05)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
     """Chains that end where they like might always end better yet: what trials of them lose is told by what they have

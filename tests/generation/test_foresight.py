@@ -158,6 +158,16 @@ def test_a_link_that_is_not_worth_verifying_is_left_out_unless_it_was_drawn(sure
     assert reach.drafted == levels + (levels < len(sureness))
 
 
+@pytest.mark.parametrize("dear", [1, 2, 3, 4])
+def test_chains_go_on_past_links_that_are_dear_to_those_that_are_cheap(dear):
+    """Kernels for some numbers of rows may take long, or seem to: what lies behind them decides, too."""
+    steps = [0.0, 0.0, *[0.9] * dear, 0.0, 0.0]
+    reach = Reach(Foresight(), [0.9], 0.2, 0.02, steps=steps, farthest=16)
+    assert grown_by(reach, [[0.0]] * 16) == 16
+    unlikely = Reach(Foresight(), [0.05], 0.2, 0.02, steps=steps, farthest=16)
+    assert grown_by(unlikely, [[-6.0]] * 16) == 1
+
+
 def test_it_says_what_ended_a_chain_and_how_likely_another_link_was():
     limited = Reach(Foresight(), [0.9], 1e-6, 0.0)
     assert limited.keeps([-0.1]) and limited.goes_on() and not limited.ended
