@@ -207,14 +207,16 @@ class Reach:
             likely: How likely the next link is to be accepted with all before it, by sequence.
             cost: Of it, in tokens; the links after it cost [`link`] each.
         """
-        gain, even = -cost, len(self.steps) - 1 - len(self._links)
+        gain = -cost
         for more in range(1, LOOKS_AHEAD + 1):
             here = sum(likely) / len(likely)
             gain += here
             if gain >= self._step(more):
                 return True
-            # Further links give less and less, and from here on cost the same.
-            if len(self._links) + more >= self.farthest or (more >= even and here <= max(cost, self.link)):
+            # Further links give less and less: what is dear becomes worth it only where rounds are cheaper further on.
+            at = len(self._links) + more
+            cheaper = any(step < self.steps[at] for step in self.steps[at + 1 :])
+            if at >= self.farthest or (here <= max(cost, self.link) and not cheaper):
                 break
             likely = [before * chance for before, chance in zip(likely, self._chances(more), strict=True)]
             gain -= self.link
