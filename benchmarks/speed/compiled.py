@@ -28,6 +28,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 from hf_specheads import DraftHead, DraftHeadCandidateGenerator
 from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.slots import to_device
+from hf_specheads.generation import ahead
 from hf_specheads.generation.compiled import bucket
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tree.shape import TreeShape
@@ -86,35 +87,58 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     """While this lasts, the favourites of drafted trees are what the target goes on to say, for as many positions as
     give `tau`, and then something else.
 
+    Where drafts begin before the host knows the text they go on from (`generation/ahead.py`), what comes next is
+    looked up by the tree's root, on the device: there `truth` must go on alike wherever a token comes twice.
+
     Args:
         tau: Acceptance length wanted, where trees are deep enough for it.
         truth: int64 [1, T], prompt and plain text.
     """
     draft = DraftHeadCandidateGenerator.draft
-    state, to_say = {"owed": 0.0}, truth[0].tolist()
+    state, to_say, by_root = {"owed": 0.0}, truth[0].tolist(), {}
 
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others)
         state["owed"] += tau - 1
         said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
         state["owed"] -= said
-        node, parents = 0, parents_of(tree)
-        tokens = [KEPT] * len(parents)
-        for place, token in enumerate(to_say[lengths[0] :]):
-            children = [child for child, parent in enumerate(parents) if child and parent == node]
-            if not children:
-                break
-            for child in children:
-                tokens[child] = (token + 1) % self.head.config.vocab_size
-            if place >= said:
-                break
-            node = children[0]
-            tokens[node] = token
-        told = to_device([tokens], tree.token_ids.device)
+        vocab, parents, device = self.head.config.vocab_size, parents_of(tree), tree.token_ids.device
+        if device.type in ahead.QUEUES:
+            case = (tuple(parents), said)
+            if case not in by_root:
+                by_root[case] = told_by_root(to_say, vocab, parents, said).to(device)
+            told = by_root[case][tree.token_ids[:, 0]]
+        else:
+            told = to_device([told_tokens(to_say[lengths[0] :], parents, said, vocab)], device)
         return replace(tree, token_ids=torch.where(told == KEPT, tree.token_ids, told))
 
     with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
         yield
+
+
+def told_tokens(to_say: list[int], parents: list[int], said: int, vocab: int) -> list[int]:
+    """Tokens of a tree's nodes, [`KEPT`] where it may hold what it drafted: first children are right `said` times."""
+    node, tokens = 0, [KEPT] * len(parents)
+    for place, token in enumerate(to_say):
+        children = [child for child, parent in enumerate(parents) if child and parent == node]
+        if not children:
+            break
+        for child in children:
+            tokens[child] = (token + 1) % vocab
+        if place >= said:
+            break
+        node = children[0]
+        tokens[node] = token
+    return tokens
+
+
+def told_by_root(to_say: list[int], vocab: int, parents: list[int], said: int) -> torch.Tensor:
+    """The same for every root, int64 [V, N]: of a token that comes more than once, as it goes on last."""
+    told = torch.full((vocab, len(parents)), KEPT)
+    for place, token in enumerate(to_say[:-1]):
+        rest = to_say[place + 1 : place + 1 + len(parents)]
+        told[token] = torch.tensor(told_tokens(rest, parents, said, vocab))
+    return told
 
 
 def parents_of(tree: DraftTree) -> list[int]:
