@@ -1,10 +1,15 @@
-"""How the target's attention runs while trees are verified on a CPU.
+"""How the target's attention runs while trees are verified, and the heads' while they draft.
 
-transformers copies grouped keys and values for every query head whenever a mask is given, because kernels of other
-devices need that. On a CPU that copies the whole cache in every tree forward, for the same result bit for bit; plain
-decoding has no mask and copies nothing. So `sdpa` attention of transformers' registry is wrapped, once, by a function
-that reads them as they are under the *additive* masks that tree forwards have (transformers' own masks for sdpa are
-boolean), and hands every other call on. Nothing is switched while texts are generated, so other threads see nothing.
+transformers copies grouped keys and values for every query head whenever a mask is given, because kernels of some
+devices need that. Plain decoding has no mask and copies nothing. On a CPU the copies are for nothing: the same kernel
+reads grouped keys as they are, for the same result bit for bit. On CUDA the kernels that take masks are made for many
+rows: a few rows over a long cache keep a few blocks of the device busy, one for every head, and it takes many times
+what reading the cache takes. There few rows attend by two matrix products with a softmax in float32 between, in which
+every slot is work of its own (`benchmarks/results/history/attention.json`).
+
+So `sdpa` attention of transformers' registry is wrapped, once, by a function that does so under the *additive* masks
+that tree forwards have (transformers' own masks for sdpa are boolean), and hands every other call on. Nothing is
+switched while texts are generated, so other threads see nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # What only transformers' own function knows.
 HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
+FEW_ROWS = 128  # of a forward, at the most, that attend by matrix products on CUDA
 
 
 def install_grouped_attention() -> None:
@@ -47,12 +53,14 @@ def _wrapped(original: Callable) -> Callable:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        is_additive = attention_mask is not None and attention_mask.is_floating_point()
-        grouped = getattr(module, "num_key_value_groups", 1) > 1 and key.device.type == "cpu"
         special = not HANDED_ON.isdisjoint(kwargs) and any(
             kwargs.get(name) is not None and kwargs[name] is not False for name in HANDED_ON
         )
-        if special or not (is_additive and grouped):
+        if special or attention_mask is None or not attention_mask.is_floating_point():
+            return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        if _attends_by_products(query, key, attention_mask, dropout):
+            return attend_by_products(query, key, value, attention_mask, scaling), None
+        if key.device.type != "cpu" or getattr(module, "num_key_value_groups", 1) == 1:
             return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
@@ -62,3 +70,36 @@ def _wrapped(original: Callable) -> Callable:
     wrapper: Any = grouped_sdpa
     wrapper._specheads_original = original
     return wrapper
+
+
+def _attends_by_products(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, dropout: float) -> bool:
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    return key.device.type == "cuda" and query.shape[2] <= FEW_ROWS and mask.shape[1] == 1 and not (dropout or learns)
+
+
+def attend_by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of few rows over many slots, [B, N, heads, width].
+
+    Args:
+        query: [B, heads, N, head_dim].
+        key, value: [B, key heads, slots, head_dim] and [B, key heads, slots, width], grouped as they are.
+        mask: Additive, [B, 1, N, slots].
+        scaling: Of scores; `None` for head_dim^-0.5.
+    """
+    (batch, heads, rows, width), groups = query.shape, key.shape[:2].numel()
+    rows_of_group = query.reshape(groups, -1, width)
+    keys, values = key.reshape(groups, -1, width), value.reshape(groups, -1, value.shape[-1])
+    scores = _product_in_float32(rows_of_group, keys.transpose(1, 2)).view(batch, key.shape[1], -1, rows, key.shape[2])
+    scores = torch.add(mask[:, :, None], scores, alpha=width**-0.5 if scaling is None else scaling)
+    weights = scores.softmax(-1).to(value.dtype)
+    output = torch.bmm(weights.view(groups, -1, key.shape[2]), values)
+    return output.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+
+
+def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Of batches of matrices; what 16 bits would round are exponents later."""
+    if left.dtype.itemsize >= 4 or left.device.type != "cuda":
+        return torch.bmm(left, right)
+    return torch.bmm(left, right, out_dtype=torch.float32)

@@ -16,13 +16,30 @@ from .foresight import Reach
 # A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
 # favourite child, [B, 1] each.
 Link = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+BLOCKS, MANY_LOGITS = 256, 4096  # that one row of logits is searched in, and from which length on
 
 
 def favourites(head: DraftingContract, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., V]."""
     logits = logits if temperature == 1 else logits / temperature
-    scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
+    if logits.device.type == "cuda" and torch.compiler.is_compiling() and logits.shape[-1] >= MANY_LOGITS:
+        scores, tokens = best_of_blocks(logits)
+    else:
+        scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
     return scores, tokens if head.draft_vocabulary is None else head.draft_vocabulary[tokens]
+
+
+def best_of_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and place of the highest of logits [..., V], by two steps: of blocks, and of what they found.
+    Compilers make a kernel of one block of the device of a search through one row."""
+    vocab, lowest = logits.shape[-1], torch.finfo(logits.dtype).min
+    blocks = torch.nn.functional.pad(logits, (0, -vocab % BLOCKS), value=lowest).unflatten(-1, (BLOCKS, -1))
+    highest, place = blocks.max(dim=-1)
+    highest = highest.clamp_min(lowest)  # a block may have nothing but logits of -inf
+    mass = (blocks.float() - highest[..., None].float()).exp().sum(-1)
+    best, block = highest.max(dim=-1, keepdim=True)
+    total = (mass * (highest.float() - best.float()).exp()).sum(-1, keepdim=True)
+    return (-total.log()).to(logits.dtype), block * blocks.shape[-1] + place.gather(-1, block)
 
 
 def numbers(scores: torch.Tensor) -> torch.Tensor:

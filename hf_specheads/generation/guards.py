@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +29,17 @@ def without_guards(step: Callable) -> Callable | None:
 @contextmanager
 def quick_compiler() -> Iterator[None]:
     """The compiler works without collections of garbage and without what it would tell nobody."""
-    with no_collections(), no_names_of_lines(), torch._dynamo.config.patch(_quick_settings()):
+    settings = torch._dynamo.config.patch(_quick_settings())
+    with no_collections(), no_names_of_lines(), settings, _kernels():
         yield
+
+
+def _kernels() -> AbstractContextManager:
+    if not torch.cuda.is_available():
+        return nullcontext()
+    from .products import one_kernel_for_siblings  # imports much of the compiler
+
+    return one_kernel_for_siblings()
 
 
 def _quick_settings() -> dict[str, Any]:

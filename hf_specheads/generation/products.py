@@ -1,0 +1,168 @@
+"""Compiled steps on CUDA: products of a few rows with weights, those that read the same rows by one kernel.
+
+A forward over a tree takes as long as reading the weights. A product of a few rows with one small weight ends before
+the device reads at full speed: queries, keys and values of a layer, one after the other, take twice what one product
+with as many columns takes. Weights stacked in memory would cost a copy of them; a kernel that is handed all of them
+costs none. Each is taken where it is faster on this device than torch's own, which is measured once for every shape
+while a step is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+DEVICES = ("cuda",)
+MOST_ROWS = 64
+MOST_WEIGHTS = 3  # of a kernel: queries, keys and values
+COLUMNS, DEPTH = 64, 128  # of the part of a weight that is read at once; both must divide its sizes
+WORTH = 0.97  # of the time of torch's products that one kernel may take at the most
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_TRANSPOSES = (aten.t.default, aten.permute.default)
+
+
+# ---------------------------------------------------------------------- the operator
+@torch.library.custom_op("specheads::products", mutates_args=())
+def products(rows: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows [M, K] by each weight [N, K], transposed: [M, N] each."""
+    if rows.device.type != "cuda":
+        return [rows @ weight.t() for weight in weights]
+    from .products_triton import launch
+
+    outputs = [rows.new_empty(len(rows), len(weight)) for weight in weights]
+    launch(rows.contiguous(), weights, outputs)
+    return outputs
+
+
+@products.register_fake
+def _(rows: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
+
+
+# ---------------------------------------------------------------------- finding them in a graph
+@dataclass(frozen=True)
+class _Product:
+    """`node` is `rows` [M, K] by `weight` [N, K], transposed, and `bias` [N] added to it if there is one."""
+
+    node: Node
+    rows: Node
+    weight: Node
+    bias: Node | None
+
+    @property
+    def source(self) -> tuple[Node, tuple[int, ...]]:
+        """What the rows are a view of."""
+        source = self.rows
+        while source.op == "call_function" and source.target in _VIEWS:
+            source = source.args[0]
+        return source, tuple(self.rows.meta["val"].shape)
+
+
+class OneKernelForSiblings(CustomGraphPass):
+    """Rewrites graphs of inductor so."""
+
+    def __call__(self, graph: Graph) -> None:
+        siblings: dict[Any, list[_Product]] = {}
+        for node in graph.nodes:
+            if (product := _product_of(node)) is not None:
+                siblings.setdefault(product.source, []).append(product)
+        for alike in siblings.values():
+            for first in range(0, len(alike), MOST_WEIGHTS):
+                group = alike[first : first + MOST_WEIGHTS]
+                if pays(*_case_of(group)):
+                    _replace(graph, group)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, str(Path(__file__).with_name("products_triton.py"))))
+
+
+def _product_of(node: Node) -> _Product | None:
+    """What a node multiplies, if it is such a product; weights are inputs of the graph, which come before all else."""
+    if node.op != "call_function" or node.kwargs:
+        return None
+    if node.target is aten.mm.default:
+        bias, (rows, transposed) = None, node.args
+    elif node.target is aten.addmm.default:
+        bias, rows, transposed = node.args
+    else:
+        return None
+    if transposed.op != "call_function" or transposed.target not in _TRANSPOSES:
+        return None
+    weight = transposed.args[0]
+    inputs = [weight] if bias is None else [weight, bias]
+    if any(one.op not in ("placeholder", "get_attr") for one in inputs) or not _fits(rows, weight, bias):
+        return None
+    return _Product(node, rows, weight, bias)
+
+
+def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
+    left, right = rows.meta.get("val"), weight.meta.get("val")
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)) or left.device.type not in DEVICES:
+        return False
+    sizes = (*left.shape, *right.shape)
+    if right.dim() != 2 or not all(isinstance(size, int) for size in sizes) or not right.is_contiguous():
+        return False
+    if bias is not None and tuple(bias.meta["val"].shape) != (sizes[2],):
+        return False
+    whole = sizes[2] % COLUMNS == 0 and sizes[3] % DEPTH == 0
+    return whole and sizes[0] <= MOST_ROWS and left.dtype == right.dtype and left.dtype.itemsize == 2
+
+
+def _case_of(group: list[_Product]) -> tuple[torch.device, torch.dtype, int, int, tuple[int, ...]]:
+    rows = group[0].rows.meta["val"]
+    return rows.device, rows.dtype, *rows.shape, tuple(len(one.weight.meta["val"]) for one in group)
+
+
+def _replace(graph: Graph, group: list[_Product]) -> None:
+    first = group[0]
+    with graph.inserting_before(first.node):
+        all_of_them = graph.call_function(products._opoverload, (first.rows, [one.weight for one in group]))
+        all_of_them.meta["val"] = [one.node.meta["val"] for one in group]
+        for place, one in enumerate(group):
+            output = graph.call_function(getitem, (all_of_them, place))
+            output.meta["val"] = one.node.meta["val"]
+            if one.bias is not None:
+                output = graph.call_function(aten.add.Tensor, (output, one.bias))
+                output.meta["val"] = one.node.meta["val"]
+            one.node.replace_all_uses_with(output)
+    for one in group:
+        graph.erase_node(one.node)
+
+
+# ---------------------------------------------------------------------- whether it pays
+@lru_cache(maxsize=256)
+def pays(device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]) -> bool:
+    """Whether the kernel is faster than torch's products on this device; both are timed, with weights that no cache
+    holds."""
+    from triton.testing import do_bench
+
+    inputs = torch.ones(rows, width, dtype=dtype, device=device)
+    weights = [torch.ones(size, width, dtype=dtype, device=device) for size in columns]
+    with torch.cuda.device(device), torch.no_grad():
+        ours = do_bench(lambda: products(inputs, weights), warmup=2, rep=10, return_mode="median")
+        torchs = do_bench(lambda: [inputs @ one.t() for one in weights], warmup=2, rep=10, return_mode="median")
+    return ours < WORTH * torchs
+
+
+@contextmanager
+def one_kernel_for_siblings() -> Iterator[None]:
+    """While this lasts, inductor compiles graphs so, where there is a CUDA device to run them by, Triton to compile
+    the kernel and no pass of the user's own."""
+    settings = torch._inductor.config
+    able = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    if not able or settings.post_grad_custom_pre_pass is not None:
+        yield
+        return
+    with settings.patch(post_grad_custom_pre_pass=OneKernelForSiblings()):
+        yield
