@@ -5,7 +5,7 @@ devices need that. Plain decoding has no mask and copies nothing. On a CPU the c
 reads grouped keys as they are, for the same result bit for bit. On CUDA the kernels that take masks are made for many
 rows: a few rows over a long cache keep a few blocks of the device busy, one for every head, and it takes many times
 what reading the cache takes. There few rows attend by two matrix products with a softmax in float32 between, in which
-every slot is work of its own (`benchmarks/results/history/attention.json`).
+every slot is work of its own; in compiled steps by a kernel that shares the slots out, where there is Triton.
 
 So `sdpa` attention of transformers' registry is wrapped, once, by a function that does so under the *additive* masks
 that tree forwards have (transformers' own masks for sdpa are boolean), and hands every other call on. Nothing is
@@ -15,6 +15,7 @@ switched while texts are generated, so other threads see nothing.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # What only transformers' own function knows.
 HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
 FEW_ROWS = 128  # of a forward, at the most, that attend by matrix products on CUDA
+ROWS_OF_KERNEL, WIDTHS_OF_KERNEL = 64, (16, 32, 64, 128, 256)  # rows of all heads of a group, and head_dim
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def install_grouped_attention() -> None:
@@ -59,7 +62,10 @@ def _wrapped(original: Callable) -> Callable:
         if special or attention_mask is None or not attention_mask.is_floating_point():
             return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         if _attends_by_products(query, key, attention_mask, dropout):
-            return attend_by_products(query, key, value, attention_mask, scaling), None
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            by_kernel = torch.compiler.is_compiling() and _suits_kernel(query, key, value)
+            attend = attend_by_kernel if by_kernel else attend_by_products
+            return attend(query, key, value, attention_mask, scaling), None
         if key.device.type != "cpu" or getattr(module, "num_key_value_groups", 1) == 1:
             return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         output = torch.nn.functional.scaled_dot_product_attention(
@@ -77,8 +83,15 @@ def _attends_by_products(query: torch.Tensor, key: torch.Tensor, mask: torch.Ten
     return key.device.type == "cuda" and query.shape[2] <= FEW_ROWS and mask.shape[1] == 1 and not (dropout or learns)
 
 
+def _suits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    widths = {query.shape[-1], value.shape[-1]}
+    fits = rows <= ROWS_OF_KERNEL and len(widths) == 1 and query.shape[-1] in WIDTHS_OF_KERNEL
+    return HAS_TRITON and fits and query.dtype.itemsize == 2
+
+
 def attend_by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Attention of few rows over many slots, [B, N, heads, width].
 
@@ -86,13 +99,13 @@ def attend_by_products(
         query: [B, heads, N, head_dim].
         key, value: [B, key heads, slots, head_dim] and [B, key heads, slots, width], grouped as they are.
         mask: Additive, [B, 1, N, slots].
-        scaling: Of scores; `None` for head_dim^-0.5.
+        scaling: Of scores.
     """
     (batch, heads, rows, width), groups = query.shape, key.shape[:2].numel()
     rows_of_group = query.reshape(groups, -1, width)
     keys, values = key.reshape(groups, -1, width), value.reshape(groups, -1, value.shape[-1])
     scores = _product_in_float32(rows_of_group, keys.transpose(1, 2)).view(batch, key.shape[1], -1, rows, key.shape[2])
-    scores = torch.add(mask[:, :, None], scores, alpha=width**-0.5 if scaling is None else scaling)
+    scores = torch.add(mask[:, :, None], scores, alpha=scaling)
     weights = scores.softmax(-1).to(value.dtype)
     output = torch.bmm(weights.view(groups, -1, key.shape[2]), values)
     return output.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
@@ -103,3 +116,31 @@ def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor
     if left.dtype.itemsize >= 4 or left.device.type != "cuda":
         return torch.bmm(left, right)
     return torch.bmm(left, right, out_dtype=torch.float32)
+
+
+@torch.library.custom_op("specheads::attend", mutates_args=())
+def attend_by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """As [`attend_by_products`], for 16 bits."""
+    if query.device.type != "cuda":
+        return attend_by_products(query, key, value, mask, scaling)
+    from .attention_triton import launch
+
+    output = query.new_empty(_output_shape(query, value))
+    launch(query, key, value, mask, scaling, output, _processors(query.device))
+    return output
+
+
+@attend_by_kernel.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    return query.new_empty(_output_shape(query, value))
+
+
+def _output_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    return query.shape[0], query.shape[2], query.shape[1], value.shape[3]
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

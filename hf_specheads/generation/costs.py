@@ -21,6 +21,7 @@ A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what
 UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of rows make of it, at the least
 SHORT = 8  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
 NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
+WARMING_UP = 8  # of a kind, of which all until now may have been slow: devices load kernels when they need them first
 FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
 # What a round that drafts adds to a plain step, before any was seen: once, per draft level, per node, and per level of
 # which children are drawn; with how far off that may be.
@@ -45,7 +46,8 @@ class _Kind:
         """Adds one."""
         self.count, self.weight = self.count + 1, self.weight + 1
         self.recent.append(cost)
-        if self.weight <= FEW:
+        stalled = self.weight <= WARMING_UP and cost < self.mean / STALL  # all before: nothing is fast by chance
+        if self.weight <= FEW or stalled:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
             return
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)

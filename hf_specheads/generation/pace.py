@@ -231,7 +231,7 @@ class Pace:
 
     def _plan(self, best: int) -> tuple[int, float, bool]:
         """The tree to try next, what that may lose, and whether it promises to be better than the best."""
-        if (first := self._first_chain()) is not None:
+        if (first := self._first()) is not None:
             return first, 0.0, True
         others = [choice for choice in range(len(self.menu)) if self._may_be_tried(choice, best)]
         trial = max(others, key=self.promise, default=best)
@@ -255,13 +255,17 @@ class Pace:
         return choice != best and self._loss(choice, best) <= FIRST_TRIALS
 
     def _loss(self, choice: int, best: int) -> float:
-        """What a round over a tree may lose to the best, in plain steps."""
+        """What a round over a tree may lose to the best, in plain steps. The only tree is looked at again now and then,
+        however dear it was: devices load kernels in the first rounds that need them."""
         unsure = self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
-        return max(self.costs.cost(choice, unsure) * self.rate(best) - self.gains.given(choice, self.costs), 0.0)
+        lost = max(self.costs.cost(choice, unsure) * self.rate(best) - self.gains.given(choice, self.costs), 0.0)
+        return min(lost, FIRST_TRIALS) if len(self.menu) == 1 else lost
 
-    def _first_chain(self) -> int | None:
+    def _first(self) -> int | None:
         """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
-        every way in which nodes are chosen."""
+        every way in which nodes are chosen. Or the only tree there is, of which nothing else tells."""
+        if len(self.menu) == 1 and self.gains.tried[0].rounds < ROUNDS_BEFORE_A_VERDICT:
+            return 0
         chains_of = defaultdict(list)
         for choice in sorted(range(len(self.menu)), key=lambda c: self.menu[c].depth):
             if choice in self._ending or self.gains.is_plain_chain(choice):

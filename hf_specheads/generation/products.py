@@ -12,21 +12,20 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import astuple, dataclass
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 DEVICES = ("cuda",)
 MOST_ROWS = 64
 MOST_WEIGHTS = 3  # of a kernel: queries, keys and values
-COLUMNS, DEPTH = 64, 128  # of the part of a weight that is read at once; both must divide its sizes
-WORTH = 0.97  # of the time of torch's products that one kernel may take at the most
+LARGEST = 256 * 2**20  # bytes of a weight; larger ones are read at full speed in any case
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _TRANSPOSES = (aten.t.default, aten.permute.default)
@@ -34,19 +33,19 @@ _TRANSPOSES = (aten.t.default, aten.permute.default)
 
 # ---------------------------------------------------------------------- the operator
 @torch.library.custom_op("specheads::products", mutates_args=())
-def products(rows: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows [M, K] by each weight [N, K], transposed: [M, N] each."""
+def products(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[torch.Tensor]:
+    """Rows [M, K] by each weight [N, K], transposed: [M, N] each; `how` are the kernel's numbers."""
     if rows.device.type != "cuda":
         return [rows @ weight.t() for weight in weights]
-    from .products_triton import launch
+    from .products_triton import How, launch
 
     outputs = [rows.new_empty(len(rows), len(weight)) for weight in weights]
-    launch(rows.contiguous(), weights, outputs)
+    launch(rows.contiguous(), weights, outputs, How(*how))
     return outputs
 
 
 @products.register_fake
-def _(rows: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def _(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[torch.Tensor]:
     return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
 
 
@@ -80,8 +79,8 @@ class OneKernelForSiblings(CustomGraphPass):
         for alike in siblings.values():
             for first in range(0, len(alike), MOST_WEIGHTS):
                 group = alike[first : first + MOST_WEIGHTS]
-                if pays(*_case_of(group)):
-                    _replace(graph, group)
+                if (how := how_it_pays(*_case_of(group))) is not None:
+                    _replace(graph, group, how)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, str(Path(__file__).with_name("products_triton.py"))))
@@ -115,8 +114,8 @@ def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
         return False
     if bias is not None and tuple(bias.meta["val"].shape) != (sizes[2],):
         return False
-    whole = sizes[2] % COLUMNS == 0 and sizes[3] % DEPTH == 0
-    return whole and sizes[0] <= MOST_ROWS and left.dtype == right.dtype and left.dtype.itemsize == 2
+    small = sizes[0] <= MOST_ROWS and right.nbytes <= LARGEST
+    return small and left.dtype == right.dtype and left.dtype.itemsize == 2
 
 
 def _case_of(group: list[_Product]) -> tuple[torch.device, torch.dtype, int, int, tuple[int, ...]]:
@@ -124,10 +123,10 @@ def _case_of(group: list[_Product]) -> tuple[torch.device, torch.dtype, int, int
     return rows.device, rows.dtype, *rows.shape, tuple(len(one.weight.meta["val"]) for one in group)
 
 
-def _replace(graph: Graph, group: list[_Product]) -> None:
-    first = group[0]
+def _replace(graph: Graph, group: list[_Product], how: list[int]) -> None:
+    first, weights = group[0], [one.weight for one in group]
     with graph.inserting_before(first.node):
-        all_of_them = graph.call_function(products._opoverload, (first.rows, [one.weight for one in group]))
+        all_of_them = graph.call_function(products._opoverload, (first.rows, weights, how))
         all_of_them.meta["val"] = [one.node.meta["val"] for one in group]
         for place, one in enumerate(group):
             output = graph.call_function(getitem, (all_of_them, place))
@@ -141,18 +140,18 @@ def _replace(graph: Graph, group: list[_Product]) -> None:
 
 
 # ---------------------------------------------------------------------- whether it pays
-@lru_cache(maxsize=256)
-def pays(device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]) -> bool:
-    """Whether the kernel is faster than torch's products on this device; both are timed, with weights that no cache
-    holds."""
-    from triton.testing import do_bench
+def how_it_pays(
+    device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]
+) -> list[int] | None:
+    """The kernel's numbers, `None` where it is not faster on this device than torch's own products."""
+    from .products_triton import quickest
 
-    inputs = torch.ones(rows, width, dtype=dtype, device=device)
-    weights = [torch.ones(size, width, dtype=dtype, device=device) for size in columns]
-    with torch.cuda.device(device), torch.no_grad():
-        ours = do_bench(lambda: products(inputs, weights), warmup=2, rep=10, return_mode="median")
-        torchs = do_bench(lambda: [inputs @ one.t() for one in weights], warmup=2, rep=10, return_mode="median")
-    return ours < WORTH * torchs
+    try:
+        with unset_fake_temporarily():  # the compiler's tensors have no numbers
+            how = quickest(device, dtype, rows, width, columns)
+    except torch.OutOfMemoryError:
+        return None
+    return None if how is None else list(astuple(how))
 
 
 @contextmanager

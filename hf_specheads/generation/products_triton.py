@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS, DEPTH = 64, 128
 SMALLEST = 16  # rows that the device's matrix instructions take
-AHEAD = ((5, 120 * 1024), (4, 90 * 1024), (2, 0))  # parts of a weight on their way at once, by shared memory
+
+
+@dataclass(frozen=True)
+class How:
+    """A kernel reads so many `columns` and so much of the `depth` of a weight at once, and has the next `stages` of
+    them on their way."""
+
+    columns: int
+    depth: int
+    stages: int
+
+    def fits(self, rows: int, width: int, columns: Sequence[int], memory: int) -> bool:
+        """Whether that divides weights [N, K] of these sizes, and the shared memory of a block, in bytes, holds it."""
+        needed = 2 * self.stages * self.depth * (self.columns + _padded(rows))
+        return width % self.depth == 0 and needed <= memory and not any(size % self.columns for size in columns)
+
+
+WAYS = (How(64, 128, 5), How(64, 128, 4), How(32, 256, 4))
 
 
 @triton.jit
@@ -40,21 +58,78 @@ def _products(
     tl.store(where, found.to(out.dtype.element_ty), mask=row[None, :] < num_rows)
 
 
-def launch(rows: torch.Tensor, weights: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Writes rows [M, K] by each of one to three weights [N, K], transposed, to the outputs [M, N].
-
-    All are contiguous; [`COLUMNS`] divides every N, [`DEPTH`] divides K.
-    """
+def launch(rows: torch.Tensor, weights: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], how: How) -> None:
+    """Writes rows [M, K] by each of one to three weights [N, K], transposed, to the outputs [M, N]; all are contiguous
+    and 16 bits wide."""
     missing = 3 - len(weights)
     sizes = [len(weight) for weight in weights]
-    grid = (sum(sizes) // COLUMNS,)
-    _products[grid](
+    _products[(sum(sizes) // how.columns,)](
         rows, *weights, *[weights[0]] * missing, *outputs, *[outputs[0]] * missing, len(rows), *sizes, *[0] * missing,
-        rows.shape[1], ROWS=max(SMALLEST, triton.next_power_of_2(len(rows))), COLUMNS=COLUMNS, DEPTH=DEPTH,
-        num_warps=4, num_stages=_stages(rows.device),
+        rows.shape[1], ROWS=_padded(len(rows)), COLUMNS=how.columns, DEPTH=how.depth, num_warps=4,
+        num_stages=how.stages,
     )  # fmt: skip
 
 
-def _stages(device: torch.device) -> int:
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
-    return next(stages for stages, needed in AHEAD if memory >= needed)
+def _padded(rows: int) -> int:
+    return max(SMALLEST, 1 << (rows - 1).bit_length())
+
+
+# ---------------------------------------------------------------------- whether it pays
+WORTH = 0.97  # of the time of torch's own products that a kernel may take at the most
+UNCACHED = 160 * 2**20  # bytes of weights that no device's cache holds
+TURNS = 5
+
+
+@functools.lru_cache(maxsize=256)
+def quickest(device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]) -> How | None:
+    """How the kernel is faster on this device than torch's own products of these sizes; `None` if it is not.
+
+    All are timed as they will run, in a graph, with weights that come from memory.
+    """
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    ways = [how for how in WAYS if how.fits(rows, width, columns, memory)]
+    if not ways:
+        return None
+    with torch.cuda.device(device), torch.no_grad():
+        inputs = torch.ones(rows, width, dtype=dtype, device=device)
+        outputs = [inputs.new_empty(rows, size) for size in columns]
+        sets = -(-UNCACHED // (2 * sum(columns) * width))
+        weights = [[inputs.new_zeros(size, width) for size in columns] for _ in range(sets)]
+        calls: dict[How | None, Callable[[], None]] = {
+            how: functools.partial(_all_by_kernel, inputs, weights, outputs, how) for how in ways
+        }
+        calls[None] = functools.partial(_all_by_torch, inputs, weights, outputs)
+        spent = {how: _seconds_of_graph(call) for how, call in calls.items()}
+    best = min(ways, key=spent.__getitem__)
+    return best if spent[best] < WORTH * spent[None] else None
+
+
+def _all_by_kernel(
+    inputs: torch.Tensor, weights: list[list[torch.Tensor]], outputs: list[torch.Tensor], how: How
+) -> None:
+    for together in weights:
+        launch(inputs, together, outputs, how)
+
+
+def _all_by_torch(inputs: torch.Tensor, weights: list[list[torch.Tensor]], outputs: list[torch.Tensor]) -> None:
+    for together in weights:
+        for weight, output in zip(together, outputs, strict=True):
+            torch.mm(inputs, weight.t(), out=output)
+
+
+def _seconds_of_graph(call: Callable[[], None]) -> float:
+    """The shortest of a few replays."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    times = []
+    for _ in range(TURNS + 1):  # the first one warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times[1:])

@@ -28,6 +28,7 @@ from hf_specheads.generation.options import DraftingOptions
 from hf_specheads.generation.pace import (
     PLAIN,
     PLAIN_STEPS_AFTER,
+    ROUNDS_BEFORE_A_VERDICT,
     ROUNDS_BETWEEN_PLAIN_STEPS,
     TRIAL_SHARE,
     Pace,
@@ -256,6 +257,29 @@ def test_one_stall_decides_nothing(stall):
     simulate(pace, 40, World(0.1, *VERY_DEAR))
     pace.record_plain(stall)
     assert pace.rate(0) < 1 and pace.best == PLAIN
+
+
+def test_the_only_tree_is_tried_however_dear_it_may_be():
+    """60 nodes may cost too much for a trial beside others; where there are none, nothing else tells."""
+    pace = Pace((DraftTreeConfig(),))
+    tokens, seconds = simulate(pace, 300, World(0.75, *CHEAP))
+    assert pace.best == 0 and tokens > 3 * seconds
+    pace = Pace((DraftTreeConfig(),))
+    simulate(pace, 300, World(0.75, *VERY_DEAR))
+    assert pace.best == PLAIN and pace.rounds == ROUNDS_BEFORE_A_VERDICT
+
+
+@pytest.mark.parametrize("slow", [2, 3])
+@pytest.mark.parametrize("times", [8.0, 100.0])
+def test_first_rounds_that_load_kernels_are_not_the_last(times, slow):
+    pace, world = Pace((DraftTreeConfig(),)), World(0.75, *CHEAP)
+    simulate(pace, 1, world)
+    for _ in range(slow):
+        while pace.choose(100) == PLAIN:
+            pace.record_plain(world.seconds(None))
+        pace.record_round(0, times * world.seconds(pace.menu[0]), [3])
+    simulate(pace, 1000, world)
+    assert pace.best == 0 and pace.rate(0) > 2
 
 
 def test_debts_are_never_so_high_that_nothing_is_tried_again():
