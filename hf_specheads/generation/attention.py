@@ -25,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # What only transformers' own function knows.
 HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
-FEW_ROWS = 128  # of a forward, at the most, that attend by matrix products on CUDA
+BY_PRODUCTS = ("cuda",)  # kinds of devices on which few rows attend by matrix products,
+FEW_ROWS = 128  # and how many of a forward at the most
 ROWS_OF_KERNEL, WIDTHS_OF_KERNEL = 64, (16, 32, 64, 128, 256)  # rows of all heads of a group, and head_dim
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -80,7 +81,8 @@ def _wrapped(original: Callable) -> Callable:
 
 def _attends_by_products(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, dropout: float) -> bool:
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    return key.device.type == "cuda" and query.shape[2] <= FEW_ROWS and mask.shape[1] == 1 and not (dropout or learns)
+    few = query.shape[2] <= FEW_ROWS and mask.shape[1] == 1
+    return few and key.device.type in BY_PRODUCTS and not (dropout or learns)
 
 
 def _suits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -1,5 +1,7 @@
 """The kernels of [`attention.attend_by_kernel`]: a few rows over many slots, which are shared out among the device."""
 
+# Kernels are in a language that only looks like Python.
+# mypy: ignore-errors
 from __future__ import annotations
 
 import math

@@ -255,8 +255,8 @@ class Pace:
         return choice != best and self._loss(choice, best) <= FIRST_TRIALS
 
     def _loss(self, choice: int, best: int) -> float:
-        """What a round over a tree may lose to the best, in plain steps. The only tree is looked at again now and then,
-        however dear it was: devices load kernels in the first rounds that need them."""
+        """What a round over a tree may lose to the best, in plain steps. The only tree is looked at again now and
+        then, however dear it was: devices load kernels in the first rounds that need them."""
         unsure = self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
         lost = max(self.costs.cost(choice, unsure) * self.rate(best) - self.gains.given(choice, self.costs), 0.0)
         return min(lost, FIRST_TRIALS) if len(self.menu) == 1 else lost

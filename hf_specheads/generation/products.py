@@ -62,7 +62,7 @@ class _Product:
     @property
     def source(self) -> tuple[Node, tuple[int, ...]]:
         """What the rows are a view of."""
-        source = self.rows
+        source: Any = self.rows
         while source.op == "call_function" and source.target in _VIEWS:
             source = source.args[0]
         return source, tuple(self.rows.meta["val"].shape)
@@ -90,12 +90,12 @@ def _product_of(node: Node) -> _Product | None:
     """What a node multiplies, if it is such a product; weights are inputs of the graph, which come before all else."""
     if node.op != "call_function" or node.kwargs:
         return None
+    args: list[Any] = list(node.args)
     if node.target is aten.mm.default:
-        bias, (rows, transposed) = None, node.args
-    elif node.target is aten.addmm.default:
-        bias, rows, transposed = node.args
-    else:
+        args = [None, *args]
+    elif node.target is not aten.addmm.default:
         return None
+    bias, rows, transposed = args
     if transposed.op != "call_function" or transposed.target not in _TRANSPOSES:
         return None
     weight = transposed.args[0]

@@ -1,5 +1,7 @@
 """The kernel of [`products`]: a few rows by up to three weights, each weight read once and by all of the device."""
 
+# Kernels are in a language that only looks like Python.
+# mypy: ignore-errors
 from __future__ import annotations
 
 import functools

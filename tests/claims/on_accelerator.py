@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -23,9 +24,12 @@ from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
 from transformers import CompileConfig
 
+from benchmarks.setup import random_llama
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError, generate_stream, load_heads
 from hf_specheads.generation.ahead import DraftAhead
+from hf_specheads.generation.attention import attend_by_kernel, attend_by_products
 from hf_specheads.generation.loop import RoundLoop
+from hf_specheads.generation.products import products
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.metrics import wait_for
 from hf_specheads.tuning.measure import _seconds, measure_costs
@@ -521,6 +525,52 @@ def test_warm_up_captures_what_calls_need(folders):
     before = captured()
     assert text(target, heads) == text(target)
     assert captured()[1] == before[1] == 0
+
+
+# ---------------------------------------------------------------------- kernels of our own
+@pytest.mark.graphs
+@replayed
+@pytest.mark.parametrize("sizes", [(1, 8, 2, 7, 512, 64), (1, 32, 8, 1, 3000, 128), (3, 4, 4, 5, 300, 32)], ids=str)
+def test_few_rows_attend_as_by_torchs_own_function(sizes):
+    batch, heads, key_heads, rows, slots, width = sizes
+    query = torch.randn(batch, rows, heads, width, device=DEVICE).bfloat16().transpose(1, 2)
+    key, value = (torch.randn(batch, key_heads, slots, width, device=DEVICE).bfloat16() for _ in range(2))
+    allowed = torch.rand(batch, 1, rows, slots, device=DEVICE) < 0.6
+    mask = torch.where(allowed, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), mask.float(), scale=0.1, enable_gqa=True
+    )
+    for attend in (attend_by_products, attend_by_kernel):
+        found = attend(query, key, value, mask, 0.1)
+        torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.graphs
+@replayed
+@pytest.mark.parametrize("rows", [1, 7, 61])
+@pytest.mark.parametrize("columns", [(128, 64, 64), (192,), (512, 512)], ids=str)
+def test_products_of_siblings_are_the_same(columns, rows):
+    from hf_specheads.generation.products_triton import WAYS
+
+    inputs = torch.randn(rows, 512, device=DEVICE).bfloat16()
+    weights = [torch.randn(size, 512, device=DEVICE).bfloat16() for size in columns]
+    for how in WAYS:
+        found = products(inputs, weights, list(astuple(how)))
+        for one, weight in zip(found, weights, strict=True):
+            torch.testing.assert_close(one, inputs @ weight.t(), rtol=0.02, atol=0.2)
+
+
+@pytest.mark.graphs
+@replayed
+def test_texts_by_kernels_of_our_own():
+    """In 16 bits, for which they are."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    target = random_llama(
+        torch.bfloat16, str(DEVICE), **sizes, num_key_value_heads=4, vocab_size=8192, tie_word_embeddings=False
+    )
+    heads = random_heads(target, "eagle", TREES["chain"])
+    heads.compiled, heads.adaptive = True, False
+    assert text(target, heads) == text(target)
 
 
 # ---------------------------------------------------------------------- distribution
