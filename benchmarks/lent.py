@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from functools import partial
 from typing import Any
 
 from .results import RESULTS, Result, column_table, number, percent, same_text
 from .speed.compiled import stage_times
 
-QUICKSTART, LARGE = RESULTS / "history" / "hopper.json", RESULTS / "history" / "hopper_8b.json"
+QUICKSTART, LATER, LARGE = (RESULTS / "history" / f"{name}.json" for name in ("hopper", "hopper_later", "hopper_8b"))
 
 
 def _range(side: Result) -> str:
@@ -21,16 +22,24 @@ def quickstart_table(result: dict[str, Any]) -> str:
     """Rows are heads with their trees; below, what rounds took before."""
     columns = {
         "speed-up (range)": _range, "tau": ("acceptance_length", 2), "rounds": ("rounds", 0),
-        "draft, ms": lambda side: number(side["stage_milliseconds"]["draft"], 1),
-        "target, ms": lambda side: number(side["stage_milliseconds"]["target"], 1), "same text": same_text,
+        **{f"{stage}, ms": partial(_stage, stage=stage) for stage in ("draft", "target")}, "same text": same_text,
     }  # fmt: skip
-    before, versions = result["before"], result["versions"]
-    rounds = before["round_milliseconds_by_nodes"].items()
-    slow = ", ".join(f"{number(spent, 0)} ({nodes})" for nodes, spent in rounds)
+    versions = result["versions"]
     return (
         column_table(columns, result["sides"], "heads")
         + f"\n{result['accelerator']}; torch {versions['torch']}, transformers {versions['transformers']}; bfloat16, "
         f"greedy, batch 1, three turns of one chat; {result['date']}.\n"
+        + (_before(result["before"]) if "before" in result else "")
+    )
+
+
+def _stage(side: Result, stage: str) -> str:
+    return number(side.get("stage_milliseconds", {}).get(stage), 1)
+
+
+def _before(before: dict[str, Any]) -> str:
+    slow = ", ".join(f"{number(spent, 0)} ({nodes})" for nodes, spent in before["round_milliseconds_by_nodes"].items())
+    return (
         f"With cuDNN's kernels, before: milliseconds of a round (nodes verified) {slow}; "
         f"of a call of {number(before['eagle_seconds']['heads'])} s with eagle's heads attention took "
         f"{number(before['eagle_seconds']['attention_of_heads'])} s, and plain generation "
@@ -42,24 +51,52 @@ def large_table(result: dict[str, Any]) -> str:
     """Rows are sides of the benchmark `compiled` at the sizes of a large target; below, what its kernels took."""
     columns = {
         "tokens/s": ("tokens_per_second", 1), "/ plain compiled": ("over_plain_compiled", 2, "x"),
-        "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 1), "draft, target, rest": stage_times,
+        "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 2), "draft, target, rest": stage_times,
         "of its floor": lambda side: percent(side.get("of_the_floor")), "same text": same_text,
     }  # fmt: skip
-    versions, floor, busy = result["versions"], result["floor_milliseconds"], result["device_milliseconds"]
-    rate = number(result["copy_terabytes_per_second"])
-    of_round = {name: number(busy[name] / busy["rounds"], 1) for name in ("whole", "draft", "target", "attention")}
+    versions, busy = result["versions"], result["device_milliseconds_of_a_round"]["eagle"]
+    rate, one = (number(result[f"{name}copy_terabytes_per_second"]) for name in ("", "one_"))
+    first = ", ".join(f"{name} {number(spent, 0)}" for name, spent in result["first_call_seconds"].items())
     return (
         column_table(columns, result["sides"], "llama-3-8b, acceptance length set")
-        + f"\n{result['accelerator']}, which copies at {rate} TB/s: the floor of a round is "
-        f"{number(floor['round_ms'], 1)} ms; torch {versions['torch']}, transformers {versions['transformers']}; "
-        f"bfloat16, greedy, batch 1, 320 new tokens, median of 3 repeats in turns; {result['date']}.\n"
-        f"Of a round of {number(1000 * busy['call_seconds'] / busy['rounds'], 1)} ms with eagle's heads kernels took "
-        f"{of_round['whole']} (draft {of_round['draft']}, target {of_round['target']}, of which attention "
-        f"{of_round['attention']}).\n`{result['command']}`\n"
+        + f"\n{result['accelerator']}, which copies at {rate} TB/s ({one} where each copy is waited for); torch "
+        f"{versions['torch']}, transformers {versions['transformers']}; bfloat16, greedy, batch 1, 320 new tokens; "
+        f"commit {result['commit']}, {result['date']}. Of a round with eagle's heads {number(busy['busy'])} ms are "
+        f"{busy['kernels']} kernels: products with weights {number(busy['products with weights'])}, attention "
+        f"{number(busy['attention'])}. Seconds of first calls, five processes at once: {first}.\n"
+    )
+
+
+def kernels_table(result: dict[str, Any]) -> str:
+    """Rows are what kernels of our own do, at the sizes of a large target."""
+    rows = {}
+    for one in result["microseconds"]["attention"]:
+        batch, heads, key_heads, nodes, slots, width = one["sizes"]
+        name = (
+            f"attention, batch {batch}, {heads} heads, {key_heads} of keys, {nodes} nodes, {slots} slots, {width} wide"
+        )
+        rows[name] = {"ours": one["kernel"], "products": one["products"], "torch": one["sdpa"]}
+    for one in result["microseconds"]["products"]:
+        sizes = " + ".join(map(str, one["columns"]))
+        rows[f"{one['rows']} rows of {one['width']} by {sizes} columns"] = {
+            "ours": one["kernel"],
+            "torch": one["torch"],
+        }
+    for one in result["microseconds"]["best_of_logits"]:
+        rows[f"best of {one['logits']} logits"] = {"ours": one["blocks"], "torch": one["log_softmax"]}
+    columns = {
+        "µs": ("ours", 1), "by torch's matrix products": ("products", 1), "by torch's own kernels": ("torch", 1),
+    }  # fmt: skip
+    return column_table(columns, rows, "kernel") + (
+        f"\n{result['accelerator']}; bfloat16, weights, keys and values from memory, in a CUDA graph; "
+        f"{result['date']}.\n"
     )
 
 
 def tables() -> dict[str, str]:
     """Tables by the names that documents know them by."""
-    quickstart, large = (json.loads(path.read_text(encoding="utf-8")) for path in (QUICKSTART, LARGE))
-    return {"lent/hopper": quickstart_table(quickstart), "lent/hopper_8b": large_table(large)}
+    quickstart, large, later = (json.loads(path.read_text(encoding="utf-8")) for path in (QUICKSTART, LARGE, LATER))
+    return {
+        "lent/hopper": quickstart_table(quickstart), "lent/hopper_later": quickstart_table(later),
+        "lent/hopper_8b": large_table(large), "lent/hopper_kernels": kernels_table(large),
+    }  # fmt: skip

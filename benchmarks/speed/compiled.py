@@ -235,17 +235,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- the floor on paper
-def bandwidth(device: str) -> float:
-    """Bytes per second of a large copy, reads and writes counted."""
+def bandwidth(device: str, copies: int = 8) -> float:
+    """Bytes per second of large copies, reads and writes counted; one after the other, as kernels run."""
     source = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     sink, wait = torch.empty_like(source), getattr(torch, torch.device(device).type).synchronize
 
     def copy() -> None:
-        sink.copy_(source)
+        for _ in range(copies):
+            sink.copy_(source)
         wait()
 
     seconds, _ = timed_in_turns({"copy": copy}, repeats=5, warm_ups=1)
-    return 2 * source.numel() / min(seconds["copy"])
+    return 2 * copies * source.numel() / min(seconds["copy"])
 
 
 def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:
