@@ -25,9 +25,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # What only transformers' own function knows.
 HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
-BY_PRODUCTS = ("cuda",)  # kinds of devices on which few rows attend by matrix products,
+BY_PRODUCTS = ("cuda",) if torch.version.hip is None else ()  # devices on which few rows attend by matrix products,
 FEW_ROWS = 128  # and how many of a forward at the most
 ROWS_OF_KERNEL, WIDTHS_OF_KERNEL = 64, (16, 32, 64, 128, 256)  # rows of all heads of a group, and head_dim
+AMPERE = 8  # compute capability of the first devices that the kernels are for
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -120,17 +121,20 @@ def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-@torch.library.custom_op("specheads::attend", mutates_args=())
+SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor mask, float scaling) -> Tensor"
+
+
+@torch.library.custom_op("specheads::attend", mutates_args=(), schema=SCHEMA)
 def attend_by_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """As [`attend_by_products`], for 16 bits."""
-    if query.device.type != "cuda":
+    """As [`attend_by_products`], for 16 bits; by these on devices before Ampere."""
+    if query.device.type != "cuda" or (properties := _properties(query.device)).major < AMPERE:
         return attend_by_products(query, key, value, mask, scaling)
     from .attention_triton import launch
 
     output = query.new_empty(_output_shape(query, value))
-    launch(query, key, value, mask, scaling, output, _processors(query.device))
+    launch(query, key, value, mask, scaling, output, properties.multi_processor_count)
     return output
 
 
@@ -144,5 +148,5 @@ def _output_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-SLOTS = 64  # that are looked at at once
+SLOTS, NARROW = 64, 128  # that are looked at at once; half as many of heads that are wider, as memory is short
 SMALLEST = 16  # rows that the device's matrix instructions take
 MOST_PARTS = 32  # of the slots
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -88,9 +88,10 @@ def launch(
     `processors`.
     """
     (batch, heads, rows, width), (key_heads, slots) = query.shape, key.shape[1:3]
-    blocks = triton.cdiv(slots, SLOTS)
+    at_once = SLOTS if width <= NARROW else SLOTS // 2
+    blocks = triton.cdiv(slots, at_once)
     parts = max(1, min(processors // (batch * key_heads), blocks, MOST_PARTS))
-    per_part = triton.cdiv(blocks, parts) * SLOTS
+    per_part = triton.cdiv(blocks, parts) * at_once
     parts = triton.cdiv(slots, per_part)
     many = (batch * rows * heads, parts)
     found, (highest, mass) = (
@@ -101,7 +102,8 @@ def launch(
     _attend[(batch * key_heads, parts)](
         query, key, value, mask, output, found, highest, mass, *query.stride()[:3], *key.stride()[:3],
         *value.stride()[:3], mask.stride(0), *mask.stride()[2:], rows, slots, per_part, scaling * LOG2_E.value, heads,
-        GROUPS=heads // key_heads, ROWS=padded, SLOTS=SLOTS, WIDTH=width, PARTS=parts, num_warps=4, num_stages=2,
+        GROUPS=heads // key_heads, ROWS=padded, SLOTS=at_once, WIDTH=width, PARTS=parts, num_warps=4,
+        num_stages=2 if width <= NARROW else 1,
     )  # fmt: skip
     if parts > 1:
         _join[(batch * rows * heads,)](

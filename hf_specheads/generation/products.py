@@ -32,7 +32,10 @@ _TRANSPOSES = (aten.t.default, aten.permute.default)
 
 
 # ---------------------------------------------------------------------- the operator
-@torch.library.custom_op("specheads::products", mutates_args=())
+SCHEMA = "(Tensor rows, Tensor[] weights, int[] how) -> Tensor[]"
+
+
+@torch.library.custom_op("specheads::products", mutates_args=(), schema=SCHEMA)
 def products(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[torch.Tensor]:
     """Rows [M, K] by each weight [N, K], transposed: [M, N] each; `how` are the kernel's numbers."""
     if rows.device.type != "cuda":
@@ -159,7 +162,7 @@ def one_kernel_for_siblings() -> Iterator[None]:
     """While this lasts, inductor compiles graphs so, where there is a CUDA device to run them by, Triton to compile
     the kernel and no pass of the user's own."""
     settings = torch._inductor.config
-    able = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    able = torch.cuda.is_available() and torch.version.hip is None and importlib.util.find_spec("triton") is not None
     if not able or settings.post_grad_custom_pre_pass is not None:
         yield
         return

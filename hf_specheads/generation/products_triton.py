@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+AMPERE = 8  # compute capability of the first devices that the kernel is for
 SMALLEST = 16  # rows that the device's matrix instructions take
 
 
@@ -88,7 +89,8 @@ def quickest(device: torch.device, dtype: torch.dtype, rows: int, width: int, co
 
     All are timed as they will run, in a graph, with weights that come from memory.
     """
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.shared_memory_per_block_optin if properties.major >= AMPERE else 0
     ways = [how for how in WAYS if how.fits(rows, width, columns, memory)]
     if not ways:
         return None
