@@ -40,11 +40,29 @@ from ..setup import Inputs
 from ..sides import TO_THE_END
 
 SEEDS, PASSES = 16, 3  # courses of events; passes over the texts in each
-NOISE, DRIFT, KEEPS = 0.04, 0.08, 0.98  # of the clock: of a round, of the machine's speed, and how long that lasts
+KEEPS = 0.98  # of how fast or slow the machine is, from round to round
 FIRST_TAKES = 1.3  # times as long, the first round over so many nodes
-STALLS, STALLED = 0.01, (1.5, 6.0)  # share of rounds that stall, and how many times as long they take
+STALLED = (1.5, 6.0)  # times as long rounds take that stall
 ENDING, SEVERAL = "chains that end where they like", "chains of several depths"
 WIDEST = max(top_k for _, top_k, _ in DYNAMIC_TREES)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How far its clock may be trusted.
+
+    Attributes:
+        noise: Of a round.
+        drift: Of how fast it is.
+        stalls: Share of rounds that stall.
+    """
+
+    noise: float
+    drift: float
+    stalls: float
+
+
+MACHINES = {"calm": Machine(0.04, 0.08, 0.01), "shared with others": Machine(0.12, 0.12, 0.03)}
 
 
 @dataclass(frozen=True)
@@ -152,8 +170,8 @@ def record(target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], new
 class Clock:
     """Makes true seconds into measured ones."""
 
-    def __init__(self, rng: random.Random):
-        self.rng, self.speed = rng, 0.0
+    def __init__(self, rng: random.Random, machine: Machine):
+        self.rng, self.machine, self.speed = rng, machine, 0.0
         self.seen: set[int] = set()
 
     def measures(self, seconds: float, nodes: int = 1) -> float:
@@ -161,15 +179,17 @@ class Clock:
         what later ones find made."""
         seconds *= 1.0 if nodes in self.seen else FIRST_TAKES
         self.seen.add(nodes)
-        self.speed = KEEPS * self.speed + DRIFT * math.sqrt(1 - KEEPS**2) * self.rng.gauss(0, 1)
-        stalled = self.rng.uniform(*STALLED) if self.rng.random() < STALLS else 1.0
-        return seconds * math.exp(self.speed + NOISE * self.rng.gauss(0, 1)) * stalled
+        self.speed = KEEPS * self.speed + self.machine.drift * math.sqrt(1 - KEEPS**2) * self.rng.gauss(0, 1)
+        stalled = self.rng.uniform(*STALLED) if self.rng.random() < self.machine.stalls else 1.0
+        return seconds * math.exp(self.speed + self.machine.noise * self.rng.gauss(0, 1)) * stalled
 
 
-def passes(recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool, seed: int) -> Iterator[float]:
+def passes(
+    recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool, machine: Machine, seed: int
+) -> Iterator[float]:
     """True seconds of every pass over the texts, in a course of events of its own."""
     rng = random.Random(seed)
-    clock, pace = Clock(rng), Pace(menu, ending=ending)
+    clock, pace = Clock(rng, machine), Pace(menu, ending=ending)
     accepted = [recording.accepted(tree) for tree in menu]
     texts = list(zip(recording.begins, recording.begins[1:], strict=False))
     rng.shuffle(texts)  # whether an easy text comes first or a hard one is luck, too
@@ -260,8 +280,11 @@ def measure_heads(target: PreTrainedModel, heads: DraftHead, recording: Recordin
         "best": None if best is None else best.to_dict(),
         "speed_up": fixed[None] / fixed[best],
         "choices": {
-            name: _shares(fixed[best], [list(passes(recording, menu, ending, seed)) for seed in range(SEEDS)])
-            for name, (menu, ending) in menus.items()
+            how: {
+                name: _shares(fixed[best], [list(passes(recording, *menu, machine, seed)) for seed in range(SEEDS)])
+                for name, machine in MACHINES.items()
+            }
+            for how, menu in menus.items()
         },
     }
 
@@ -276,13 +299,15 @@ def _shares(best: float, courses: list[list[float]]) -> dict[str, float]:
 def table(result: Result) -> str:
     """Rows are heads and ways to choose."""
     rows = [
-        {"heads": name, "how": how, **found, **shares}
+        {"heads": name, "how": how, "machine": machine, **found, **shares}
         for name, found in result["heads"].items()
-        for how, shares in found["choices"].items()
+        for how, machines in found["choices"].items()
+        for machine, shares in machines.items()
     ]
     columns = {
         "heads": lambda row: row["heads"], "best tree of all": _best, "it gives": ("speed_up", 2, "x"),
-        "chosen from": lambda row: row["how"], "first pass / best": ("first", 3), "later passes / best": ("later", 3),
+        "chosen from": lambda row: row["how"], "machine": lambda row: row["machine"],
+        "first pass / best": ("first", 3), "later passes / best": ("later", 3),
         "least of all": ("least", 3),
     }  # fmt: skip
     return column_table(columns, rows) + footnote(
