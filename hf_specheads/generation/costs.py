@@ -46,9 +46,12 @@ class _Kind:
         """Adds one."""
         self.count, self.weight = self.count + 1, self.weight + 1
         self.recent.append(cost)
-        stalled = self.weight <= WARMING_UP and cost < self.mean / STALL  # all before: nothing is fast by chance
-        if self.weight <= FEW or stalled:
+        if self.weight <= FEW:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
+            return
+        latest = max(list(self.recent)[-FEW:])
+        if self.weight <= WARMING_UP and latest < self.mean / STALL:  # all before were stalls
+            self.mean = latest
             return
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
