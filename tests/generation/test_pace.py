@@ -278,7 +278,7 @@ def test_first_rounds_that_load_kernels_are_not_the_last(times, slow):
         while pace.choose(100) == PLAIN:
             pace.record_plain(world.seconds(None))
         pace.record_round(0, times * world.seconds(pace.menu[0]), [3])
-    simulate(pace, 1000, world)
+    simulate(pace, 3000, world)
     assert pace.best == 0 and pace.rate(0) > 2
 
 
