@@ -41,6 +41,7 @@ from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 STAGES = ("draft", "target", "accept", "commit")
+COPIES = 8  # in the device's queue at once, where its bandwidth is measured
 KEPT = -1  # in the place of a token that the stub leaves as it was drafted
 _parents: WeakKeyDictionary[TreeShape, list[int]] = WeakKeyDictionary()
 
@@ -103,7 +104,7 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
         said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
         state["owed"] -= said
         vocab, parents, device = self.head.config.vocab_size, parents_of(tree), tree.token_ids.device
-        if device.type in ahead.QUEUES:
+        if self.compiled is not None and device.type in ahead.QUEUES:
             case = (tuple(parents), said)
             if case not in by_root:
                 by_root[case] = told_by_root(to_say, vocab, parents, said).to(device)
@@ -235,18 +236,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- the floor on paper
-def bandwidth(device: str, copies: int = 8) -> float:
+def bandwidth(device: str) -> float:
     """Bytes per second of large copies, reads and writes counted; one after the other, as kernels run."""
     source = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     sink, wait = torch.empty_like(source), getattr(torch, torch.device(device).type).synchronize
 
     def copy() -> None:
-        for _ in range(copies):
+        for _ in range(COPIES):
             sink.copy_(source)
         wait()
 
     seconds, _ = timed_in_turns({"copy": copy}, repeats=5, warm_ups=1)
-    return 2 * copies * source.numel() / min(seconds["copy"])
+    return 2 * COPIES * source.numel() / min(seconds["copy"])
 
 
 def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:

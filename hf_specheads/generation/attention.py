@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -124,7 +125,7 @@ def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor
 SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor mask, float scaling) -> Tensor"
 
 
-@torch.library.custom_op("specheads::attend", mutates_args=(), schema=SCHEMA)
+@library.custom_op("specheads::attend", mutates_args=(), schema=SCHEMA)
 def attend_by_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:

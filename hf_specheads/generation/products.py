@@ -9,7 +9,6 @@ while a step is compiled.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -18,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import library
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
+
+from .attention import HAS_TRITON
 
 DEVICES = ("cuda",)
 MOST_ROWS = 64
@@ -28,14 +30,14 @@ MOST_WEIGHTS = 3  # of a kernel: queries, keys and values
 LARGEST = 256 * 2**20  # bytes of a weight; larger ones are read at full speed in any case
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_TRANSPOSES = (aten.t.default, aten.permute.default)
+_TRANSPOSES = ((aten.t.default,), (aten.permute.default, [1, 0]))  # and what they are given besides
 
 
 # ---------------------------------------------------------------------- the operator
 SCHEMA = "(Tensor rows, Tensor[] weights, int[] how) -> Tensor[]"
 
 
-@torch.library.custom_op("specheads::products", mutates_args=(), schema=SCHEMA)
+@library.custom_op("specheads::products", mutates_args=(), schema=SCHEMA)
 def products(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[torch.Tensor]:
     """Rows [M, K] by each weight [N, K], transposed: [M, N] each; `how` are the kernel's numbers."""
     if rows.device.type != "cuda":
@@ -99,7 +101,7 @@ def _product_of(node: Node) -> _Product | None:
     elif node.target is not aten.addmm.default:
         return None
     bias, rows, transposed = args
-    if transposed.op != "call_function" or transposed.target not in _TRANSPOSES:
+    if transposed.op != "call_function" or (transposed.target, *transposed.args[1:]) not in _TRANSPOSES:
         return None
     weight = transposed.args[0]
     inputs = [weight] if bias is None else [weight, bias]
@@ -162,7 +164,7 @@ def one_kernel_for_siblings() -> Iterator[None]:
     """While this lasts, inductor compiles graphs so, where there is a CUDA device to run them by, Triton to compile
     the kernel and no pass of the user's own."""
     settings = torch._inductor.config
-    able = torch.cuda.is_available() and torch.version.hip is None and importlib.util.find_spec("triton") is not None
+    able = torch.cuda.is_available() and torch.version.hip is None and HAS_TRITON
     if not able or settings.post_grad_custom_pre_pass is not None:
         yield
         return

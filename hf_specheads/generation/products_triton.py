@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-AMPERE = 8  # compute capability of the first devices that the kernel is for
+from .attention import AMPERE
+
 SMALLEST = 16  # rows that the device's matrix instructions take
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.graphs import ReplayedGraphs
 from support.targets import own_target, plain, prompt
 from transformers import DynamicCache, LogitsProcessorList, TopKLogitsWarper
 
 from benchmarks import setup, sides
 from benchmarks.results import same_text
 from benchmarks.speed import cache, compiled, draws, first_call, quantised, speedup, unrecorded, vocabulary
-from hf_specheads import DraftHeadCandidateGenerator, load_heads
+from hf_specheads import load_heads
+from hf_specheads.generation.ahead import DraftAhead
 from hf_specheads.generation.costs import PLAIN, Costs
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
@@ -170,24 +172,13 @@ def test_acceptance_is_what_the_stub_says(pair, target, tau):
 
 def test_the_stub_knows_the_text_by_its_root_where_drafts_begin_early(monkeypatch):
     target = setup.random_llama(**TINY, eos_token_id=None, pad_token_id=0)  # counts up
-    heads = setup.random_head(target, "eagle", 4)
-    ids = prompt()
-    expected = plain(target, ids, 61)
-    monkeypatch.setattr("hf_specheads.generation.ahead.QUEUES", ("cpu",))
-
-    def longer_by(more):
-        draft = DraftHeadCandidateGenerator.draft
-        monkeypatch.setattr(
-            DraftHeadCandidateGenerator,
-            "draft",
-            lambda self, rows, lengths, *others: draft(self, rows, [one + more for one in lengths], *others),
-        )
-
-    longer_by(-5)
+    heads, ids = setup.random_head(target, "eagle", 4), prompt()
+    expected, begun, begin = plain(target, ids, 61), [], DraftAhead.begin
+    ReplayedGraphs(target, heads, monkeypatch)
+    monkeypatch.setattr(DraftAhead, "begin", lambda self, *call: begun.append(begin(self, *call)))
     with compiled.acceptance_of(3.0, expected):
-        longer_by(5)  # what the stub is told, as of drafts that begin early
         assert torch.equal(plain(target, ids, 61, assistant_model=heads), expected)
-    assert heads.last_stats.acceptance_length == pytest.approx(3.0, abs=0.15)
+    assert heads.last_stats.acceptance_length == pytest.approx(3.0, abs=0.15) and len(begun) > 10
 
 
 TINY = {

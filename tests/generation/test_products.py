@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 from hf_specheads.generation import guards, products
 
@@ -48,8 +48,8 @@ def taken(monkeypatch):
         calls.append(len(weights))
         return [rows @ weight.t() for weight in weights]
 
-    with torch.library._scoped_library("specheads", "IMPL") as library:
-        library.impl("products", count, "CPU")
+    with library._scoped_library("specheads", "IMPL") as own:
+        own.impl("products", count, "CPU")
         yield calls
 
 
@@ -93,13 +93,13 @@ def test_the_pass_is_on_while_steps_are_compiled_and_leaves_others_alone(monkeyp
     with guards.quick_compiler():
         assert settings.post_grad_custom_pre_pass is None, "there is no CUDA here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(products, "HAS_TRITON", True)
     with guards.quick_compiler():
         assert isinstance(settings.post_grad_custom_pre_pass, products.OneKernelForSiblings)
     own = products.OneKernelForSiblings()
     with settings.patch(post_grad_custom_pre_pass=own), guards.quick_compiler():
         assert settings.post_grad_custom_pre_pass is own
     assert settings.post_grad_custom_pre_pass is None
-    monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(products, "HAS_TRITON", False)
     with guards.quick_compiler():
         assert settings.post_grad_custom_pre_pass is None, "there is no Triton"
