@@ -31,6 +31,7 @@ from .speed import (
     context,
     copies,
     draws,
+    few_rows,
     first_call,
     hybrid,
     quantised,
@@ -49,9 +50,9 @@ from .trees import default, kinds, replay, tune
 # for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
 # decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, copies, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, draws, quantised,
-    vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor, diff,
-    commands, answers,
+    speedup, batch, copies, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, few_rows, draws,
+    quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor,
+    diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

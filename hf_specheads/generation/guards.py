@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ def quick_compiler() -> Iterator[None]:
 
 
 def _kernels() -> AbstractContextManager:
-    if not torch.cuda.is_available():
-        return nullcontext()
-    from .products import one_kernel_for_siblings  # imports much of the compiler
+    if torch.cuda.is_available():
+        from .products import one_kernel_for_siblings  # imports much of the compiler
 
-    return one_kernel_for_siblings()
+        return one_kernel_for_siblings()
+    from .turned import turned_products  # so does this
+
+    return turned_products()
 
 
 def _quick_settings() -> dict[str, Any]:

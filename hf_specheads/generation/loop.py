@@ -29,6 +29,7 @@ from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled import bucket, compiled_rounds, verify_tree
 from .copies import SharedPrompts, copies_of_prompts, read_prompts
+from .few_rows import FewRows
 from .kernels import any_length
 from .observer import tell
 from .opening import TargetCache, open_cache
@@ -88,6 +89,7 @@ class RoundLoop:
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
+        self.few_rows = FewRows() if self.compiled else FewRows(target, cast(PreTrainedModel, head))
         self.unrecorded = guard_for(target, cast(PreTrainedModel, head)) if self.compiled is None else nullcontext
         ahead = drafts_ahead(self.candidates, options, self.outputs, target.device) and self.group is None
         self.ahead = DraftAhead(self.candidates) if ahead and self.stepwise is None else None
@@ -133,7 +135,7 @@ class RoundLoop:
         with self.stats.stage("draft"):
             drafts = drafts and self.candidates.has_drafts
             tree = self.next_tree(rows, drafts)
-        with self.stats.stage("target"), self.unrecorded():
+        with self.stats.stage("target"), self.unrecorded(), self.few_rows.at_work(fewest=2):
             outputs = self.verify(tree)
         with self.stats.stage("accept"):
             accepted = self.accept(tree, outputs.logits, self.meanwhile(tree, outputs))
@@ -214,7 +216,7 @@ class RoundLoop:
         sequences = self.sequences
         input_ids = sequences.tokens_of(sequences.active[0]) if self.batch == 1 else None
         lengths = [sequences.lengths[sequence] for sequence in sequences.active]
-        with self.unrecorded():
+        with self.unrecorded(), self.few_rows.at_work(fewest=1):
             return self.candidates.draft(rows, lengths, max(self.target_cache.counts), input_ids)
 
     def verify(self, tree: DraftTree) -> ModelOutput:

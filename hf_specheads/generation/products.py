@@ -9,7 +9,7 @@ while a step is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from operator import getitem
@@ -56,7 +56,7 @@ def _(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[t
 
 # ---------------------------------------------------------------------- finding them in a graph
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """`node` is `rows` [M, K] by `weight` [N, K], transposed, and `bias` [N] added to it if there is one."""
 
     node: Node
@@ -77,9 +77,9 @@ class OneKernelForSiblings(CustomGraphPass):
     """Rewrites graphs of inductor so."""
 
     def __call__(self, graph: Graph) -> None:
-        siblings: dict[Any, list[_Product]] = {}
+        siblings: dict[Any, list[Product]] = {}
         for node in graph.nodes:
-            if (product := _product_of(node)) is not None:
+            if (product := product_of(node, _fits)) is not None:
                 siblings.setdefault(product.source, []).append(product)
         for alike in siblings.values():
             for first in range(0, len(alike), MOST_WEIGHTS):
@@ -91,8 +91,13 @@ class OneKernelForSiblings(CustomGraphPass):
         return get_hash_for_files((__file__, str(Path(__file__).with_name("products_triton.py"))))
 
 
-def _product_of(node: Node) -> _Product | None:
-    """What a node multiplies, if it is such a product; weights are inputs of the graph, which come before all else."""
+def product_of(node: Node, fits: Callable[[Node, Node, Node | None], bool]) -> Product | None:
+    """What a node multiplies, if it is such a product; weights are inputs of the graph, which come before all else.
+
+    Args:
+        node: Of a graph of inductor's, after autograd.
+        fits: Says of rows, weight and bias whether they are of the kind that is looked for.
+    """
     if node.op != "call_function" or node.kwargs:
         return None
     args: list[Any] = list(node.args)
@@ -105,9 +110,9 @@ def _product_of(node: Node) -> _Product | None:
         return None
     weight = transposed.args[0]
     inputs = [weight] if bias is None else [weight, bias]
-    if any(one.op not in ("placeholder", "get_attr") for one in inputs) or not _fits(rows, weight, bias):
+    if any(one.op not in ("placeholder", "get_attr") for one in inputs) or not fits(rows, weight, bias):
         return None
-    return _Product(node, rows, weight, bias)
+    return Product(node, rows, weight, bias)
 
 
 def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
@@ -123,12 +128,12 @@ def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
     return small and left.dtype == right.dtype and left.dtype.itemsize == 2
 
 
-def _case_of(group: list[_Product]) -> tuple[torch.device, torch.dtype, int, int, tuple[int, ...]]:
+def _case_of(group: list[Product]) -> tuple[torch.device, torch.dtype, int, int, tuple[int, ...]]:
     rows = group[0].rows.meta["val"]
     return rows.device, rows.dtype, *rows.shape, tuple(len(one.weight.meta["val"]) for one in group)
 
 
-def _replace(graph: Graph, group: list[_Product], how: list[int]) -> None:
+def _replace(graph: Graph, group: list[Product], how: list[int]) -> None:
     first, weights = group[0], [one.weight for one in group]
     with graph.inserting_before(first.node):
         all_of_them = graph.call_function(products._opoverload, (first.rows, weights, how))

@@ -47,11 +47,12 @@ def _is_plain(module: nn.Module) -> bool:
     return (
         all(type(tensor) in PLAIN for tensor in own)
         and all((getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS) for hook in hooks)
-        and not _is_compiled(module)
+        and not is_compiled(module)
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether somebody compiles what a module does."""
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..cache.names import CACHE_NAME
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
+from ..generation.few_rows import FewRows
 from ..generation.kernels import any_length
 from ..generation.unrecorded import guard_for
 from ..metrics import GenerationStats, devices_of, wait_for
@@ -200,11 +201,12 @@ def measure_costs(
     verified: dict[int, list[float]] = {size: [] for size in nodes}
     drafted: dict[int, list[float]] = {size: [] for size in rows}
     started: list[float] = []
-    unrecorded = guard_for(target, heads)
+    unrecorded, few_rows = guard_for(target, heads), FewRows(target, heads)
     for repeat in bar(range(repeats + 1), "bare forwards"):
-        with unrecorded():
+        with unrecorded(), few_rows.at_work(fewest=2):
             for size in nodes:
                 verified[size].append(verify(size))
+        with unrecorded(), few_rows.at_work(fewest=1):
             for size in rows:
                 first, further = draft(size)
                 started.append(first)

@@ -13,11 +13,13 @@ from support.targets import own_target, plain, prompt
 from transformers import DynamicCache, LogitsProcessorList, TopKLogitsWarper
 
 from benchmarks import setup, sides
+from benchmarks.__main__ import MEASUREMENTS
 from benchmarks.results import same_text
-from benchmarks.speed import cache, compiled, draws, first_call, quantised, speedup, unrecorded, vocabulary
+from benchmarks.speed import both_ways, cache, compiled, draws, few_rows, first_call, quantised, speedup, vocabulary
 from hf_specheads import load_heads
 from hf_specheads.generation.ahead import DraftAhead
 from hf_specheads.generation.costs import PLAIN, Costs
+from hf_specheads.generation.few_rows import FewRows
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
 
@@ -291,22 +293,30 @@ def test_the_gap_where_texts_part(target):
     assert gap == pytest.approx(float(logits[8] - logits[4]))
 
 
-def test_unrecorded_compares_rounds_with_and_without_autograds_layers(measure_pair, monkeypatch):
-    guards, generate = [], unrecorded.generate_once
+@pytest.mark.parametrize("part", ["unrecorded", "few_rows"])
+def test_generation_with_and_without_a_part(part, measure_pair, monkeypatch):
+    seen, generate = {"unrecorded": [], "few_rows": []}, both_ways.generate_once
 
     def watched(target, options, *args):
-        guards.append(guard_for(target) is BELOW_AUTOGRAD)
+        seen["unrecorded"].append(guard_for(target) is BELOW_AUTOGRAD)
+        seen["few_rows"].append(bool(FewRows(target).forwards))
         return generate(target, options, *args)
 
-    monkeypatch.setattr(unrecorded, "generate_once", watched)
-    result = measure_pair("unrecorded", ["eagle"], "--repeats", "2")
+    monkeypatch.setattr(both_ways, "generate_once", watched)
+    rows = ["--rows", "2", "5", "--forwards", "2"] if part == "few_rows" else []
+    result = measure_pair(part, ["eagle"], "--repeats", "2", *rows)
     sides = result["sides"]
-    assert list(sides) == ["plain generate", "eagle", "eagle, through autograd's layers"]
-    assert set(guards) == {True, False}
+    assert list(sides) == ["plain generate", "eagle", "eagle, without"]
+    assert {name: set(values) for name, values in seen.items()} == {
+        name: {True, False} if name == part else {True} for name in seen
+    }
     assert all(side["identical"] for side in sides.values())
     assert sides["eagle"]["gain"]["low"] <= sides["eagle"]["gain"]["mean"] <= sides["eagle"]["gain"]["high"]
     assert [name for name, side in sides.items() if "gain" in side] == ["eagle"]
-    assert "with over without autograd's layers" in unrecorded.table(result)
+    assert "with over without" in MEASUREMENTS[part].table(result)
+    if part == "few_rows":
+        assert list(result["forwards"]) == ["2", "5"] and "plain steps" in few_rows.table(result)
+        assert all(one["gain"]["low"] > 0 and one["plain step"] > 0 for one in result["forwards"].values())
 
 
 def test_draws_compares_rounds_that_draw_from_few_with_those_that_draw_from_all(measure_pair, monkeypatch):

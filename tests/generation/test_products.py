@@ -91,7 +91,7 @@ def test_where_it_does_not_pay_nothing_changes(monkeypatch, taken):
 def test_the_pass_is_on_while_steps_are_compiled_and_leaves_others_alone(monkeypatch):
     settings = torch._inductor.config
     with guards.quick_compiler():
-        assert settings.post_grad_custom_pre_pass is None, "there is no CUDA here"
+        assert not isinstance(settings.post_grad_custom_pre_pass, products.OneKernelForSiblings), "no CUDA here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(products, "HAS_TRITON", True)
     with guards.quick_compiler():

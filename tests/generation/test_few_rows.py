@@ -1,0 +1,179 @@
+"""Products of a few rows: the same numbers in both ways, the faster one taken, and nothing of it outside rounds."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.heads import random_heads
+from support.targets import own_target, plain, prompt
+from torch import nn
+
+from hf_specheads import generate_stream
+from hf_specheads.generation import few_rows
+from hf_specheads.generation.few_rows import FASTER, MOST_ROWS, TIMES, FewRows, Trial, Ways, doubled, turned
+from hf_specheads.tuning.measure import measure_costs
+
+NEW = 16
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Products are computed in the other way whenever they may be; how many rows each of them had."""
+    numbers = []
+
+    def compute(self, number, rows, weight, bias):
+        numbers.append(number)
+        return (doubled if number == 1 else turned)(rows, weight, bias)
+
+    monkeypatch.setattr(Ways, "compute", compute)
+    return numbers
+
+
+def own_forwards(*models) -> int:
+    """Modules with a forward of their own."""
+    return sum("forward" in module.__dict__ for model in models for module in model.modules())
+
+
+# ---------------------------------------------------------------------- both ways
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (2, 64)])
+def test_the_same_numbers(shape, bias):
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(24, 40, bias=bias), torch.randn(*shape, 24)
+    for way in [turned, doubled] if shape == (1, 1) else [turned]:
+        product = way(rows, layer.weight, layer.bias)
+        torch.testing.assert_close(product, layer(rows), rtol=1e-5, atol=1e-6)
+        assert product.is_contiguous() and product.shape == (*shape, 40)
+
+
+def test_rows_that_lie_apart_and_rows_of_no_batch():
+    torch.manual_seed(0)
+    weight, rows = torch.randn(8, 6), torch.randn(6, 5, 2).transpose(0, 2)
+    torch.testing.assert_close(turned(rows, weight, None), rows @ weight.t())
+    torch.testing.assert_close(turned(rows[0], weight, None), rows[0] @ weight.t())
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [((1.0, 0.5), 1), ((1.0, 2.0), 0), ((1.0, 0.999 / FASTER), 1),
+                                                ((1.0, 0.99), 0)])  # fmt: skip
+def test_the_faster_way_is_taken_whatever_stalls(seconds, taken, monkeypatch):
+    """After the same number of turns each; a stall in either changes nothing."""
+    clock, calls = [0.0], []
+    monkeypatch.setattr(few_rows.time, "perf_counter", lambda: clock[0])
+
+    def way(number):
+        def run(*product):
+            calls.append(number)
+            clock[0] += seconds[number] * (100 if len(calls) in (3, 4) else 1)
+            return product[0]
+
+        return run
+
+    trial = Trial(way(1))
+    trial.ways = (way(0), trial.ways[1])
+    while trial.verdict is None:
+        trial(torch.zeros(1))
+    assert calls == [0, 1] * TIMES
+    trial.verdict(torch.zeros(1))
+    assert calls[-1] == taken
+
+
+def test_sizes_have_ways_of_their_own():
+    ways, weight = Ways(), torch.randn(8, 6)
+    for number in (1, 2, 16, 17, 24, 25):
+        rows = torch.randn(number, 6)
+        for _ in range(2 * TIMES):
+            torch.testing.assert_close(ways.compute(number, rows, weight, None), rows @ weight.t())
+    assert sorted(ways._by_rows) == [1, 2, 16, 24, 32]
+    assert not any(isinstance(way, Trial) for way in ways._by_rows.values())
+
+
+# ---------------------------------------------------------------------- in rounds
+@pytest.mark.parametrize("method", ["eagle", "poss", "medusa", "hydra", "eagle3", "peagle", "dspark"])
+def test_texts_are_the_targets(method, always):
+    target, ids = own_target(), prompt()
+    expected = plain(target, ids, NEW)
+    heads = random_heads(target, method)
+    assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+    assert {1, 2} <= {min(number, 2) for number in always} or method in ("medusa", "peagle", "dspark")
+    assert max(always) > 1 and own_forwards(target, heads) == 0
+
+
+def test_batches_and_streams(always):
+    target = own_target()
+    inputs, alone = batch_of()
+    texts, heads = alone_texts(target, alone), random_heads(target, "poss")
+    assert_rows(greedy(target, inputs, assistant_model=heads), inputs["input_ids"].shape[1], texts)
+    for text in generate_stream(target, heads, alone, 2, max_new_tokens=NEW, do_sample=False):
+        assert text.token_ids == texts[text.index][:NEW]
+    assert always and own_forwards(target, heads) == 0
+
+
+def test_plain_steps_are_computed_as_ever(always):
+    """A single row by the target's weights is what plain decoding computes, bit for bit."""
+    target, ids = own_target(), prompt()
+    few = FewRows(target)
+    with torch.no_grad():
+        expected = target(ids[:, :1]).logits
+        with few.at_work(fewest=2):
+            assert torch.equal(target(ids[:, :1]).logits, expected) and not always
+            torch.testing.assert_close(target(ids[:, :5]).logits, target(ids[:, :5]).logits)
+    assert set(always) == {5}
+
+
+def test_prompts_are_not_of_few_rows(always):
+    layer = nn.Linear(4, 4)
+    with FewRows(layer).at_work(fewest=1):
+        layer(torch.randn(MOST_ROWS + 1, 4))
+        assert not always
+        layer(torch.randn(MOST_ROWS, 4))
+    assert always == [MOST_ROWS]
+
+
+def test_other_threads_see_nothing(always):
+    layer, rows, outputs = nn.Linear(4, 4), torch.randn(3, 4), []
+    with FewRows(layer).at_work(fewest=1):
+        other = threading.Thread(target=lambda: outputs.append(layer(rows)))
+        other.start()
+        other.join()
+        assert not always
+        # Another call's round begins meanwhile, and has the same layers.
+        assert len(FewRows(layer).forwards) == 1
+    assert torch.equal(outputs[0], layer(rows)) and own_forwards(layer) == 0
+
+
+def test_an_error_leaves_models_as_they_were():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError), FewRows(layer).at_work(fewest=1):
+        layer(torch.randn(3, 5))
+    assert own_forwards(layer) == 0 and few_rows._OF_THREAD.fewest > MOST_ROWS
+
+
+def test_left_alone_are_other_dtypes_wrapped_layers_and_compiled_models():
+    class Own(nn.Linear):
+        pass
+
+    wrapped = nn.Linear(4, 4)
+    wrapped.forward = lambda rows: rows
+    others = nn.ModuleList([nn.Linear(4, 4).bfloat16(), Own(4, 4), wrapped, nn.Linear(4, 4, device="meta")])
+    assert not FewRows(others).forwards
+    compiled = nn.Sequential(nn.Linear(4, 4))
+    compiled.compile()
+    assert not FewRows(compiled).forwards and FewRows(nn.Sequential(nn.Linear(4, 4))).forwards
+
+
+def test_layers_under_an_adapter(always):
+    target, ids = own_target(), prompt()
+    adapted = get_peft_model(target, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = plain(adapted, ids, NEW)
+    heads = random_heads(adapted.base_model.model, "eagle")
+    assert torch.equal(plain(adapted, ids, NEW, assistant_model=heads), expected) and always
+
+
+def test_costs_that_tune_measures_are_of_such_products(always):
+    target = own_target()
+    measure_costs(target, random_heads(target, "eagle"), 16, nodes=(1, 4), rows=(1, 2), repeats=1)
+    assert {1, 4} <= set(always)
