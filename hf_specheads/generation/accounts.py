@@ -90,6 +90,9 @@ class RequestSampler(TokenSampler):
         super().__init__(logits_processor, do_sample)
         self.own: dict[int, TokenSampler] = {}
 
+    def at_lengths(self, shortest: int, longest: int) -> TokenSampler:
+        return self  # requests have limits of their own
+
     def for_sequence(self, sequence: int) -> TokenSampler:
         return self.own[sequence]
 

@@ -243,7 +243,9 @@ class RoundLoop:
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, meanwhile: Meanwhile | None = None) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""
-        call = (self.sequences, self.sampler, self.stop, self.outputs, self.options, meanwhile)
+        lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
+        sampler = self.sampler.at_lengths(min(lengths), max(lengths) + tree.max_depth)
+        call = (self.sequences, sampler, self.stop, self.outputs, self.options, meanwhile)
         accepted = self.rule.accept(Verification(tree, logits.to(tree.token_ids.device), *call))
         if isinstance(self._target_cache, RecurrentCache):
             limits = map(self._target_cache.most_accepted, range(len(accepted)))

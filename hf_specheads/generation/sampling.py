@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -57,6 +59,14 @@ PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
 BATCH_PROCESSORS = PATH_WISE_PROCESSORS | {"PrefixConstrainedLogitsProcessor", "WatermarkLogitsProcessor"}
 
 
+# Those that do something as long as a text is shorter than so many tokens: they rule its end out.
+LENGTH_WISE_PROCESSORS: dict[str, Callable[[Any], int]] = {
+    "MinLengthLogitsProcessor": lambda processor: processor.min_length,
+    "MinNewTokensLengthLogitsProcessor": lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
+}
+LENGTH_WISE = frozenset(LENGTH_WISE_PROCESSORS)
+
+
 def out_of_step(processors: LogitsProcessorList) -> list[str]:
     """Processors that may keep something from call to call, so that the sequences of a batch must be asked in step."""
     ours = "transformers.generation.logits_process"
@@ -75,6 +85,18 @@ def _is_among(processor: Any, names: frozenset[str]) -> bool:
 def _rules_out(processor: Any) -> bool:
     """Whether what a processor filters out is never drawn, as it is in `generate`."""
     return getattr(processor, "filter_value", -torch.inf) == -torch.inf
+
+
+def _at_lengths(processor: Any, shortest: int, longest: int) -> LogitsProcessor | None:
+    """What a processor is to all texts of these lengths, by their logits alone: itself where it is not the same to all
+    of them, `None` where it is nothing."""
+    if not _is_among(processor, LENGTH_WISE):
+        return processor
+    least = LENGTH_WISE_PROCESSORS[type(processor).__name__](processor)
+    if longest < least:
+        ends = processor.eos_token_id
+        return SuppressTokensLogitsProcessor(ends.tolist(), device=ends.device)
+    return None if shortest >= least else processor
 
 
 def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:
@@ -140,6 +162,15 @@ class TokenSampler:
         if self.batch == 1:
             return self
         return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample, in_order=False)
+
+    def at_lengths(self, shortest: int, longest: int) -> TokenSampler:
+        """A sampler that chooses the same after texts of these lengths, in tokens, and looks at their logits alone
+        where it was their length that its processors asked for."""
+        if not any(_is_among(processor, LENGTH_WISE) for processor in self.logits_processor):
+            return self
+        at_lengths = (_at_lengths(processor, shortest, longest) for processor in self.logits_processor)
+        processors = LogitsProcessorList(processor for processor in at_lengths if processor is not None)
+        return TokenSampler(processors, self.do_sample, self.batch, self.in_order)
 
     @cached_property
     def row_wise(self) -> bool:

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from support.heads import random_heads
+from support.targets import VOCAB, own_target, plain, prompt
 from transformers import LogitsProcessorList
 from transformers.generation import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -89,3 +93,52 @@ def test_processors_work_in_fp32():
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.37)])
     _, scores = TokenSampler(processors, do_sample=True).at_all_nodes(logits)
     torch.testing.assert_close(scores, logits.float() / 0.37)
+
+
+# ---------------------------------------------------------------------- processors that ask for lengths alone
+SHORT = [MinNewTokensLengthLogitsProcessor(4, 6, [3, 5]), MinLengthLogitsProcessor(8, 7)]  # below 10, and below 8
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "row_wise", "ruled_out"),
+    [(4, 7, True, {3, 5, 7}), (4, 8, False, None), (8, 9, True, {3, 5}), (8, 10, False, None), (10, 99, True, set())],
+)
+def test_where_all_texts_are_short_or_none_is_lengths_do_not_matter(shortest, longest, row_wise, ruled_out):
+    torch.manual_seed(0)
+    sampler = TokenSampler(LogitsProcessorList([SHORT[0], *WARPERS[:1], SHORT[1]]), do_sample=False)
+    assert not sampler.row_wise
+    settled = sampler.at_lengths(shortest, longest)
+    assert settled.row_wise == row_wise
+    logits = torch.randn(2, 3, 11)
+    for length in range(shortest, min(longest, 12) + 1):
+        text = torch.zeros(6, length, dtype=torch.long)
+        expected = sampler.scores_at_node(text, logits.flatten(0, 1))
+        assert torch.equal(settled.scores_at_node(text, logits.flatten(0, 1)), expected)
+        if row_wise:
+            assert torch.equal(settled.scores_at_all_nodes(logits).flatten(0, 1), expected)
+            assert set((expected[0] == -torch.inf).nonzero()[:, 0].tolist()) == ruled_out
+
+
+def test_samplers_without_such_processors_are_themselves():
+    class MinLengthLogitsProcessorOfTheUser(MinLengthLogitsProcessor):
+        pass
+
+    own = MinLengthLogitsProcessorOfTheUser(8, 7)
+    MinLengthLogitsProcessorOfTheUser.__name__ = "MinLengthLogitsProcessor"
+    for processors in ([], WARPERS, [own]):
+        sampler = TokenSampler(LogitsProcessorList(processors), do_sample=True, in_order=False)
+        assert sampler.at_lengths(1, 5) is sampler
+    settled = TokenSampler(LogitsProcessorList(SHORT), True, batch=3, in_order=False).at_lengths(1, 5)
+    assert (settled.do_sample, settled.batch, settled.in_order) == (True, 3, False)
+
+
+def test_rounds_of_texts_that_may_not_end_yet_are_chosen_at_once(monkeypatch):
+    """All but the round in which a text becomes long enough."""
+    target, ids = own_target(), prompt(5)
+    options = {"min_new_tokens": 20, "eos_token_id": list(range(0, VOCAB, 2)), "pad_token_id": 0}
+    heads, asked, nodes = random_heads(target), [], []
+    at_node, at_all = TokenSampler.token_at_node, TokenSampler.tokens_at_all_nodes
+    monkeypatch.setattr(TokenSampler, "token_at_node", lambda *args: asked.append(1) or at_node(*args))
+    monkeypatch.setattr(TokenSampler, "tokens_at_all_nodes", lambda *args: nodes.append(1) or at_all(*args))
+    assert torch.equal(plain(target, ids, 30, assistant_model=heads, **options), plain(target, ids, 30, **options))
+    assert len(asked) <= heads.tree_config.depth + 1 < len(nodes)
