@@ -6,8 +6,9 @@ forward over a few nodes takes as long as several plain steps, and no draft pays
 works, linear layers compute as is faster here: layers of one size take turns in both ways, are timed as they work, and
 go on in the faster one. No weight is copied.
 
-What plain decoding computes, a single row by the target's weights, is computed as ever. Models are as they were
-outside the forwards of rounds, and in other threads at all times.
+What plain decoding computes, a single row by the target's weights, is computed as ever. No model is changed: while the
+forwards of a round run, torch's `nn.Linear` has a forward that looks whether it is called by their thread, and outside
+of them its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,77 +83,85 @@ class Ways:
     def __init__(self) -> None:
         self._by_rows: dict[int, Product] = {}
 
-    def compute(
-        self, number: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The product of a number of rows, as [`turned`]."""
+    def compute(self, number: int, product: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+        """The product of a number of rows; arguments as of [`turned`]."""
         if number > EXACTLY:
             number = -(-number // ALIKE) * ALIKE
         way = self._by_rows.get(number)
         if way is None:
             way = self._by_rows.setdefault(number, Trial(doubled if number == 1 else turned))
-        result = way(rows, weight, bias)
+        result = way(*product)
         if type(way) is Trial and (verdict := way.verdict) is not None:
             self._by_rows[number] = verdict
         return result
 
 
-_WAYS: dict[tuple[int, ...], Ways] = {}  # by sizes of the weight, and threads
+_WAYS: defaultdict[int, defaultdict[torch.Size, Ways]] = defaultdict(lambda: defaultdict(Ways))  # by threads and sizes
 
 
 # ---------------------------------------------------------------------- in models
 class FewRows:
     """Linear layers of models, which compute as is faster while these work on a round. None where somebody compiles
-    what a model does.
+    what a model does, or has changed what linear layers do.
 
     Args:
         models: Target and heads.
     """
 
     def __init__(self, *models: nn.Module):
-        modules = list(dict.fromkeys(itertools.chain.from_iterable(model.modules() for model in models)))
-        plain = [] if any(map(is_compiled, modules)) else filter(_is_plain, modules)
-        self.forwards = [(layer.__dict__, _forward_of(layer)) for layer in plain]
+        modules = list(itertools.chain.from_iterable(model.modules() for model in models))
+        self.may_help = any(map(_is_plain, modules)) and not any(map(is_compiled, modules))
 
     @contextmanager
     def at_work(self, fewest: int) -> Iterator[None]:
         """Meanwhile forwards of this thread compute products of so many rows or more as is faster: of two, where a
         single row is to be multiplied as plain decoding does."""
-        _OF_THREAD.fewest = fewest
-        for layer, forward in self.forwards:
-            layer["forward"] = forward
+        if not self.may_help or not _begin():
+            yield
+            return
+        _OF_THREAD.fewest, _OF_THREAD.ways = fewest, _WAYS[torch.get_num_threads()]
         try:
             yield
         finally:
             _OF_THREAD.fewest = MOST_ROWS + 1
-            for layer, _ in self.forwards:
-                layer.pop("forward", None)
+            _end()
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return has_plain_weight(layer) and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 
 
 class _OfThread(threading.local):
     fewest = MOST_ROWS + 1  # rows that are computed so
+    ways: defaultdict[torch.Size, Ways]
 
 
-_OF_THREAD = _OfThread()
+_OF_THREAD, _LOCK, _TORCHS_OWN = _OfThread(), threading.Lock(), nn.Linear.forward
+_at_work = 0  # threads
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    own = layer.__dict__.get("forward")  # of another thread's round, or somebody's
-    if not has_plain_weight(layer) or not (own is None or hasattr(own, "_few_rows")):
-        return False
-    return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+def _begin() -> bool:
+    """Whether linear layers have our forward from now on."""
+    global _at_work
+    with _LOCK:
+        if nn.Linear.forward not in (_TORCHS_OWN, _forward):
+            return False
+        _at_work += 1
+        nn.Linear.forward = _forward  # type: ignore[method-assign, assignment]
+    return True
 
 
-def _forward_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    parameters: dict[str, Any] = layer._parameters
-    key = (*parameters["weight"].shape, torch.get_num_threads())
-    ways = _WAYS.setdefault(key, Ways())
+def _end() -> None:
+    global _at_work
+    with _LOCK:
+        _at_work -= 1
+        if _at_work == 0 and nn.Linear.forward is _forward:
+            nn.Linear.forward = _TORCHS_OWN  # type: ignore[method-assign]
 
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        number = rows.numel() // rows.shape[-1]
-        if _OF_THREAD.fewest <= number <= MOST_ROWS:
-            return ways.compute(number, rows, parameters["weight"], parameters["bias"])
-        return linear(rows, parameters["weight"], parameters["bias"])
 
-    forward._few_rows = True  # type: ignore[attr-defined]
-    return forward
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # so torch calls it
+    weight, bias = self.weight, self.bias
+    rows = input.numel() // max(input.shape[-1], 1)
+    if _OF_THREAD.fewest <= rows <= MOST_ROWS and _is_plain(self):
+        return _OF_THREAD.ways[weight.shape].compute(rows, (input, weight, bias))
+    return linear(input, weight, bias)

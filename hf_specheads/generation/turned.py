@@ -72,7 +72,8 @@ def pays(rows: int, columns: int, width: int, threads: int) -> bool:
     """Whether rows [M, K] by weights [N, K] are multiplied sooner like that, in this process with so many threads."""
     number = min(max(BYTES // (4 * columns * width), 1), MOST_WEIGHTS)
     with unset_fake_temporarily(), torch.no_grad():  # the compiler's tensors have no numbers
-        some, weights = torch.ones(rows, width), [torch.ones(columns, width) for _ in range(number)]
+        some = torch.ones(rows, width, dtype=torch.float32)
+        weights = [torch.ones(columns, width, dtype=torch.float32) for _ in range(number)]
         seconds: tuple[list[float], list[float]] = ([], [])
         for turn in range(4 * TIMES):
             weight, way = weights[turn % number], turn % 2
