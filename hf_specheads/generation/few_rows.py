@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,14 +39,15 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 # ---------------------------------------------------------------------- both ways
 def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As `linear`, rows [..., K] by a weight [N, K], by the weight times the transposed rows; contiguous."""
-    columns = rows.reshape(-1, rows.shape[-1]).t()
-    product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
-    return product.t().contiguous().view(*rows.shape[:-1], len(weight))
+    product = linear(weight, rows.reshape(-1, rows.shape[-1])).t().contiguous()
+    if bias is not None:
+        product += bias
+    return product.view(*rows.shape[:-1], -1)
 
 
 def doubled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same of a single row, taken twice: a product with two rows may be faster than one with a vector."""
-    return turned(rows.reshape(1, -1).expand(2, -1), weight, bias)[:1].view(*rows.shape[:-1], len(weight))
+    return turned(rows.reshape(1, -1).expand(2, -1), weight, bias)[:1].view(*rows.shape[:-1], -1)
 
 
 class Trial:
@@ -77,22 +78,19 @@ class Trial:
         return self.ways[own > FASTER * other]
 
 
-class Ways:
-    """How products with weights of one size are computed, by the number of rows."""
+class Ways(dict[int, Product]):
+    """How products with weights of one size are computed, by the number of rows: a way, or a [`Trial`] of two."""
 
-    def __init__(self) -> None:
-        self._by_rows: dict[int, Product] = {}
+    def __missing__(self, rows: int) -> Product:
+        alike = rows if rows <= EXACTLY else -(-rows // ALIKE) * ALIKE
+        trial = Trial(doubled if rows == 1 else turned) if rows == alike else self[alike]
+        return self.setdefault(rows, trial)
 
-    def compute(self, number: int, product: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-        """The product of a number of rows; arguments as of [`turned`]."""
-        if number > EXACTLY:
-            number = -(-number // ALIKE) * ALIKE
-        way = self._by_rows.get(number)
-        if way is None:
-            way = self._by_rows.setdefault(number, Trial(doubled if number == 1 else turned))
-        result = way(*product)
-        if type(way) is Trial and (verdict := way.verdict) is not None:
-            self._by_rows[number] = verdict
+    def try_out(self, rows: int, trial: Trial, *product: Any) -> torch.Tensor:
+        """Computes one of a number of rows of which it is not known yet."""
+        result = trial(*product)
+        if (verdict := trial.verdict) is not None:
+            self[rows] = verdict
         return result
 
 
@@ -110,30 +108,37 @@ class FewRows:
 
     def __init__(self, *models: nn.Module):
         modules = list(itertools.chain.from_iterable(model.modules() for model in models))
-        self.may_help = any(map(_is_plain, modules)) and not any(map(is_compiled, modules))
+        plain = [] if any(map(is_compiled, modules)) else filter(_is_plain, modules)
+        ways = _WAYS[torch.get_num_threads()]
+        self.layers = {layer: ways[cast(torch.Tensor, layer.weight).shape] for layer in plain}
 
     @contextmanager
     def at_work(self, fewest: int) -> Iterator[None]:
         """Meanwhile forwards of this thread compute products of so many rows or more as is faster: of two, where a
         single row is to be multiplied as plain decoding does."""
-        if not self.may_help or not _begin():
+        if not self.layers or not _begin():
             yield
             return
-        _OF_THREAD.fewest, _OF_THREAD.ways = fewest, _WAYS[torch.get_num_threads()]
+        _OF_THREAD.fewest, _OF_THREAD.layers = fewest, self.layers
         try:
             yield
         finally:
-            _OF_THREAD.fewest = MOST_ROWS + 1
+            _OF_THREAD.layers = _NONE
             _end()
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    return has_plain_weight(layer) and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+    if not has_plain_weight(layer) or "weight" not in layer._parameters:
+        return False
+    return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+
+
+_NONE: dict[nn.Module, Ways] = {}
 
 
 class _OfThread(threading.local):
-    fewest = MOST_ROWS + 1  # rows that are computed so
-    ways: defaultdict[torch.Size, Ways]
+    layers = _NONE  # that compute so,
+    fewest = 1  # products of so many rows or more
 
 
 _OF_THREAD, _LOCK, _TORCHS_OWN = _OfThread(), threading.Lock(), nn.Linear.forward
@@ -160,8 +165,13 @@ def _end() -> None:
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # so torch calls it
-    weight, bias = self.weight, self.bias
-    rows = input.numel() // max(input.shape[-1], 1)
-    if _OF_THREAD.fewest <= rows <= MOST_ROWS and _is_plain(self):
-        return _OF_THREAD.ways[weight.shape].compute(rows, (input, weight, bias))
-    return linear(input, weight, bias)
+    # Called for every layer of every forward of a round: no attribute is looked up that is not needed.
+    ways = _OF_THREAD.layers.get(self)
+    if ways is None:
+        return _TORCHS_OWN(self, input)
+    parameters: Any = self._parameters
+    product, rows = (input, parameters["weight"], parameters["bias"]), input.numel() // input.shape[-1]
+    if not _OF_THREAD.fewest <= rows <= MOST_ROWS:
+        return linear(*product)
+    way = ways[rows]
+    return ways.try_out(rows, way, *product) if type(way) is Trial else way(*product)
