@@ -70,7 +70,7 @@ def time_forwards(target: PreTrainedModel, rows: int, repeats: int) -> dict[str,
     calls = {
         "plain step": lambda: forward(1, nullcontext()),
         "torch": lambda: forward(rows, nullcontext()),
-        "faster": lambda: forward(rows, quick.at_work(fewest=2)),
+        "faster": lambda: forward(rows, quick.at_work(rows, fewest=2)),
     }
     seconds, _ = timed_in_turns(calls, repeats, WARM_UPS)
     gain = ratio_interval(seconds["torch"], seconds["faster"])

@@ -111,12 +111,18 @@ class FewRows:
         plain = [] if any(map(is_compiled, modules)) else filter(_is_plain, modules)
         ways = _WAYS[torch.get_num_threads()]
         self.layers = {layer: ways[cast(torch.Tensor, layer.weight).shape] for layer in plain}
+        self._ways = list({id(ways): ways for ways in self.layers.values()}.values())
+        self._in_vain: set[int] = set()
 
     @contextmanager
-    def at_work(self, fewest: int) -> Iterator[None]:
-        """Meanwhile forwards of this thread compute products of so many rows or more as is faster: of two, where a
-        single row is to be multiplied as plain decoding does."""
-        if not self.layers or not _begin():
+    def at_work(self, rows: int, fewest: int) -> Iterator[None]:
+        """Meanwhile forwards of this thread compute products of few rows as is faster.
+
+        Args:
+            rows: That most products have; where torch's own way is the faster for all layers, nothing is done.
+            fewest: Rows that are computed so: two, where a single row is to be multiplied as plain decoding does.
+        """
+        if rows < fewest or rows in self._in_vain or not self.layers or not _begin():
             yield
             return
         _OF_THREAD.fewest, _OF_THREAD.layers = fewest, self.layers
@@ -125,6 +131,9 @@ class FewRows:
         finally:
             _OF_THREAD.layers = _NONE
             _end()
+        met = {ways.get(rows) for ways in self._ways} - {None}  # of the sizes that forwards of so many rows have
+        if met == {linear}:
+            self._in_vain.add(rows)
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -135,7 +135,8 @@ class RoundLoop:
         with self.stats.stage("draft"):
             drafts = drafts and self.candidates.has_drafts
             tree = self.next_tree(rows, drafts)
-        with self.stats.stage("target"), self.unrecorded(), self.few_rows.at_work(fewest=2):
+        nodes = tree.token_ids.numel()
+        with self.stats.stage("target"), self.unrecorded(), self.few_rows.at_work(nodes, fewest=2):
             outputs = self.verify(tree)
         with self.stats.stage("accept"):
             accepted = self.accept(tree, outputs.logits, self.meanwhile(tree, outputs))
@@ -216,7 +217,7 @@ class RoundLoop:
         sequences = self.sequences
         input_ids = sequences.tokens_of(sequences.active[0]) if self.batch == 1 else None
         lengths = [sequences.lengths[sequence] for sequence in sequences.active]
-        with self.unrecorded(), self.few_rows.at_work(fewest=1):
+        with self.unrecorded(), self.few_rows.at_work(len(sequences.active), fewest=1):
             return self.candidates.draft(rows, lengths, max(self.target_cache.counts), input_ids)
 
     def verify(self, tree: DraftTree) -> ModelOutput:

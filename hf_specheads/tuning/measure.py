@@ -203,12 +203,13 @@ def measure_costs(
     started: list[float] = []
     unrecorded, few_rows = guard_for(target, heads), FewRows(target, heads)
     for repeat in bar(range(repeats + 1), "bare forwards"):
-        with unrecorded(), few_rows.at_work(fewest=2):
+        with unrecorded():
             for size in nodes:
-                verified[size].append(verify(size))
-        with unrecorded(), few_rows.at_work(fewest=1):
+                with few_rows.at_work(size, fewest=2):
+                    verified[size].append(verify(size))
             for size in rows:
-                first, further = draft(size)
+                with few_rows.at_work(size, fewest=1):
+                    first, further = draft(size)
                 started.append(first)
                 drafted[size].append(further)
         if repeat == 0:  # the first calls of everything are no measure

@@ -11,6 +11,7 @@ from support.batches import alone_texts, assert_rows, batch_of, greedy
 from support.heads import random_heads
 from support.targets import own_target, plain, prompt
 from torch import nn
+from torch.nn.functional import linear
 
 from hf_specheads import generate_stream
 from hf_specheads.generation import few_rows
@@ -123,15 +124,39 @@ def test_plain_steps_are_computed_as_ever(always):
     few = FewRows(target)
     with torch.no_grad():
         expected = target(ids[:, :1]).logits
-        with few.at_work(fewest=2):
+        with few.at_work(5, fewest=2):
             assert torch.equal(target(ids[:, :1]).logits, expected) and not always
             torch.testing.assert_close(target(ids[:, :5]).logits, target(ids[:, :5]).logits)
     assert set(always) == {5}
 
 
+def test_where_it_helps_no_layer_nothing_is_done(monkeypatch):
+    """Of a number of rows, and only once that is known of all layers."""
+    layers, rows = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), torch.randn(3, 4)
+    monkeypatch.setattr(few_rows, "_WAYS", type(few_rows._WAYS)(few_rows._WAYS.default_factory))
+    few, own = FewRows(layers), nn.Linear.forward
+    small, other = few.layers[layers[0]], few.layers[layers[1]]
+    small[3], other[3] = linear, Trial(turned)
+    with few.at_work(3, fewest=1):
+        assert nn.Linear.forward is not own
+    other[3] = linear
+    with few.at_work(3, fewest=1):
+        layers(rows)
+    with few.at_work(3, fewest=1):
+        assert nn.Linear.forward is own
+    with few.at_work(2, fewest=1):
+        assert nn.Linear.forward is not own
+    with few.at_work(1, fewest=2):
+        assert nn.Linear.forward is own, "a plain step"
+    other[4], small[4] = turned, linear
+    for _ in range(2):
+        with few.at_work(4, fewest=1):
+            assert nn.Linear.forward is not own
+
+
 def test_prompts_are_not_of_few_rows(always):
     layer = nn.Linear(4, 4)
-    with FewRows(layer).at_work(fewest=1):
+    with FewRows(layer).at_work(3, fewest=1):
         layer(torch.randn(MOST_ROWS + 1, 4))
         assert not always
         layer(torch.randn(MOST_ROWS, 4))
@@ -141,7 +166,7 @@ def test_prompts_are_not_of_few_rows(always):
 def test_other_threads_compute_as_ever(always):
     layer, rows, outputs = nn.Linear(4, 4), torch.randn(3, 4), []
     own = nn.Linear.forward
-    with FewRows(layer).at_work(fewest=1):
+    with FewRows(layer).at_work(3, fewest=1):
         other = threading.Thread(target=lambda: outputs.append(layer(rows)))
         other.start()
         other.join()
@@ -156,13 +181,13 @@ def test_rounds_of_two_threads_at_a_time(always):
     layer, rows, begun, ended = nn.Linear(4, 4), torch.randn(3, 4), threading.Event(), threading.Event()
 
     def round_of_another():
-        with FewRows(layer).at_work(fewest=1):
+        with FewRows(layer).at_work(3, fewest=1):
             begun.set()
             ended.wait(20)
             layer(rows)
 
     other = threading.Thread(target=round_of_another)
-    with FewRows(layer).at_work(fewest=1):
+    with FewRows(layer).at_work(3, fewest=1):
         other.start()
         assert begun.wait(20)
     ended.set()
@@ -173,7 +198,7 @@ def test_rounds_of_two_threads_at_a_time(always):
 
 def test_an_error_leaves_torch_as_it_was():
     layer = nn.Linear(4, 4)
-    with pytest.raises(RuntimeError), FewRows(layer).at_work(fewest=1):
+    with pytest.raises(RuntimeError), FewRows(layer).at_work(3, fewest=1):
         layer(torch.randn(3, 5))
     assert not few_rows._OF_THREAD.layers
 
@@ -186,7 +211,7 @@ class Own(nn.Linear):
 def test_other_layers_are_left_alone(left_alone, always):
     assert not FewRows(left_alone).layers
     if isinstance(left_alone, nn.Linear):
-        with FewRows(nn.Linear(4, 4)).at_work(fewest=1):
+        with FewRows(nn.Linear(4, 4)).at_work(3, fewest=1):
             left_alone(torch.randn(3, 4, dtype=left_alone.weight.dtype))
     assert not always
 
@@ -202,7 +227,7 @@ def test_linear_layers_that_somebody_changed_stay_so(always, monkeypatch):
     changed = lambda self, input: own(self, input)  # noqa: E731, A006
     monkeypatch.setattr(nn.Linear, "forward", changed)
     layer = nn.Linear(4, 4)
-    with FewRows(layer).at_work(fewest=1):
+    with FewRows(layer).at_work(3, fewest=1):
         assert nn.Linear.forward is changed
         layer(torch.randn(3, 4))
     assert not always
