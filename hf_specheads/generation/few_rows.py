@@ -175,8 +175,7 @@ def _end() -> None:
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # so torch calls it
     # Called for every layer of every forward of a round: no attribute is looked up that is not needed.
-    ways = _OF_THREAD.layers.get(self)
-    if ways is None:
+    if torch.compiler.is_compiling() or (ways := _OF_THREAD.layers.get(self)) is None:
         return _TORCHS_OWN(self, input)
     parameters: Any = self._parameters
     product, rows = (input, parameters["weight"], parameters["bias"]), input.numel() // input.shape[-1]

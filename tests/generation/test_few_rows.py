@@ -196,6 +196,16 @@ def test_rounds_of_two_threads_at_a_time(always):
     assert always == [3], "the other's alone"
 
 
+def test_somebody_compiles_another_model_meanwhile(always):
+    """In one graph, as at other times."""
+    other, rows = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    with FewRows(layer := nn.Linear(4, 4)).at_work(3, fewest=1):
+        torch.testing.assert_close(torch.compile(other, fullgraph=True, backend="eager")(rows), other(rows))
+        assert not always
+        layer(rows)
+    assert always == [3]
+
+
 def test_an_error_leaves_torch_as_it_was():
     layer = nn.Linear(4, 4)
     with pytest.raises(RuntimeError), FewRows(layer).at_work(3, fewest=1):
