@@ -1,10 +1,10 @@
 """Linear layers of models on a CPU, where a few rows are multiplied with a weight.
 
-Rows by the transposed weight, and the weight by the transposed rows, transposed back, are the same numbers. Which of
-the two a library of matrix products computes sooner depends on the processor and the sizes. Where the first is slow, a
-forward over a few nodes takes as long as several plain steps, and no draft pays, however good it is. So while a round
-works, linear layers compute as is faster here: layers of one size take turns in both ways, are timed as they work, and
-go on in the faster one. No weight is copied.
+Libraries of matrix products are made for one row or for many. Where they are slow with a few, a forward over a few
+nodes takes as long as several plain steps, and no draft pays, however good it is. There are other ways to the same
+numbers: a kernel made for few rows ([`few_rows_native`]), and, in float32, the weight by the transposed rows,
+transposed back. So while a round works, linear layers compute as is faster here: layers of one size take turns in all
+ways there are, are timed as they work, and go on in the fastest one. No weight is copied.
 
 What plain decoding computes, a single row by the target's weights, is computed as ever. No model is changed: while the
 forwards of a round run, torch's `nn.Linear` has a forward that looks whether it is called by their thread, and outside
@@ -17,8 +17,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,16 +26,17 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..target.projection import has_plain_weight
+from . import few_rows_native
 from .unrecorded import is_compiled
 
 MOST_ROWS = 128
 EXACTLY, ALIKE = 16, 8  # rows up to which every number is timed by itself; of more, so many numbers count as one
-TIMES = 5  # that either way is timed, of which the median tells
-FASTER = 1.05  # by which factor the other way must be, to be taken
+TIMES = 5  # that every way is timed, of which the median tells
+FASTER = 1.05  # by which factor another way than torch's must be, to be taken
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-# ---------------------------------------------------------------------- both ways
+# ---------------------------------------------------------------------- all ways
 def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As `linear`, rows [..., K] by a weight [N, K], by the weight times the transposed rows; contiguous."""
     product = linear(weight, rows.reshape(-1, rows.shape[-1])).t().contiguous()
@@ -50,20 +50,35 @@ def doubled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return turned(rows.reshape(1, -1).expand(2, -1), weight, bias)[:1].view(*rows.shape[:-1], -1)
 
 
+def other_ways(rows: int, size: torch.Size, dtype: torch.dtype) -> list[Product]:
+    """Than torch's own, to multiply so many rows with a weight."""
+    ways: list[Product] = []
+    if dtype == torch.float32:
+        ways.append(doubled if rows == 1 else turned)
+    kernel = kernel_for(size, dtype)
+    return ways if kernel is None else [*ways, kernel]
+
+
+def kernel_for(size: torch.Size, dtype: torch.dtype) -> few_rows_native.Kernel | None:
+    """That of few rows with such weights, if it is built and multiplies them; all is tried again once it is built."""
+    return few_rows_native.WORKSHOP.order(dtype, _begin_anew) if few_rows_native.fits(*size) else None
+
+
 class Trial:
-    """Two ways of computing products of one size, as long as it is not known which is faster.
+    """Ways of computing products of one size, as long as it is not known which is the fastest.
 
     Args:
-        other: Than torch's own.
+        others: Than torch's own.
     """
 
-    def __init__(self, other: Product):
-        self.ways: tuple[Product, Product] = (linear, other)
-        self.seconds: tuple[list[float], list[float]] = ([], [])
+    def __init__(self, *others: Product):
+        self.ways: tuple[Product, ...] = (linear, *others)
+        self.seconds: list[list[float]] = [[] for _ in self.ways]
 
     def __call__(self, *product: Any) -> torch.Tensor:
-        """Computes one by the way that was timed less often."""
-        way = int(len(self.seconds[1]) < len(self.seconds[0]))
+        """Computes one by the way that was timed least often."""
+        times = [len(spent) for spent in self.seconds]
+        way = times.index(min(times))
         began = time.perf_counter()
         result = self.ways[way](*product)
         self.seconds[way].append(time.perf_counter() - began)
@@ -71,20 +86,35 @@ class Trial:
 
     @property
     def verdict(self) -> Product | None:
-        """The faster way; `None` while that is not known."""
+        """The fastest way; `None` while that is not known."""
         if min(map(len, self.seconds)) < TIMES:
             return None
-        own, other = map(statistics.median, self.seconds)
-        return self.ways[own > FASTER * other]
+        return self.ways[fastest(self.seconds)]
+
+
+def fastest(seconds: Sequence[Sequence[float]]) -> int:
+    """Which of several ways it is by what they took, where another than the first must be clearly faster."""
+    own, *others = map(statistics.median, seconds)
+    return 1 + others.index(min(others)) if own > FASTER * min(others) else 0
 
 
 class Ways(dict[int, Product]):
-    """How products with weights of one size are computed, by the number of rows: a way, or a [`Trial`] of two."""
+    """How products with weights of one size are computed, by the number of rows: a way, or a [`Trial`] of several.
+
+    Args:
+        size, dtype: The weights'.
+    """
+
+    def __init__(self, size: torch.Size, dtype: torch.dtype):
+        super().__init__()
+        self.size, self.dtype = size, dtype
 
     def __missing__(self, rows: int) -> Product:
         alike = rows if rows <= EXACTLY else -(-rows // ALIKE) * ALIKE
-        trial = Trial(doubled if rows == 1 else turned) if rows == alike else self[alike]
-        return self.setdefault(rows, trial)
+        if rows != alike:
+            return self.setdefault(rows, self[alike])
+        others = other_ways(rows, self.size, self.dtype)
+        return self.setdefault(rows, Trial(*others) if others else linear)
 
     def try_out(self, rows: int, trial: Trial, *product: Any) -> torch.Tensor:
         """Computes one of a number of rows of which it is not known yet."""
@@ -94,7 +124,21 @@ class Ways(dict[int, Product]):
         return result
 
 
-_WAYS: defaultdict[int, defaultdict[torch.Size, Ways]] = defaultdict(lambda: defaultdict(Ways))  # by threads and sizes
+_WAYS: dict[tuple[int, torch.Size, torch.dtype], Ways] = {}  # by threads, sizes and dtypes
+_begun = 0  # times that all was tried from the beginning
+
+
+def _ways_of(weight: torch.Tensor) -> Ways:
+    size = weight.shape, weight.dtype
+    return _WAYS.setdefault((torch.get_num_threads(), *size), Ways(*size))
+
+
+def _begin_anew() -> None:
+    """There is another way, of which nothing is known: a kernel was built."""
+    global _begun
+    for ways in list(_WAYS.values()):
+        ways.clear()
+    _begun += 1
 
 
 # ---------------------------------------------------------------------- in models
@@ -109,10 +153,10 @@ class FewRows:
     def __init__(self, *models: nn.Module):
         modules = list(itertools.chain.from_iterable(model.modules() for model in models))
         plain = [] if any(map(is_compiled, modules)) else filter(_is_plain, modules)
-        ways = _WAYS[torch.get_num_threads()]
-        self.layers = {layer: ways[cast(torch.Tensor, layer.weight).shape] for layer in plain}
+        self.layers = {layer: _ways_of(cast(torch.Tensor, layer.weight)) for layer in plain}
         self._ways = list({id(ways): ways for ways in self.layers.values()}.values())
         self._in_vain: set[int] = set()
+        self._begun = _begun
 
     @contextmanager
     def at_work(self, rows: int, fewest: int) -> Iterator[None]:
@@ -122,6 +166,9 @@ class FewRows:
             rows: That most products have; where torch's own way is the faster for all layers, nothing is done.
             fewest: Rows that are computed so: two, where a single row is to be multiplied as plain decoding does.
         """
+        if self._begun != _begun:
+            self._begun = _begun
+            self._in_vain.clear()
         if rows < fewest or rows in self._in_vain or not self.layers or not _begin():
             yield
             return
@@ -139,7 +186,7 @@ class FewRows:
 def _is_plain(layer: nn.Module) -> bool:
     if not has_plain_weight(layer) or "weight" not in layer._parameters:
         return False
-    return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+    return layer.weight.device.type == "cpu" and layer.weight.dtype in few_rows_native.KINDS
 
 
 _NONE: dict[nn.Module, Ways] = {}

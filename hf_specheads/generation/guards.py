@@ -39,9 +39,9 @@ def _kernels() -> AbstractContextManager:
         from .products import one_kernel_for_siblings  # imports much of the compiler
 
         return one_kernel_for_siblings()
-    from .turned import turned_products  # so does this
+    from .few_rows_compiled import few_rows_products  # so does this
 
-    return turned_products()
+    return few_rows_products()
 
 
 def _quick_settings() -> dict[str, Any]:

@@ -16,26 +16,39 @@ from torch.nn.functional import linear
 from hf_specheads import generate_stream
 from hf_specheads.generation import few_rows
 from hf_specheads.generation.few_rows import FASTER, MOST_ROWS, TIMES, FewRows, Trial, Ways, doubled, turned
+from hf_specheads.generation.few_rows_native import WORKSHOP
 from hf_specheads.tuning.measure import measure_costs
 
 NEW = 16
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """Products are computed in the other way whenever they may be; how many rows each of them had."""
+@pytest.fixture(params=["turned", "kernel"])
+def always(request, monkeypatch, kernel):
+    """Products are computed in another way whenever they may be; how many rows each of them had."""
     numbers = []
 
     def compute(*product):
         numbers.append(number := product[0].shape[:-1].numel())
+        if request.param == "kernel" and kernel is not None:
+            return kernel(*product)
         return (doubled if number == 1 else turned)(*product)
 
     monkeypatch.setattr(Ways, "__getitem__", lambda *args: compute, raising=False)
     return numbers
 
 
+@pytest.fixture
+def kernel():
+    """Of float32; `None` on machines that have none."""
+    FewRows(nn.Linear(16, 16))
+    few_rows.kernel_for(torch.Size([16, 16]), torch.float32)
+    WORKSHOP.wait()
+    return WORKSHOP.kernels[torch.float32]
+
+
 @pytest.fixture(autouse=True)
 def torch_is_left_as_it_was():
+    WORKSHOP.wait()  # what a test ordered before must not have all begin anew in this one
     before = nn.Linear.forward
     yield
     assert nn.Linear.forward is before and not few_rows._at_work
@@ -60,8 +73,11 @@ def test_rows_that_lie_apart_and_rows_of_no_batch():
     torch.testing.assert_close(turned(rows[0], weight, None), rows[0] @ weight.t())
 
 
-@pytest.mark.parametrize(("seconds", "taken"), [((1.0, 0.5), 1), ((1.0, 2.0), 0), ((1.0, 0.999 / FASTER), 1),
-                                                ((1.0, 0.99), 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [((1.0, 0.5), 1), ((1.0, 2.0), 0), ((1.0, 0.999 / FASTER), 1), ((1.0, 0.99), 0), ((1.0, 0.5, 0.4), 2),
+     ((1.0, 0.4, 0.5), 1), ((1.0, 0.99, 0.98), 0)],
+)  # fmt: skip
 def test_the_faster_way_is_taken_whatever_stalls(seconds, taken, monkeypatch):
     """After the same number of turns each; a stall in either changes nothing."""
     clock, calls = [0.0], []
@@ -70,22 +86,24 @@ def test_the_faster_way_is_taken_whatever_stalls(seconds, taken, monkeypatch):
     def way(number):
         def run(*product):
             calls.append(number)
-            clock[0] += seconds[number] * (100 if len(calls) in (3, 4) else 1)
+            clock[0] += seconds[number] * (100 if len(calls) // len(seconds) == 1 else 1)
             return product[0]
 
         return run
 
-    trial = Trial(way(1))
-    trial.ways = (way(0), trial.ways[1])
+    own, *others = map(way, range(len(seconds)))
+    trial = Trial(*others)
+    trial.ways = (own, *others)
     while trial.verdict is None:
         trial(torch.zeros(1))
-    assert calls == [0, 1] * TIMES
+    assert calls == list(range(len(seconds))) * TIMES
     trial.verdict(torch.zeros(1))
     assert calls[-1] == taken
 
 
 def test_sizes_have_ways_of_their_own():
-    ways, weight = Ways(), torch.randn(8, 6)
+    weight = torch.randn(8, 6)
+    ways = Ways(weight.shape, weight.dtype)
     for number in (1, 2, 16, 17, 24, 25):
         rows = torch.randn(number, 6)
         for _ in range(2 * TIMES):
@@ -133,7 +151,7 @@ def test_plain_steps_are_computed_as_ever(always):
 def test_where_it_helps_no_layer_nothing_is_done(monkeypatch):
     """Of a number of rows, and only once that is known of all layers."""
     layers, rows = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), torch.randn(3, 4)
-    monkeypatch.setattr(few_rows, "_WAYS", type(few_rows._WAYS)(few_rows._WAYS.default_factory))
+    monkeypatch.setattr(few_rows, "_WAYS", {})
     few, own = FewRows(layers), nn.Linear.forward
     small, other = few.layers[layers[0]], few.layers[layers[1]]
     small[3], other[3] = linear, Trial(turned)
@@ -152,6 +170,33 @@ def test_where_it_helps_no_layer_nothing_is_done(monkeypatch):
     for _ in range(2):
         with few.at_work(4, fewest=1):
             assert nn.Linear.forward is not own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ways_there_are(dtype, kernel):
+    """A kernel multiplies with weights of which it reads whole pieces; the weight comes first in float32 alone."""
+    few_rows.kernel_for(torch.Size([64, 32]), dtype)
+    WORKSHOP.wait()
+    turns = [turned] if dtype == torch.float32 else []
+    kernels = [] if WORKSHOP.kernels[dtype] is None else [WORKSHOP.kernels[dtype]]
+    assert few_rows.other_ways(3, torch.Size([64, 32]), dtype) == [*turns, *kernels]
+    assert few_rows.other_ways(3, torch.Size([64, 33]), dtype) == turns
+    ways = Ways(torch.Size([64, 33]), dtype)
+    assert (ways[3] is linear) == (not turns) and ways[99] is ways[104]
+
+
+def test_all_is_tried_again_once_a_kernel_is_built(monkeypatch):
+    monkeypatch.setattr(few_rows, "_WAYS", {})
+    layer, own = nn.Linear(4, 6), nn.Linear.forward
+    few = FewRows(layer)
+    few.layers[layer][3] = linear
+    for expected in (False, True):
+        with few.at_work(3, fewest=1):
+            assert (nn.Linear.forward is own) == expected
+            layer(torch.randn(3, 4))
+    few_rows._begin_anew()
+    with few.at_work(3, fewest=1):
+        assert nn.Linear.forward is not own and not few.layers[layer]
 
 
 def test_prompts_are_not_of_few_rows(always):
@@ -217,7 +262,7 @@ class Own(nn.Linear):
     """A layer of somebody's, which may do anything."""
 
 
-@pytest.mark.parametrize("left_alone", [nn.Linear(4, 4).bfloat16(), Own(4, 4), nn.Embedding(4, 4)], ids=str)
+@pytest.mark.parametrize("left_alone", [nn.Linear(4, 4).double(), Own(4, 4), nn.Embedding(4, 4)], ids=str)
 def test_other_layers_are_left_alone(left_alone, always):
     assert not FewRows(left_alone).layers
     if isinstance(left_alone, nn.Linear):

@@ -1,0 +1,140 @@
+/* Products of a few rows with a weight, each part of which is read from memory once.
+
+   out[r][c] = bias[c] + sum over i of x[r][i] * w[c][i], added in float32 in the same order whatever the number of rows,
+   so a row has the same result in every company. A tile of some rows and some outputs is held in registers; the numbers
+   of a weight are widened to float32 as they are read. few_rows_native.py builds it: KIND is float32, bfloat16 or
+   float16. */
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
+typedef vec some_floats __attribute__((aligned(4), may_alias));
+typedef uint16_t some_halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+/* How tall a tile is at most, and how many outputs wide one of so many rows: registers hold it, the numbers of the
+   weight and one of a row. */
+#define TALLEST 6
+#if LANES == 16 || defined(__aarch64__)
+#define WIDTH(rows) 4
+#else
+#define WIDTH(rows) ((rows) < 3 ? 4 : (rows) < 5 ? 3 : 2)
+#endif
+
+/* ------------------------------------------------------------------ numbers as they lie in memory */
+typedef float float32;
+typedef uint16_t bfloat16;
+
+static inline vec widen_float32(const float *x) { return *(const some_floats *)x; }
+static inline vec widen_bfloat16(const bfloat16 *x) {
+  return (vec)(__builtin_convertvector(*(const some_halves *)x, bits) << 16);
+}
+static inline float of_float32(const float *x) { return *x; }
+static inline float of_bfloat16(const bfloat16 *x) {
+  union { uint32_t bits; float number; } wide = {(uint32_t)*x << 16};
+  return wide.number;
+}
+static inline void put_float32(float *x, float number) { *x = number; }
+static inline void put_bfloat16(bfloat16 *x, float number) { /* to the nearest, of two the even one */
+  union { float number; uint32_t bits; } wide = {number};
+  *x = number != number ? 0x7fc0 : (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16;
+}
+
+#if defined(__F16C__)
+#include <immintrin.h>
+typedef uint16_t float16;
+static inline float of_float16(const float16 *x) { return _cvtsh_ss(*x); }
+static inline void put_float16(float16 *x, float number) { *x = _cvtss_sh(number, 0); }
+#if LANES == 16
+static inline vec widen_float16(const float16 *x) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)x)); }
+#else
+static inline vec widen_float16(const float16 *x) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)x)); }
+#endif
+#elif defined(__aarch64__)
+typedef __fp16 float16;
+typedef float16 some_float16 __attribute__((vector_size(8), aligned(2), may_alias));
+static inline float of_float16(const float16 *x) { return *x; }
+static inline void put_float16(float16 *x, float number) { *x = number; }
+static inline vec widen_float16(const float16 *x) { return __builtin_convertvector(*(const some_float16 *)x, vec); }
+#endif
+
+static inline float sum(vec x) {
+  const quad *parts = (const quad *)&x;
+  quad four = parts[0];
+  for (int i = 1; i < LANES / 4; i++) four += parts[i];
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* ------------------------------------------------------------------ products */
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 8")
+
+#define PRODUCTS_OF(KIND)                                                                                             \
+  INLINE void tile_##KIND(int rows, int width, const float *x, const KIND *w, const KIND *bias, KIND *out,            \
+                          ptrdiff_t inputs, ptrdiff_t outputs) {                                                      \
+    vec sums[TALLEST][4];                                                                                             \
+    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < width; c++) sums[r][c] = (vec){0};           \
+    for (ptrdiff_t i = 0; i < inputs; i += LANES) {                                                                   \
+      vec column[4];                                                                                                  \
+      UNROLLED for (int c = 0; c < width; c++) {                                                                      \
+        column[c] = widen_##KIND(w + c * inputs + i);                                                                 \
+        __builtin_prefetch(w + (c + width) * inputs + i); /* of the next tile: processors do not foresee short rows */\
+      }                                                                                                               \
+      UNROLLED for (int r = 0; r < rows; r++) {                                                                       \
+        vec row = widen_float32(x + r * inputs + i);                                                                  \
+        UNROLLED for (int c = 0; c < width; c++) sums[r][c] += row * column[c];                                       \
+      }                                                                                                               \
+    }                                                                                                                 \
+    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < width; c++)                                  \
+      put_##KIND(out + r * outputs + c, sum(sums[r][c]) + (bias ? of_##KIND(bias + c) : 0));                          \
+  }                                                                                                                   \
+                                                                                                                      \
+  INLINE void columns_##KIND(int tall, int width, ptrdiff_t rows, const float *x, const KIND *w, const KIND *bias,    \
+                             KIND *out, ptrdiff_t inputs, ptrdiff_t outputs, ptrdiff_t from, ptrdiff_t to) {          \
+    ptrdiff_t whole = rows - (rows + tall - 1) / tall * (tall - 1); /* tiles of all their rows, before those of less */\
+    for (ptrdiff_t next = from; next < to; next += width) {                                                           \
+      ptrdiff_t c = next + width < to ? next : to - width, r = 0;                                                     \
+      const KIND *column = w + c * inputs, *added = bias ? bias + c : bias;                                           \
+      KIND *corner = out + c;                                                                                         \
+      for (; r < whole * tall; r += tall)                                                                             \
+        tile_##KIND(tall, width, x + r * inputs, column, added, corner + r * outputs, inputs, outputs);               \
+      for (; r < rows; r += tall - 1)                                                                                 \
+        tile_##KIND(tall - 1, width, x + r * inputs, column, added, corner + r * outputs, inputs, outputs);           \
+    }                                                                                                                 \
+  }                                                                                                                   \
+                                                                                                                      \
+  static void part_##KIND(ptrdiff_t rows, const float *x, const KIND *w, const KIND *bias, KIND *out,                 \
+                          ptrdiff_t inputs, ptrdiff_t outputs, ptrdiff_t from, ptrdiff_t to) {                        \
+    ptrdiff_t tiles = (rows + TALLEST - 1) / TALLEST;                                                                 \
+    switch ((rows + tiles - 1) / tiles) {                                                                             \
+      case 1: columns_##KIND(1, WIDTH(1), rows, x, w, bias, out, inputs, outputs, from, to); break;                   \
+      case 2: columns_##KIND(2, WIDTH(2), rows, x, w, bias, out, inputs, outputs, from, to); break;                   \
+      case 3: columns_##KIND(3, WIDTH(3), rows, x, w, bias, out, inputs, outputs, from, to); break;                   \
+      case 4: columns_##KIND(4, WIDTH(4), rows, x, w, bias, out, inputs, outputs, from, to); break;                   \
+      case 5: columns_##KIND(5, WIDTH(5), rows, x, w, bias, out, inputs, outputs, from, to); break;                   \
+      default: columns_##KIND(6, WIDTH(6), rows, x, w, bias, out, inputs, outputs, from, to);                         \
+    }                                                                                                                 \
+  }                                                                                                                   \
+                                                                                                                      \
+  /* x [rows, inputs], w [outputs, inputs], bias [outputs] or null, out [rows, outputs]; wide [rows, inputs] holds the\
+     rows in float32, and is x where they are. Inputs are a multiple of 16, outputs at least 4 for every thread. */   \
+  void few_rows_##KIND(const KIND *x, float *wide, const KIND *w, const KIND *bias, KIND *out, ptrdiff_t rows,        \
+                       ptrdiff_t inputs, ptrdiff_t outputs, int threads) {                                            \
+    if ((const void *)wide != (const void *)x)                                                                        \
+      for (ptrdiff_t i = 0; i < rows * inputs; i += LANES) *(some_floats *)(wide + i) = widen_##KIND(x + i);          \
+    _Pragma("omp parallel for num_threads(threads)")                                                                  \
+    for (int t = 0; t < threads; t++)                                                                                 \
+      part_##KIND(rows, wide, w, bias, out, inputs, outputs, outputs * t / threads, outputs * (t + 1) / threads);     \
+  }
+
+#define OF(kind) PRODUCTS_OF(kind)
+OF(KIND)

@@ -1,0 +1,141 @@
+"""Compiled steps on a CPU: products of a few rows with weights in the fastest of the ways there are ([`few_rows`]).
+Which it is, is timed while a step is compiled, once for every size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import library
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.nn.functional import linear
+
+from . import few_rows_native
+from .few_rows import MOST_ROWS, TIMES, fastest, kernel_for
+from .products import Product, product_of
+
+BYTES, MOST_WEIGHTS = 64 * 2**20, 256  # of weights that take turns, which no cache should hold, and how many these are
+MIDDLING = 8  # rows of a step
+ROWS_FIRST, WEIGHT_FIRST, BY_KERNEL = range(3)  # the ways
+aten = torch.ops.aten
+
+
+# ---------------------------------------------------------------------- the operator
+NAME = "specheads::few_rows"
+library.define(NAME, "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+
+def few_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Rows [M, K] by a weight [N, K], transposed, and a bias [N] or `None` added: [M, N], by the kernel."""
+    kernel = few_rows_native.WORKSHOP.kernels.get(weight.dtype)
+    return linear(rows, weight, bias) if kernel is None else kernel.multiply(rows, weight, bias)
+
+
+library.impl(NAME, "CPU", few_rows)
+
+
+@library.register_fake(NAME)
+def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])
+
+
+# ---------------------------------------------------------------------- in graphs
+class FewRowsProducts(CustomGraphPass):
+    """Rewrites graphs of inductor so."""
+
+    def __call__(self, graph: Graph) -> None:
+        found = [product for node in graph.nodes if (product := product_of(node, _fits)) is not None]
+        for product in found:
+            weight = product.weight.meta["val"]
+            way = way_for(_rows_of(product.rows), *weight.shape, weight.dtype, torch.get_num_threads())
+            if way != ROWS_FIRST:
+                with graph.inserting_before(product.node):
+                    output = _turned(graph, product) if way == WEIGHT_FIRST else _by_kernel(graph, product)
+                product.node.replace_all_uses_with(output)
+                graph.erase_node(product.node)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, few_rows_native.__file__, str(few_rows_native.SOURCE)))
+
+
+def _rows_of(rows: Node) -> int:
+    """How many rows there are; where steps of several sizes share a graph, so many as a middling one has."""
+    size = rows.meta["val"].shape[0]
+    return size if isinstance(size, int) else max(size.node.hint or 0, MIDDLING)
+
+
+def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
+    left, right = rows.meta.get("val"), weight.meta.get("val")
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)) or right.dim() != 2:
+        return False
+    alike = left.device.type == "cpu" and left.dtype == right.dtype and right.is_contiguous()
+    known = all(isinstance(size, int) for size in right.shape) and 1 < _rows_of(rows) <= MOST_ROWS
+    return alike and left.dtype in few_rows_native.KINDS and known and (bias is None or bias.meta["val"].dim() == 1)
+
+
+def _turned(graph: Graph, product: Product) -> Node:
+    rows, weight = product.rows.meta["val"], product.weight.meta["val"]
+    columns = graph.call_function(aten.permute.default, (product.rows, [1, 0]))
+    columns.meta["val"] = rows.t()
+    turned = graph.call_function(aten.mm.default, (product.weight, columns))
+    turned.meta["val"] = weight.new_empty((weight.shape[0], rows.shape[0]))
+    output = graph.call_function(aten.permute.default, (turned, [1, 0]))
+    output.meta["val"] = turned.meta["val"].t()
+    if product.bias is not None:
+        output = graph.call_function(aten.add.Tensor, (output, product.bias))
+        output.meta["val"] = product.node.meta["val"]
+    return output
+
+
+def _by_kernel(graph: Graph, product: Product) -> Node:
+    operands = product.rows, product.weight, product.bias
+    output = graph.call_function(torch.ops.specheads.few_rows.default, operands)
+    output.meta["val"] = product.node.meta["val"].contiguous()
+    return output
+
+
+# ---------------------------------------------------------------------- which is the fastest
+@cache
+def way_for(rows: int, columns: int, width: int, dtype: torch.dtype, threads: int) -> int:
+    """In which rows [M, K] and weights [N, K] are multiplied soonest in this process with so many threads."""
+    number = min(max(BYTES // (dtype.itemsize * columns * width), 1), MOST_WEIGHTS)
+    with unset_fake_temporarily(), torch.no_grad():  # the compiler's tensors have no numbers
+        some = torch.ones(rows, width, dtype=dtype)
+        weights = [torch.ones(columns, width, dtype=dtype) for _ in range(number)]
+        ways = _ways(weights[0])
+        seconds: list[list[float]] = [[] for _ in ways]
+        for turn in range(2 * TIMES * len(ways)):
+            weight, way = weights[turn % number], turn % len(ways)
+            began = time.perf_counter()
+            ways[way](some, weight)
+            seconds[way].append(time.perf_counter() - began)
+    return fastest([spent[len(spent) // 5 :] for spent in seconds])
+
+
+def _ways(weight: torch.Tensor) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    ways: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+        lambda rows, weight: torch.mm(rows, weight.t()),
+        lambda rows, weight: torch.mm(weight, rows.t()),
+    ]
+    kernel_for(weight.shape, weight.dtype)
+    few_rows_native.WORKSHOP.wait()
+    if kernel_for(weight.shape, weight.dtype) is not None:
+        ways.append(lambda rows, weight: torch.ops.specheads.few_rows(rows, weight, None))
+    return ways
+
+
+@contextmanager
+def few_rows_products() -> Iterator[None]:
+    """While this lasts, inductor compiles graphs so, unless the user has a pass of his own."""
+    settings = torch._inductor.config
+    if settings.post_grad_custom_pre_pass is not None:
+        yield
+        return
+    with settings.patch(post_grad_custom_pre_pass=FewRowsProducts()):
+        yield

@@ -1,0 +1,163 @@
+"""Products of a few rows on a CPU by a kernel in C, [`few_rows.c`], which the machine's compiler builds.
+
+Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
+a product of eight rows takes as long as eight products of one, in float32 several times as long as one. All it takes is
+to read the weight once, and the kernel takes little more than that.
+
+It is built at the first request on a machine, in a thread of its own, for the dtype that is multiplied and the vector
+instructions that torch uses here, and is kept in the folder `hf_specheads` of `HF_HOME`. Where there is no compiler, or
+the kernel computes anything but what torch does, there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from torch.nn.functional import linear
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+SOURCE = Path(__file__).with_name("few_rows.c")
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+INSTRUCTIONS = {  # by torch's name for what it uses
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+}
+STEP, FEWEST_OUTPUTS = 16, 16  # inputs are a multiple of it; outputs for every thread
+SECONDS = 60  # that a compiler may take
+
+
+class Kernel:
+    """Computes as `linear`, rows [..., K] by a weight [N, K] in the dtype of both; torch does what it cannot."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
+        pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
+        self.function: Any = library[f"few_rows_{KINDS[dtype]}"]
+        self.function.argtypes = [*[pointer] * 5, *[size] * 3, ctypes.c_int]
+        self.function.restype = None
+        self.dtype, self.widens = dtype, dtype != torch.float32
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        plain = rows.dtype == self.dtype and weight.is_contiguous() and rows.shape[-1] == weight.shape[1]
+        if plain and fits(*weight.shape) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
+            return self.multiply(rows, weight, bias)
+        return linear(rows, weight, bias)
+
+    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product itself, of what it can compute."""
+        outputs, inputs = weight.shape
+        rows, added = rows.contiguous(), None
+        product = torch.empty((*rows.shape[:-1], outputs), dtype=self.dtype)
+        wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
+        if bias is not None:
+            bias = bias.contiguous()
+            added = bias.data_ptr()
+        places = rows.data_ptr(), wide.data_ptr(), weight.data_ptr(), added, product.data_ptr()
+        threads = min(torch.get_num_threads(), outputs // FEWEST_OUTPUTS)
+        self.function(*places, rows.numel() // inputs, inputs, outputs, threads)
+        return product
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether a kernel multiplies with weights [N, K] of such a size."""
+    return inputs > 0 and inputs % STEP == 0 and outputs >= FEWEST_OUTPUTS
+
+
+# ---------------------------------------------------------------------- building
+def _command(dtype: torch.dtype) -> list[str] | None:
+    """How the kernel is built here, but for its places."""
+    found = [path for path in map(shutil.which, ("cc", "gcc", "clang")) if path]
+    compiler = shlex.split(os.environ.get("CC", "")) or found[:1]
+    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
+    if not compiler or os.name != "posix" or not (instructions or platform.machine() in ("aarch64", "arm64")):
+        return None
+    return [*compiler, "-O3", "-shared", "-fPIC", "-fopenmp", f"-DKIND={KINDS[dtype]}", *instructions, str(SOURCE)]
+
+
+def _place(command: list[str]) -> Path:
+    """Of what a command makes of the source as it is."""
+    made_of = [*command[:-1], SOURCE.read_text(encoding="utf-8"), platform.machine()]
+    name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32]
+    return Path(constants.HF_HOME, "hf_specheads", f"few_rows-{name}.so")
+
+
+def build(dtype: torch.dtype) -> Kernel | None:
+    """The kernel for rows and weights of a dtype, built or from the folder it is kept in; `None` if there is none."""
+    command = _command(dtype)
+    if command is None:
+        return None
+    try:
+        place = _place(command)
+        if not place.is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # two processes may build at a time
+                made = Path(folder, place.name)
+                subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=SECONDS)
+                made.replace(place)
+        kernel = Kernel(ctypes.CDLL(str(place)), dtype)
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        logger.debug("No kernel for products of few rows in %s: %s", dtype, error)
+        return None
+    return kernel if _is_right(kernel) else None
+
+
+@torch.inference_mode()
+def _is_right(kernel: Kernel) -> bool:
+    """Whether it computes what torch does of tiles of all kinds."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3 * FEWEST_OUTPUTS + 1, 3 * STEP, generator=generator, dtype=torch.float32)
+    rows = torch.randn(14, 3 * STEP, generator=generator, dtype=torch.float32)
+    weight, rows = weight.to(kernel.dtype), rows.to(kernel.dtype)
+    for number in range(1, len(rows) + 1):
+        expected = linear(rows[:number].double(), weight.double(), weight[:, 0].double())
+        found = kernel(rows[:number], weight, weight[:, 0]).double()
+        if not torch.allclose(found, expected, rtol=4 * torch.finfo(kernel.dtype).eps, atol=1e-4):
+            return False
+    return True
+
+
+class _Workshop:
+    """Kernels that are built or being built, by dtype."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.threads: dict[torch.dtype, threading.Thread] = {}
+        self.kernels: dict[torch.dtype, Kernel | None] = {}
+
+    def order(self, dtype: torch.dtype, then: Callable[[], None]) -> Kernel | None:
+        """A kernel if it is there; else `then` is called as soon as it is, in a thread of its own."""
+        if dtype in self.kernels:
+            return self.kernels[dtype]
+        with self.lock:
+            if dtype not in self.threads:
+                work = threading.Thread(target=self._work, args=(dtype, then), name="hf_specheads-kernel", daemon=True)
+                self.threads[dtype] = work
+                work.start()
+        return None
+
+    def _work(self, dtype: torch.dtype, then: Callable[[], None]) -> None:
+        self.kernels[dtype] = kernel = build(dtype)
+        if kernel is not None:
+            then()
+
+    def wait(self) -> None:
+        """Until all that was ordered is built."""
+        for work in list(self.threads.values()):
+            work.join()
+
+
+WORKSHOP = _Workshop()

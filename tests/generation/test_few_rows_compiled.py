@@ -1,0 +1,132 @@
+"""Compiled graphs in which products of few rows are computed in other ways: the same numbers, and the fastest one."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from generation.test_products import Layer
+from support.heads import random_heads
+from support.targets import own_target, plain, prompt
+
+from hf_specheads.generation import few_rows, few_rows_compiled, guards
+from hf_specheads.generation.few_rows_compiled import BY_KERNEL, ROWS_FIRST, WEIGHT_FIRST
+from hf_specheads.generation.products import OneKernelForSiblings
+
+
+@pytest.fixture(params=[WEIGHT_FIRST, BY_KERNEL], ids=["weight first", "kernel"])
+def asked(request, monkeypatch):
+    """Sizes that were looked at; another way is the fastest for all of them."""
+    sizes = []
+    monkeypatch.setattr(few_rows_compiled, "way_for", lambda *size: sizes.append(size[:3]) or request.param)
+    for dtype in few_rows.few_rows_native.KINDS:
+        few_rows.kernel_for(torch.Size([16, 16]), dtype)
+    few_rows.few_rows_native.WORKSHOP.wait()
+    torch._dynamo.reset()
+    return sizes
+
+
+def compiled(layer, rows, dynamic=False):
+    with torch._inductor.config.patch(
+        post_grad_custom_pre_pass=few_rows_compiled.FewRowsProducts(), fx_graph_cache=False
+    ):
+        return torch.compile(layer, fullgraph=True, dynamic=dynamic)(rows)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_the_same_numbers(bias, dynamic, dtype, asked):
+    layer, rows = Layer(dtype, bias=bias), torch.randn(1, 7, 64, dtype=dtype)
+    near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 5e-3}
+    torch.testing.assert_close(compiled(layer, rows, dynamic), layer(rows), **near)
+    number = few_rows_compiled.MIDDLING if dynamic else 7
+    sizes = [(number, 48, 64), *[(number, 16, 64)] * 2, *[(number, 96, 64)] * 2, (number, 64, 96)]
+    assert sorted(asked) == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.float64, 7), (torch.float32, 1), (torch.float32, few_rows.MOST_ROWS + 1)], ids=str
+)
+def test_others_are_left_as_they_are(dtype, rows, asked):
+    layer, rows = Layer(dtype), torch.randn(1, rows, 64, dtype=dtype)
+    compiled(layer, rows)
+    assert not asked
+
+
+@pytest.mark.parametrize("fastest", [ROWS_FIRST, WEIGHT_FIRST, BY_KERNEL])
+def test_the_fastest_way_is_taken(fastest, ways):
+    clock, number = ways
+    clock.fastest = fastest
+    assert few_rows_compiled.way_for.__wrapped__(3, 40, 24, torch.float32, 1) == fastest
+    assert len(number) == 3 and len(set(number.values())) == 1
+
+
+def test_weights_that_take_turns_are_not_in_a_cache(ways):
+    """No weight is multiplied in one way right after it was in another."""
+    clock, _ = ways
+    few_rows_compiled.way_for.__wrapped__(3, 40, 24, torch.float32, 1)
+    assert all(one != other for one, other in itertools.pairwise(clock.seen)) and len(set(clock.seen)) > 2
+
+
+class Clock:
+    """Tells how long ways took: one less than others."""
+
+    def __init__(self):
+        self.now, self.fastest, self.seen = 0.0, 0, []
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """A clock, and how often each of three ways was taken."""
+    clock, number = Clock(), collections.Counter()
+
+    def way(which, rows, weight):
+        number[which] += 1
+        clock.now += 1.0 + (which != clock.fastest)
+        clock.seen.append(weight.untyped_storage().data_ptr())
+
+    monkeypatch.setattr(few_rows_compiled, "time", clock)
+    monkeypatch.setattr(few_rows_compiled, "_ways", lambda weight: [partial(way, which) for which in range(3)])
+    return clock, number
+
+
+def test_ways_are_the_same_products():
+    torch.manual_seed(0)
+    for dtype in few_rows.few_rows_native.KINDS:
+        rows, weight = torch.randn(3, 32, dtype=dtype), torch.randn(48, 32, dtype=dtype)
+        first, other, *kernel = few_rows_compiled._ways(weight)
+        expected = first(rows, weight)
+        torch.testing.assert_close(other(rows, weight).t(), expected)
+        for by_kernel in kernel:
+            torch.testing.assert_close(by_kernel(rows, weight), expected)
+    assert len(few_rows_compiled._ways(weight[:, :17])) == 2, "no kernel reads such a weight"
+
+
+def test_the_pass_is_on_while_steps_are_compiled_and_leaves_others_alone():
+    settings = torch._inductor.config
+    with guards.quick_compiler():
+        assert isinstance(settings.post_grad_custom_pre_pass, few_rows_compiled.FewRowsProducts)
+    own = OneKernelForSiblings()
+    with settings.patch(post_grad_custom_pre_pass=own), guards.quick_compiler():
+        assert settings.post_grad_custom_pre_pass is own
+    assert settings.post_grad_custom_pre_pass is None
+
+
+@pytest.mark.parametrize("method", ["eagle", "poss"])
+def test_compiled_rounds_are_of_such_products(method, asked):
+    target, ids = own_target(), prompt()
+    heads = random_heads(target, method).with_tree(kind="chain", depth=3)
+    heads.compiled, heads.adaptive = True, False
+    fresh = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch._inductor.config.patch(fx_graph_cache=False), fresh:
+        text = plain(target, ids, 12, assistant_model=heads)
+    assert torch.equal(text, plain(target, ids, 12))
+    assert {rows for rows, *_ in asked} & {3, 4}

@@ -1,0 +1,185 @@
+"""The kernel for products of few rows: torch's numbers, the same for a row in every company; and none that fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from hf_specheads.generation import few_rows_native
+from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, fits
+
+DTYPES = pytest.mark.parametrize("dtype", list(KINDS), ids=str)
+
+
+def kernel_of(dtype):
+    kernel = build(dtype)
+    if kernel is None:
+        pytest.skip("this machine has no C compiler, or a processor without the instructions")
+    return kernel
+
+
+def test_there_is_one_where_it_can_be_built():
+    """Where these tests run there is a compiler: otherwise nothing here would be tested."""
+    assert torch.backends.cpu.get_cpu_capability() not in few_rows_native.INSTRUCTIONS or build(torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(16, 16), (17, 48), (40, 32), (257, 256), (1000, 64)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_the_same_numbers(dtype, sizes, bias):
+    kernel, generator = kernel_of(dtype), torch.Generator().manual_seed(0)
+    weight = torch.randn(sizes, generator=generator, dtype=torch.float32).to(dtype)
+    added = torch.randn(sizes[0], generator=generator, dtype=torch.float32).to(dtype) if bias else None
+    for number in (*range(1, 20), 64, 127):
+        rows = torch.randn(number, sizes[1], generator=generator, dtype=torch.float32).to(dtype)
+        wide = None if added is None else added.double()
+        expected = linear(rows.double(), weight.double(), wide)
+        torch.testing.assert_close(kernel(rows, weight, added), expected.to(dtype), rtol=1e-2, atol=1e-5)
+
+
+@DTYPES
+@torch.no_grad()
+def test_a_row_has_the_same_result_in_every_company(dtype):
+    """Bit for bit: how a tree is shaped decides about no rounding."""
+    kernel = kernel_of(dtype)
+    rows, weight = torch.randn(40, 96).to(dtype), torch.randn(50, 96).to(dtype)
+    whole = kernel(rows, weight, None)
+    for number in range(1, 40):
+        assert torch.equal(kernel(rows[:number], weight, None), whole[:number])
+        assert torch.equal(kernel(rows[-number:], weight, None), whole[-number:])
+
+
+@DTYPES
+@torch.no_grad()
+def test_rows_of_any_shape_that_lie_apart(dtype):
+    kernel, layer = kernel_of(dtype), nn.Linear(32, 24).to(dtype)
+    for rows in (torch.randn(2, 3, 32), torch.randn(32, 5).t(), torch.randn(2, 3, 64)[..., ::2], torch.randn(32)):
+        found = kernel(rows.to(dtype), layer.weight, layer.bias)
+        torch.testing.assert_close(found, layer(rows.to(dtype)), rtol=2e-2, atol=1e-2)
+        assert found.is_contiguous()
+
+
+@torch.no_grad()
+def test_numbers_that_are_none():
+    """Of a product with them; and rounding takes what is between two numbers to the nearest, as torch does."""
+    kernel, weight = kernel_of(torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
+    rows = torch.tensor([[float("nan"), 1.0] * 8, [float("inf"), 1.0] * 8], dtype=torch.bfloat16)
+    assert torch.equal(kernel(rows, weight, None).isnan(), linear(rows, weight).isnan())
+    some = torch.randn(30, 16).bfloat16()
+    halves = weight * 0.5 + weight.roll(1, 0) * 0.00390625
+    torch.testing.assert_close(
+        kernel(some, halves, None), linear(some.float(), halves.float()).bfloat16(), rtol=0, atol=0
+    )
+
+
+def test_what_it_cannot_is_left_to_torch():
+    kernel, layer, rows = kernel_of(torch.float32), nn.Linear(16, 32), torch.randn(3, 16)
+    kernel(rows, layer.weight, layer.bias).sum().backward()
+    assert layer.weight.grad is not None and layer.bias.grad is not None
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kernel(rows, layer.weight, layer.bias).dtype == torch.bfloat16
+        apart = torch.randn(16, 32).t()
+        torch.testing.assert_close(kernel(rows, apart, None), rows @ apart.t())
+        for wrong in (rows.double(), rows[:, :15]):
+            with pytest.raises(RuntimeError) as ours:
+                kernel(wrong, layer.weight, layer.bias)
+            with pytest.raises(RuntimeError) as torchs:
+                linear(wrong, layer.weight, layer.bias)
+            assert str(ours.value) == str(torchs.value)
+
+
+def test_weights_it_fits():
+    assert fits(16, 16) and fits(4097, 256)
+    assert not fits(15, 16) and not fits(16, 24) and not fits(16, 0)
+
+
+# ---------------------------------------------------------------------- building
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """A folder that nothing was built in."""
+    kernel_of(torch.float32)
+    monkeypatch.setattr(few_rows_native.constants, "HF_HOME", str(tmp_path))
+    (tmp_path / "hf_specheads").mkdir()
+    return tmp_path / "hf_specheads"
+
+
+def test_it_is_built_once(elsewhere, monkeypatch):
+    assert build(torch.float32) is not None
+    assert [place.suffix for place in elsewhere.iterdir()] == [".so"]
+    monkeypatch.setattr(few_rows_native.subprocess, "run", None)
+    assert build(torch.float32) is not None, "nobody is asked again"
+
+
+@pytest.mark.parametrize("compiler", ["no/such/compiler", "false"])
+def test_a_compiler_that_fails(compiler, elsewhere, monkeypatch):
+    monkeypatch.setenv("CC", compiler)
+    assert build(torch.float32) is None and not list(elsewhere.iterdir())
+
+
+def test_a_compiler_with_arguments(elsewhere, monkeypatch):
+    monkeypatch.setenv("CC", "cc -O1")
+    assert build(torch.float32) is not None
+
+
+def test_no_compiler_at_all(elsewhere, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(few_rows_native.shutil, "which", lambda name: None)
+    assert build(torch.float32) is None
+
+
+def test_a_processor_whose_instructions_are_not_known(elsewhere, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(few_rows_native.platform, "machine", lambda: "x86_64")
+    assert build(torch.float32) is None
+
+
+def test_a_file_that_is_no_library(elsewhere):
+    few_rows_native._place(few_rows_native._command(torch.float32)).write_text("half of it", encoding="utf-8")
+    assert build(torch.float32) is None
+
+
+@pytest.mark.skipif(os.name == "posix" and os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(elsewhere):
+    elsewhere.chmod(0o500)
+    assert build(torch.float32) is None
+
+
+def test_a_home_that_is_a_file(elsewhere, monkeypatch, tmp_path):
+    monkeypatch.setattr(few_rows_native.constants, "HF_HOME", __file__)
+    assert build(torch.float32) is None
+
+
+def test_a_kernel_that_computes_anything_else_is_not_taken(elsewhere, monkeypatch, tmp_path):
+    source = few_rows_native.SOURCE.read_text(encoding="utf-8")
+    wrong = tmp_path / "few_rows.c"
+    wrong.write_text(source.replace("sums[r][c] += row * column[c]", "sums[r][c] -= row * column[c]"), "utf-8")
+    monkeypatch.setattr(few_rows_native, "SOURCE", wrong)
+    assert build(torch.float32) is None and len(list(elsewhere.iterdir())) == 1
+
+
+def test_whoever_orders_is_told_when_it_is_built(monkeypatch):
+    built, told, may = [], [], threading.Event()
+
+    def slow(dtype):
+        may.wait(20)
+        built.append(dtype)
+        return None if dtype == torch.float16 else "a kernel"
+
+    monkeypatch.setattr(few_rows_native, "build", slow)
+    workshop = _Workshop()
+    for dtype in (torch.float32, torch.float32, torch.float16):
+        assert workshop.order(dtype, lambda dtype=dtype: told.append(dtype)) is None
+    may.set()
+    workshop.wait()
+    assert sorted(map(str, built)) == ["torch.float16", "torch.float32"] and told == [torch.float32]
+    assert (
+        workshop.order(torch.float32, told.clear) == "a kernel" and workshop.order(torch.float16, told.clear) is None
+    )
+    assert told == [torch.float32], "nothing is built again"
