@@ -75,6 +75,13 @@ static inline float sum(vec x) {
 }
 
 /* ------------------------------------------------------------------ products */
+/* Compilers read a row from memory for every output of a tile, which is more than there is time for. */
+#if defined(__x86_64__)
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#else
+#define IN_REGISTER(vector) __asm__("" : "+w"(vector))
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 8")
 
@@ -91,6 +98,7 @@ static inline float sum(vec x) {
       }                                                                                                               \
       UNROLLED for (int r = 0; r < rows; r++) {                                                                       \
         vec row = widen_float32(x + r * inputs + i);                                                                  \
+        IN_REGISTER(row);                                                                                             \
         UNROLLED for (int c = 0; c < width; c++) sums[r][c] += row * column[c];                                       \
       }                                                                                                               \
     }                                                                                                                 \

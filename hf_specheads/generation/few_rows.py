@@ -156,6 +156,8 @@ class FewRows:
         self.layers = {layer: _ways_of(cast(torch.Tensor, layer.weight)) for layer in plain}
         self._ways = list({id(ways): ways for ways in self.layers.values()}.values())
         self._in_vain: set[int] = set()
+        for ways in self._ways:
+            kernel_for(ways.size, ways.dtype)  # is built while the prompt is read
         self._begun = _begun
 
     @contextmanager

@@ -33,7 +33,7 @@ library.define(NAME, "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor", tag
 
 def few_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Rows [M, K] by a weight [N, K], transposed, and a bias [N] or `None` added: [M, N], by the kernel."""
-    kernel = few_rows_native.WORKSHOP.kernels.get(weight.dtype)
+    kernel = few_rows_native.WORKSHOP.kernels.get(weight.dtype) if few_rows_native.fits(*weight.shape) else None
     return linear(rows, weight, bias) if kernel is None else kernel.multiply(rows, weight, bias)
 
 

@@ -1,12 +1,12 @@
 """Products of a few rows on a CPU by a kernel in C, [`few_rows.c`], which the machine's compiler builds.
 
 Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
-a product of eight rows takes as long as eight products of one, in float32 several times as long as one. All it takes is
-to read the weight once, and the kernel takes little more than that.
+a product of eight rows takes as long as eight products of one, in float32 several times as long as one. To read the
+weight once is all that it takes, and the kernel takes little more.
 
 It is built at the first request on a machine, in a thread of its own, for the dtype that is multiplied and the vector
-instructions that torch uses here, and is kept in the folder `hf_specheads` of `HF_HOME`. Where there is no compiler, or
-the kernel computes anything but what torch does, there is none.
+instructions that torch uses here; the folder `hf_specheads` of `HF_HOME` keeps it. Where there is no compiler, or the
+kernel computes anything but what torch does, there is none.
 """
 
 from __future__ import annotations
@@ -108,11 +108,22 @@ def build(dtype: torch.dtype) -> Kernel | None:
                 made = Path(folder, place.name)
                 subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=SECONDS)
                 made.replace(place)
+        runtimes = _openmp_runtimes()
         kernel = Kernel(ctypes.CDLL(str(place)), dtype)
+        if runtimes and _openmp_runtimes() - runtimes:
+            raise OSError(f"it uses another OpenMP runtime than torch does: {_openmp_runtimes() - runtimes}")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         logger.debug("No kernel for products of few rows in %s: %s", dtype, error)
         return None
     return kernel if _is_right(kernel) else None
+
+
+def _openmp_runtimes() -> set[str]:
+    """Loaded in this process. Threads of one that have nothing to do keep those of another from working."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
+    libraries = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
+    return {path for path in libraries if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
 
 
 @torch.inference_mode()

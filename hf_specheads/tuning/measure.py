@@ -15,6 +15,7 @@ from ..cache.names import CACHE_NAME
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
 from ..generation.few_rows import FewRows
+from ..generation.few_rows_native import WORKSHOP
 from ..generation.kernels import any_length
 from ..generation.unrecorded import guard_for
 from ..metrics import GenerationStats, devices_of, wait_for
@@ -202,6 +203,7 @@ def measure_costs(
     drafted: dict[int, list[float]] = {size: [] for size in rows}
     started: list[float] = []
     unrecorded, few_rows = guard_for(target, heads), FewRows(target, heads)
+    WORKSHOP.wait()
     for repeat in bar(range(repeats + 1), "bare forwards"):
         with unrecorded():
             for size in nodes:

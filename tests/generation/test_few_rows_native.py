@@ -164,6 +164,19 @@ def test_a_kernel_that_computes_anything_else_is_not_taken(elsewhere, monkeypatc
     assert build(torch.float32) is None and len(list(elsewhere.iterdir())) == 1
 
 
+@pytest.mark.parametrize(("before", "taken"), [({"/torchs/libgomp.so.1"}, False), (set(), True)])
+def test_threads_of_another_openmp_would_be_in_the_way(before, taken, elsewhere, monkeypatch):
+    found = iter([before, before | {"/usr/lib/libomp.so.5"}])
+    monkeypatch.setattr(few_rows_native, "_openmp_runtimes", lambda: next(found, {"/usr/lib/libomp.so.5"}))
+    assert (build(torch.float32) is not None) == taken
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="this system does not tell what is loaded")
+def test_torchs_openmp_is_found():
+    torch.ones(1000, 1000, dtype=torch.float32).sum()
+    assert len(few_rows_native._openmp_runtimes()) == torch.backends.openmp.is_available()
+
+
 def test_whoever_orders_is_told_when_it_is_built(monkeypatch):
     built, told, may = [], [], threading.Event()
 
