@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,21 +29,24 @@ aten = torch.ops.aten
 
 # ---------------------------------------------------------------------- the operator
 NAME = "specheads::few_rows"
-library.define(NAME, "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+SCHEMA = "(Tensor rows, Tensor[] weights, Tensor?[] biases) -> Tensor[]"
+library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 
 
-def few_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Rows [M, K] by a weight [N, K], transposed, and a bias [N] or `None` added: [M, N], by the kernel."""
-    kernel = few_rows_native.WORKSHOP.kernels.get(weight.dtype) if few_rows_native.fits(*weight.shape) else None
-    return linear(rows, weight, bias) if kernel is None else kernel.multiply(rows, weight, bias)
+def few_rows(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Rows [M, K] by each weight [N, K], transposed, and its bias [N] or `None` added: [M, N] each, by the kernel."""
+    kernel = few_rows_native.WORKSHOP.kernels.get(rows.dtype)
+    if kernel is None or not all(few_rows_native.fits(*weight.shape) for weight in weights):
+        return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return [kernel.multiply(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 library.impl(NAME, "CPU", few_rows)
 
 
 @library.register_fake(NAME)
-def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[0])
+def _(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
 
 
 # ---------------------------------------------------------------------- in graphs
@@ -50,15 +54,17 @@ class FewRowsProducts(CustomGraphPass):
     """Rewrites graphs of inductor so."""
 
     def __call__(self, graph: Graph) -> None:
-        found = [product for node in graph.nodes if (product := product_of(node, _fits)) is not None]
-        for product in found:
+        siblings: dict[Any, list[Product]] = {}
+        for product in [found for node in graph.nodes if (found := product_of(node, _fits)) is not None]:
             weight = product.weight.meta["val"]
             way = way_for(_rows_of(product.rows), *weight.shape, weight.dtype, torch.get_num_threads())
-            if way != ROWS_FIRST:
-                with graph.inserting_before(product.node):
-                    output = _turned(graph, product) if way == WEIGHT_FIRST else _by_kernel(graph, product)
-                product.node.replace_all_uses_with(output)
-                graph.erase_node(product.node)
+            if way == WEIGHT_FIRST:
+                _replace(graph, [product], _turned)
+            elif way == BY_KERNEL:
+                source, shape = product.source
+                siblings.setdefault((source, str(shape)), []).append(product)
+        for group in siblings.values():
+            _replace(graph, group, _by_kernel)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, few_rows_native.__file__, str(few_rows_native.SOURCE)))
@@ -75,11 +81,20 @@ def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)) or right.dim() != 2:
         return False
     alike = left.device.type == "cpu" and left.dtype == right.dtype and right.is_contiguous()
-    known = all(isinstance(size, int) for size in right.shape) and 1 < _rows_of(rows) <= MOST_ROWS
+    known = all(isinstance(size, int) for size in right.shape) and _rows_of(rows) <= MOST_ROWS
     return alike and left.dtype in few_rows_native.KINDS and known and (bias is None or bias.meta["val"].dim() == 1)
 
 
-def _turned(graph: Graph, product: Product) -> Node:
+def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]]) -> None:
+    with graph.inserting_before(group[0].node):
+        outputs = by(graph, group)
+    for product, output in zip(group, outputs, strict=True):
+        product.node.replace_all_uses_with(output)
+        graph.erase_node(product.node)
+
+
+def _turned(graph: Graph, group: list[Product]) -> list[Node]:
+    (product,) = group
     rows, weight = product.rows.meta["val"], product.weight.meta["val"]
     columns = graph.call_function(aten.permute.default, (product.rows, [1, 0]))
     columns.meta["val"] = rows.t()
@@ -90,14 +105,17 @@ def _turned(graph: Graph, product: Product) -> Node:
     if product.bias is not None:
         output = graph.call_function(aten.add.Tensor, (output, product.bias))
         output.meta["val"] = product.node.meta["val"]
-    return output
+    return [output]
 
 
-def _by_kernel(graph: Graph, product: Product) -> Node:
-    operands = product.rows, product.weight, product.bias
-    output = graph.call_function(torch.ops.specheads.few_rows.default, operands)
-    output.meta["val"] = product.node.meta["val"].contiguous()
-    return output
+def _by_kernel(graph: Graph, group: list[Product]) -> list[Node]:
+    operands = group[0].rows, [product.weight for product in group], [product.bias for product in group]
+    all_of_them = graph.call_function(torch.ops.specheads.few_rows.default, operands)
+    all_of_them.meta["val"] = [product.node.meta["val"].contiguous() for product in group]
+    outputs = [graph.call_function(getitem, (all_of_them, place)) for place in range(len(group))]
+    for output, value in zip(outputs, all_of_them.meta["val"], strict=True):
+        output.meta["val"] = value
+    return outputs
 
 
 # ---------------------------------------------------------------------- which is the fastest
@@ -126,7 +144,7 @@ def _ways(weight: torch.Tensor) -> list[Callable[[torch.Tensor, torch.Tensor], t
     kernel_for(weight.shape, weight.dtype)
     few_rows_native.WORKSHOP.wait()
     if kernel_for(weight.shape, weight.dtype) is not None:
-        ways.append(lambda rows, weight: torch.ops.specheads.few_rows(rows, weight, None))
+        ways.append(lambda rows, weight: torch.ops.specheads.few_rows(rows, [weight], [None])[0])
     return ways
 
 
