@@ -30,8 +30,10 @@ from . import few_rows_native
 from .unrecorded import is_compiled
 
 MOST_ROWS = 128
-EXACTLY, ALIKE = 16, 8  # rows up to which every number is timed by itself; of more, so many numbers count as one
-TIMES = 5  # that every way is timed, of which the median tells
+EXACTLY = 2  # rows up to which every number is timed by itself
+ALIKE, FEW, OF_MANY = 4, 16, 16  # of more so many numbers count as one, of more than few so many
+TIMES, GLANCES = 5, 2  # that every way is timed, of which the median tells; that are enough of a way that is
+HOPELESS = 1.3  # times slower than another
 FASTER = 1.05  # by which factor another way than torch's must be, to be taken
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -77,8 +79,7 @@ class Trial:
 
     def __call__(self, *product: Any) -> torch.Tensor:
         """Computes one by the way that was timed least often."""
-        times = [len(spent) for spent in self.seconds]
-        way = times.index(min(times))
+        way = min(self._hopeful(), key=lambda one: len(self.seconds[one]))
         began = time.perf_counter()
         result = self.ways[way](*product)
         self.seconds[way].append(time.perf_counter() - began)
@@ -86,10 +87,21 @@ class Trial:
 
     @property
     def verdict(self) -> Product | None:
-        """The fastest way; `None` while that is not known."""
-        if min(map(len, self.seconds)) < TIMES:
+        """The fastest way; `None` while that is not known. Rounds that try a size out are slow, and while they are,
+        trees of that size seem to be: it is short where ways are far apart."""
+        hopeful = self._hopeful()
+        if len(hopeful) == 1:
+            return self.ways[hopeful[0]]
+        if min(len(self.seconds[way]) for way in hopeful) < TIMES:
             return None
         return self.ways[fastest(self.seconds)]
+
+    def _hopeful(self) -> list[int]:
+        """Ways that may be the fastest; a stall makes none faster than it is."""
+        if min(map(len, self.seconds)) < GLANCES:
+            return list(range(len(self.ways)))
+        least = [min(spent) for spent in self.seconds]
+        return [way for way, seconds in enumerate(least) if seconds <= HOPELESS * min(least)]
 
 
 def fastest(seconds: Sequence[Sequence[float]]) -> int:
@@ -110,7 +122,8 @@ class Ways(dict[int, Product]):
         self.size, self.dtype = size, dtype
 
     def __missing__(self, rows: int) -> Product:
-        alike = rows if rows <= EXACTLY else -(-rows // ALIKE) * ALIKE
+        step = ALIKE if rows <= FEW else OF_MANY
+        alike = rows if rows <= EXACTLY else -(-rows // step) * step
         if rows != alike:
             return self.setdefault(rows, self[alike])
         others = other_ways(rows, self.size, self.dtype)

@@ -38,7 +38,8 @@ print(json.dumps({
     "version": [hf_specheads.__version__, metadata.version("hf-specheads")],
     "recipes": sorted(p.name for p in resources.files("hf_specheads.trainer").joinpath("recipes").iterdir()),
     "data": [resources.files("hf_specheads").joinpath(name).is_file()
-             for name in ("py.typed", "publishing/card/template.md", "cli/demo_prompts.jsonl")],
+             for name in ("py.typed", "publishing/card/template.md", "cli/demo_prompts.jsonl",
+                          "generation/few_rows.c")],
     "plain_trainer": "trainer" in sys.modules,
 }))
 """
