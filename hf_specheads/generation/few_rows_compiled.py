@@ -35,10 +35,11 @@ library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 
 def few_rows(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """Rows [M, K] by each weight [N, K], transposed, and its bias [N] or `None` added: [M, N] each, by the kernel."""
-    kernel = few_rows_native.WORKSHOP.kernels.get(rows.dtype)
-    if kernel is None or not all(few_rows_native.fits(*weight.shape) for weight in weights):
-        return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return [kernel.multiply(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    products = []
+    for weight, bias in zip(weights, biases, strict=True):
+        kernel = kernel_for(weight.shape, weight.dtype)  # orders it where the graph was compiled by another process
+        products.append(linear(rows, weight, bias) if kernel is None else kernel.multiply(rows, weight, bias))
+    return products
 
 
 library.impl(NAME, "CPU", few_rows)

@@ -97,10 +97,9 @@ def _place(command: list[str]) -> Path:
 
 def build(dtype: torch.dtype) -> Kernel | None:
     """The kernel for rows and weights of a dtype, built or from the folder it is kept in; `None` if there is none."""
-    command = _command(dtype)
-    if command is None:
-        return None
     try:
+        if (command := _command(dtype)) is None:
+            return None
         place = _place(command)
         if not place.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +111,7 @@ def build(dtype: torch.dtype) -> Kernel | None:
         kernel = Kernel(ctypes.CDLL(str(place)), dtype)
         if runtimes and _openmp_runtimes() - runtimes:
             raise OSError(f"it uses another OpenMP runtime than torch does: {_openmp_runtimes() - runtimes}")
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
         logger.debug("No kernel for products of few rows in %s: %s", dtype, error)
         return None
     return kernel if _is_right(kernel) else None

@@ -108,6 +108,18 @@ def test_ways_are_the_same_products():
     assert len(few_rows_compiled._ways(weight[:, :17])) == 2, "no kernel reads such a weight"
 
 
+@torch.no_grad()
+def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
+    """Out of the compiler's cache it comes without anybody having timed a way in this process."""
+    workshop = few_rows.few_rows_native._Workshop()
+    monkeypatch.setattr(few_rows.few_rows_native, "WORKSHOP", workshop)
+    rows, weight = torch.randn(3, 32, dtype=torch.float32), torch.randn(48, 32, dtype=torch.float32)
+    first = torch.ops.specheads.few_rows(rows, [weight], [None])[0]
+    assert torch.float32 in workshop.threads
+    workshop.wait()
+    torch.testing.assert_close(torch.ops.specheads.few_rows(rows, [weight], [None])[0], first)
+
+
 def test_the_pass_is_on_while_steps_are_compiled_and_leaves_others_alone():
     settings = torch._inductor.config
     with guards.quick_compiler():

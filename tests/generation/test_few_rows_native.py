@@ -121,7 +121,7 @@ def test_it_is_built_once(elsewhere, monkeypatch):
     assert build(torch.float32) is not None, "nobody is asked again"
 
 
-@pytest.mark.parametrize("compiler", ["no/such/compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no/such/compiler", "false", "cc '-O2"])
 def test_a_compiler_that_fails(compiler, elsewhere, monkeypatch):
     monkeypatch.setenv("CC", compiler)
     assert build(torch.float32) is None and not list(elsewhere.iterdir())
