@@ -133,15 +133,26 @@ static inline float sum(vec x) {
     }                                                                                                                 \
   }                                                                                                                   \
                                                                                                                       \
-  /* x [rows, inputs], w [outputs, inputs], bias [outputs] or null, out [rows, outputs]; wide [rows, inputs] holds the\
-     rows in float32, and is x where they are. Inputs are a multiple of 16, outputs at least 4 for every thread. */   \
-  void few_rows_##KIND(const KIND *x, float *wide, const KIND *w, const KIND *bias, KIND *out, ptrdiff_t rows,        \
-                       ptrdiff_t inputs, ptrdiff_t outputs, int threads) {                                            \
+  /* Weights of the same rows: w [outputs, inputs], bias [outputs] or null, out [rows, outputs]. */                  \
+  typedef struct {                                                                                                    \
+    const KIND *w, *bias;                                                                                             \
+    KIND *out;                                                                                                        \
+    ptrdiff_t outputs;                                                                                                \
+  } product_##KIND;                                                                                                   \
+                                                                                                                      \
+  /* x [rows, inputs]; wide [rows, inputs] holds the rows in float32, and is x where they are. Inputs are a multiple of\
+     16, outputs at least 4 for every thread. */                                                                      \
+  void few_rows_##KIND(const KIND *x, float *wide, const product_##KIND *products, int count, ptrdiff_t rows,         \
+                       ptrdiff_t inputs, int threads) {                                                               \
     if ((const void *)wide != (const void *)x)                                                                        \
       for (ptrdiff_t i = 0; i < rows * inputs; i += LANES) *(some_floats *)(wide + i) = widen_##KIND(x + i);          \
     _Pragma("omp parallel for num_threads(threads)")                                                                  \
     for (int t = 0; t < threads; t++)                                                                                 \
-      part_##KIND(rows, wide, w, bias, out, inputs, outputs, outputs * t / threads, outputs * (t + 1) / threads);     \
+      for (int p = 0; p < count; p++) {                                                                               \
+        product_##KIND of = products[p];                                                                              \
+        part_##KIND(rows, wide, of.w, of.bias, of.out, inputs, of.outputs, of.outputs * t / threads,                  \
+                    of.outputs * (t + 1) / threads);                                                                  \
+      }                                                                                                               \
   }
 
 #define OF(kind) PRODUCTS_OF(kind)

@@ -86,9 +86,13 @@ class Trial:
         return result
 
     @property
+    def least(self) -> float:
+        """Seconds that a product takes by what is known."""
+        return min(itertools.chain.from_iterable(self.seconds))
+
+    @property
     def verdict(self) -> Product | None:
-        """The fastest way; `None` while that is not known. Rounds that try a size out are slow, and while they are,
-        trees of that size seem to be: it is short where ways are far apart."""
+        """The fastest way; `None` while that is not known. It is short where ways are far apart."""
         hopeful = self._hopeful()
         if len(hopeful) == 1:
             return self.ways[hopeful[0]]
@@ -131,9 +135,11 @@ class Ways(dict[int, Product]):
 
     def try_out(self, rows: int, trial: Trial, *product: Any) -> torch.Tensor:
         """Computes one of a number of rows of which it is not known yet."""
+        began = time.perf_counter()
         result = trial(*product)
         if (verdict := trial.verdict) is not None:
             self[rows] = verdict
+        _OF_THREAD.lost += time.perf_counter() - began - trial.least
         return result
 
 
@@ -169,6 +175,7 @@ class FewRows:
         self.layers = {layer: _ways_of(cast(torch.Tensor, layer.weight)) for layer in plain}
         self._ways = list({id(ways): ways for ways in self.layers.values()}.values())
         self._in_vain: set[int] = set()
+        self._lost = 0.0
         for ways in self._ways:
             kernel_for(ways.size, ways.dtype)  # is built while the prompt is read
         self._begun = _begun
@@ -187,15 +194,22 @@ class FewRows:
         if rows < fewest or rows in self._in_vain or not self.layers or not _begin():
             yield
             return
-        _OF_THREAD.fewest, _OF_THREAD.layers = fewest, self.layers
+        _OF_THREAD.fewest, _OF_THREAD.layers, _OF_THREAD.lost = fewest, self.layers, 0.0
         try:
             yield
         finally:
             _OF_THREAD.layers = _NONE
+            self._lost += _OF_THREAD.lost
             _end()
         met = {ways.get(rows) for ways in self._ways} - {None}  # of the sizes that forwards of so many rows have
         if met == {linear}:
             self._in_vain.add(rows)
+
+    def take_lost(self) -> float:
+        """Seconds that products took longer since the last call than they will, as slower ways were timed: while they
+        are, trees of a size would seem dearer than they are."""
+        lost, self._lost = self._lost, 0.0
+        return lost
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -209,7 +223,8 @@ _NONE: dict[nn.Module, Ways] = {}
 
 class _OfThread(threading.local):
     layers = _NONE  # that compute so,
-    fewest = 1  # products of so many rows or more
+    fewest = 1  # products of so many rows or more,
+    lost = 0.0  # and took so many seconds longer than they will
 
 
 _OF_THREAD, _LOCK, _TORCHS_OWN = _OfThread(), threading.Lock(), nn.Linear.forward

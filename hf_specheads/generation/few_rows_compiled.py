@@ -35,11 +35,10 @@ library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 
 def few_rows(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """Rows [M, K] by each weight [N, K], transposed, and its bias [N] or `None` added: [M, N] each, by the kernel."""
-    products = []
-    for weight, bias in zip(weights, biases, strict=True):
-        kernel = kernel_for(weight.shape, weight.dtype)  # orders it where the graph was compiled by another process
-        products.append(linear(rows, weight, bias) if kernel is None else kernel.multiply(rows, weight, bias))
-    return products
+    kernels = [kernel_for(weight.shape, weight.dtype) for weight in weights]  # ordered, where another process compiled
+    if kernels[0] is not None and all(kernels):
+        return kernels[0].multiply(rows, *zip(weights, biases, strict=True))
+    return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 library.impl(NAME, "CPU", few_rows)

@@ -18,6 +18,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -47,29 +48,57 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
         self.function: Any = library[f"few_rows_{KINDS[dtype]}"]
-        self.function.argtypes = [*[pointer] * 5, *[size] * 3, ctypes.c_int]
+        self.function.argtypes = [*[pointer] * 3, ctypes.c_int, *[size] * 2, ctypes.c_int]
         self.function.restype = None
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        plain = rows.dtype == self.dtype and weight.is_contiguous() and rows.shape[-1] == weight.shape[1]
-        if plain and fits(*weight.shape) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
-            return self.multiply(rows, weight, bias)
+        if self.can(rows, weight):
+            return self.multiply(rows, (weight, bias))[0]
         return linear(rows, weight, bias)
 
-    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product itself, of what it can compute."""
-        outputs, inputs = weight.shape
-        rows, added = rows.contiguous(), None
-        product = torch.empty((*rows.shape[:-1], outputs), dtype=self.dtype)
+    def can(self, rows: torch.Tensor, *weights: torch.Tensor) -> bool:
+        """Whether it multiplies these rows with these weights here and now."""
+        if rows.dtype != self.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        width = rows.shape[-1]
+        for weight in weights:
+            outputs, inputs = weight.shape
+            if inputs != width or not (fits(outputs, inputs) and weight.is_contiguous()):
+                return False
+        return True
+
+    def multiply(self, rows: torch.Tensor, *operands: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
+        """Products of the same rows with several weights, each with its bias or `None`, of what it can compute."""
+        rows = rows.contiguous()
+        *shape, inputs = rows.shape
+        products, kept, fewest = [], [], sys.maxsize
+        table: list[int] = []
+        for weight, bias in operands:
+            outputs, added = weight.shape[0], 0
+            if bias is not None:
+                bias = bias.contiguous()
+                added = bias.data_ptr()
+                kept.append(bias)
+            product = rows.new_empty(*shape, outputs)
+            products.append(product)
+            table += weight.data_ptr(), added, product.data_ptr(), outputs
+            fewest = min(fewest, outputs)
         wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
-        if bias is not None:
-            bias = bias.contiguous()
-            added = bias.data_ptr()
-        places = rows.data_ptr(), wide.data_ptr(), weight.data_ptr(), added, product.data_ptr()
-        threads = min(torch.get_num_threads(), outputs // FEWEST_OUTPUTS)
-        self.function(*places, rows.numel() // inputs, inputs, outputs, threads)
-        return product
+        threads = min(torch.get_num_threads(), fewest // FEWEST_OUTPUTS)
+        places = _TABLES[len(operands)](*table)
+        self.function(rows.data_ptr(), wide.data_ptr(), places, len(operands), rows.numel() // inputs, inputs, threads)
+        return products
+
+
+class _Tables(dict[int, Any]):
+    """C's arrays of so many products."""
+
+    def __missing__(self, products: int) -> Any:
+        return self.setdefault(products, ctypes.c_ssize_t * (4 * products))
+
+
+_TABLES = _Tables()
 
 
 def fits(outputs: int, inputs: int) -> bool:

@@ -148,7 +148,7 @@ class RoundLoop:
             self.record(tree, accepted, drafts and not gave_up)
         seconds = time.perf_counter() - began
         if self.pace is not None:
-            self.keep_pace(self.pace, tree, accepted, seconds)
+            self.keep_pace(self.pace, tree, accepted, seconds - self.few_rows.take_lost())
         rows = self.drop_ended(rows, accepted)
         tell(self.options.on_round, tree, accepted, seconds)
         return rows

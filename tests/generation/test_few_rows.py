@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from hf_specheads.generation.few_rows import (
     turned,
 )
 from hf_specheads.generation.few_rows_native import WORKSHOP
+from hf_specheads.generation.pace import Pace
 from hf_specheads.tuning.measure import measure_costs
 
 NEW = 16
@@ -196,6 +198,38 @@ def test_ways_there_are(dtype, kernel):
     assert few_rows.other_ways(3, torch.Size([64, 33]), dtype) == turns
     ways = Ways(torch.Size([64, 33]), dtype)
     assert (ways[3] is linear) == (not turns) and ways[99] is ways[104]
+
+
+def test_what_slower_ways_cost_is_no_cost_of_a_round(monkeypatch):
+    def slow(*product):
+        time.sleep(0.02)
+        return turned(*product)
+
+    monkeypatch.setattr(few_rows, "_WAYS", {})
+    monkeypatch.setattr(few_rows, "other_ways", lambda *size: [slow])
+    layer = nn.Linear(16, 16)
+    work, spent = FewRows(layer), 0.0
+    for _ in range(GLANCES):
+        for _ in range(2):
+            began = time.perf_counter()
+            with work.at_work(3, fewest=1):
+                layer(torch.ones(3, 16))
+            spent += time.perf_counter() - began
+    assert GLANCES * 0.02 <= (lost := work.take_lost()) < spent
+    assert work.take_lost() == 0
+    with work.at_work(3, fewest=1):  # in the way that is known to be the faster
+        layer(torch.ones(3, 16))
+    assert work.take_lost() == 0 < lost
+
+
+def test_rounds_are_timed_without_it(monkeypatch):
+    told = []
+    monkeypatch.setattr(FewRows, "take_lost", lambda self: 1000.0)
+    monkeypatch.setattr(Pace, "record_plain", lambda self, seconds: told.append(seconds))
+    monkeypatch.setattr(Pace, "record_intake", lambda self, choice, seconds, *rest: told.append(seconds))
+    target = own_target()
+    plain(target, prompt(), NEW, assistant_model=random_heads(target, "eagle"))
+    assert told and all(-1000 < seconds < -900 for seconds in told)
 
 
 def test_all_is_tried_again_once_a_kernel_is_built(monkeypatch):
