@@ -228,7 +228,9 @@ def test_rounds_are_timed_without_it(monkeypatch):
     monkeypatch.setattr(Pace, "record_plain", lambda self, seconds: told.append(seconds))
     monkeypatch.setattr(Pace, "record_intake", lambda self, choice, seconds, *rest: told.append(seconds))
     target = own_target()
-    plain(target, prompt(), NEW, assistant_model=random_heads(target, "eagle"))
+    heads = random_heads(target, "eagle")
+    heads.adaptive = True
+    plain(target, prompt(), NEW, assistant_model=heads)
     assert told and all(-1000 < seconds < -900 for seconds in told)
 
 
