@@ -24,6 +24,7 @@ typedef uint16_t some_halves __attribute__((vector_size(2 * LANES), aligned(2), 
 /* How tall a tile is at most, and how many outputs wide one of so many rows: registers hold it, the numbers of the
    weight and one of a row. */
 #define TALLEST 6
+#define FEWEST 16 /* outputs of a thread: as many as a tile is wide, or more */
 #if LANES == 16 || defined(__aarch64__)
 #define WIDTH(rows) 4
 #else
@@ -133,7 +134,7 @@ static inline float sum(vec x) {
     }                                                                                                                 \
   }                                                                                                                   \
                                                                                                                       \
-  /* Weights of the same rows: w [outputs, inputs], bias [outputs] or null, out [rows, outputs]. */                  \
+  /* Weights of the same rows: w [outputs, inputs], bias [outputs] or null, out [rows, outputs]. */                   \
   typedef struct {                                                                                                    \
     const KIND *w, *bias;                                                                                             \
     KIND *out;                                                                                                        \
@@ -141,7 +142,7 @@ static inline float sum(vec x) {
   } product_##KIND;                                                                                                   \
                                                                                                                       \
   /* x [rows, inputs]; wide [rows, inputs] holds the rows in float32, and is x where they are. Inputs are a multiple of\
-     16, outputs at least 4 for every thread. */                                                                      \
+     16, outputs at least FEWEST. */                                                                                  \
   void few_rows_##KIND(const KIND *x, float *wide, const product_##KIND *products, int count, ptrdiff_t rows,         \
                        ptrdiff_t inputs, int threads) {                                                               \
     if ((const void *)wide != (const void *)x)                                                                        \
@@ -150,8 +151,10 @@ static inline float sum(vec x) {
     for (int t = 0; t < threads; t++)                                                                                 \
       for (int p = 0; p < count; p++) {                                                                               \
         product_##KIND of = products[p];                                                                              \
-        part_##KIND(rows, wide, of.w, of.bias, of.out, inputs, of.outputs, of.outputs * t / threads,                  \
-                    of.outputs * (t + 1) / threads);                                                                  \
+        ptrdiff_t parts = of.outputs / FEWEST < threads ? of.outputs / FEWEST : threads; /* a weight may be small */  \
+        if (t < parts)                                                                                                \
+          part_##KIND(rows, wide, of.w, of.bias, of.out, inputs, of.outputs, of.outputs * t / parts,                  \
+                      of.outputs * (t + 1) / parts);                                                                  \
       }                                                                                                               \
   }
 

@@ -18,7 +18,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -53,26 +52,16 @@ class Kernel:
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.can(rows, weight):
+        plain = rows.dtype == self.dtype and weight.is_contiguous() and rows.shape[-1] == weight.shape[1]
+        if plain and fits(*weight.shape) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
             return self.multiply(rows, (weight, bias))[0]
         return linear(rows, weight, bias)
-
-    def can(self, rows: torch.Tensor, *weights: torch.Tensor) -> bool:
-        """Whether it multiplies these rows with these weights here and now."""
-        if rows.dtype != self.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return False
-        width = rows.shape[-1]
-        for weight in weights:
-            outputs, inputs = weight.shape
-            if inputs != width or not (fits(outputs, inputs) and weight.is_contiguous()):
-                return False
-        return True
 
     def multiply(self, rows: torch.Tensor, *operands: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
         """Products of the same rows with several weights, each with its bias or `None`, of what it can compute."""
         rows = rows.contiguous()
         *shape, inputs = rows.shape
-        products, kept, fewest = [], [], sys.maxsize
+        products, kept, most = [], [], 0
         table: list[int] = []
         for weight, bias in operands:
             outputs, added = weight.shape[0], 0
@@ -83,9 +72,9 @@ class Kernel:
             product = rows.new_empty(*shape, outputs)
             products.append(product)
             table += weight.data_ptr(), added, product.data_ptr(), outputs
-            fewest = min(fewest, outputs)
+            most = max(most, outputs)
         wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
-        threads = min(torch.get_num_threads(), fewest // FEWEST_OUTPUTS)
+        threads = min(torch.get_num_threads(), most // FEWEST_OUTPUTS)
         places = _TABLES[len(operands)](*table)
         self.function(rows.data_ptr(), wide.data_ptr(), places, len(operands), rows.numel() // inputs, inputs, threads)
         return products

@@ -59,6 +59,29 @@ def test_a_row_has_the_same_result_in_every_company(dtype):
         assert torch.equal(kernel(rows[-number:], weight, None), whole[-number:])
 
 
+@pytest.fixture
+def four_threads():
+    usual = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(usual)
+
+
+@DTYPES
+@torch.no_grad()
+def test_several_weights_of_the_same_rows(dtype, four_threads):
+    """Of which some have too few outputs for all threads that others have; bit for bit what each has by itself."""
+    kernel, rows = kernel_of(dtype), torch.randn(7, 48).to(dtype)
+    weights = [torch.randn(outputs, 48).to(dtype) for outputs in (16, 300, 17, 33, 64)]
+    biases = [None, torch.randn(300).to(dtype), torch.randn(17).to(dtype), None, torch.randn(64).to(dtype)]
+    products = kernel.multiply(rows, *zip(weights, biases, strict=True))
+    for product, weight, bias in zip(products, weights, biases, strict=True):
+        assert torch.equal(product, kernel(rows, weight, bias))
+        torch.testing.assert_close(
+            product, linear(rows, weight, bias), rtol=2e-2, atol=2e-1 if dtype != torch.float32 else 1e-4
+        )
+
+
 @DTYPES
 @torch.no_grad()
 def test_rows_of_any_shape_that_lie_apart(dtype):
