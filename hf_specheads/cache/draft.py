@@ -180,7 +180,7 @@ class DraftCache(SlotCache):
         """A specialist is to have the rows just committed, whenever it drafts next."""
         owed = (*self._owed[specialist], rows)
         self._owed[specialist] = owed
-        if sum(some.fused.shape[1] for some in owed) > MOST_OWED:
+        if sum([some.fused.shape[1] for some in owed]) > MOST_OWED:
             self.settle(specialist)
 
     def take_owed(self, specialist: int) -> tuple[CommittedRows, ...]:
@@ -293,7 +293,9 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def joined_rotary(parts: list[Rotary]) -> Rotary:
-    """Of rows one after another."""
+    """Of rows one after another. One part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
     batch = max(len(cos) for cos, _ in parts)
     cos, sin = ([part[i].expand(batch, -1, -1) for part in parts] for i in (0, 1))
     return joined(cos), joined(sin)

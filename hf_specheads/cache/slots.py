@@ -213,8 +213,10 @@ class SlotCache(Cache):
     def place(self, first: int, rows: int) -> None:
         """The next forward writes `rows` rows, from the slot `first` after the committed ones."""
         if not self.static:
-            self.reserve(self.longest + first + rows)
-            self._end = self.longest + first + rows
+            end = self.longest + first + rows
+            if end > self.capacity:  # asked here: a round places rows in every level
+                self.reserve(end)
+            self._end = end
         if self.lengths is None:
             self.start, self.slots = self.counts[0] + first, None
             return

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren
-from ..tree.shape import TreeShape, fixed_shape
+from ..tree.shape import TreeShape, shape_of
+from .few_rows_native import favourite
 from .foresight import Reach
 
 # A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
@@ -19,14 +19,23 @@ Link = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BLOCKS, MANY_LOGITS = 256, 4096  # that one row of logits is searched in, and from which length on
 
 
-def favourites(head: DraftingContract, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., V]."""
+def favourites(
+    logits: torch.Tensor, temperature: float, vocabulary: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., Vd].
+
+    Args:
+        vocabulary: int64 [Vd], tokens of the logits; `None` for all.
+    """
     logits = logits if temperature == 1 else logits / temperature
-    if logits.device.type == "cuda" and torch.compiler.is_compiling() and logits.shape[-1] >= MANY_LOGITS:
-        scores, tokens = best_of_blocks(logits)
-    else:
-        scores, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
-    return scores, tokens if head.draft_vocabulary is None else head.draft_vocabulary[tokens]
+    if not torch.compiler.is_compiling():
+        if (found := favourite(logits, vocabulary)) is not None:
+            return found
+    elif logits.is_cuda and logits.shape[-1] >= MANY_LOGITS:
+        scores, places = best_of_blocks(logits)
+        return scores, places if vocabulary is None else vocabulary[places]
+    scores, places = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
+    return scores, places if vocabulary is None else vocabulary[places]
 
 
 def best_of_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,44 +73,46 @@ def grow_links(
         follow: Makes the next one of its draft position (0-based) and the token and state of the link above.
         reach: As in [`grow_tree`].
     """
-    links = [link]
+    links, one = [link], len(root) == 1
 
     def sureness() -> Iterator[list[float]]:
         while True:
             states, score, token = links[-1]
-            yield [] if reach is None else score[:, 0].tolist()
+            yield [] if reach is None else [score.item()] if one else score[:, 0].tolist()  # quicker of one
             links.append(follow(len(links), token, states))
 
     kept = _links_kept(reach, sureness(), len(shape.levels))
     if kept < len(shape.levels):
-        shape = fixed_shape(tree.paths, kept, root.device)
+        shape = shape_of(tree, kept, root.device)
     _, scores, tokens = zip(*links[:kept], strict=True)
-    return fixed_tree(root, tokens, [numbers(torch.cat(scores, dim=1).cumsum(1))], shape, None)
+    none = scores[0].new_zeros(len(root), 1)  # of the root
+    return fixed_tree(root, tokens, numbers(torch.cat([none, *scores], dim=1).cumsum(1)), shape, None)
 
 
 def grow_at_once(
-    head: DraftingContract,
     tree: DraftTreeConfig,
     root: torch.Tensor,
     logits: torch.Tensor,
+    vocabulary: torch.Tensor | None,
     shape: TreeShape,
     reach: Reach | None,
 ) -> DraftTree:
     """A chain whose links are all known: what it has of them is decided without another look at the device.
 
     Args:
-        head: That has drafted them.
         tree, root, shape, reach: As in [`grow_links`].
-        logits: Of the draft positions it may have, [B, D, V].
+        logits: Of the draft positions it may have, [B, D, Vd].
+        vocabulary: As in [`favourites`].
     """
-    scores, tokens = (part[..., 0] for part in favourites(head, logits, tree.draft_temperature))  # [B, D]
+    scores, tokens = (part[..., 0] for part in favourites(logits, tree.draft_temperature, vocabulary))  # [B, D]
     if reach is not None:
         kept = _links_kept(reach, iter(scores.T.tolist()), len(shape.levels))
         if reach.offered is not None:
             reach.offered.extend(logits[:, :kept].unbind(1))
         if kept < len(shape.levels):
-            scores, tokens, shape = scores[:, :kept], tokens[:, :kept], fixed_shape(tree.paths, kept, root.device)
-    return fixed_tree(root, [tokens], [numbers(scores.cumsum(1))], shape, None)
+            scores, tokens, shape = scores[:, :kept], tokens[:, :kept], shape_of(tree, kept, root.device)
+    scores = torch.nn.functional.pad(numbers(scores.cumsum(1)), (1, 0))
+    return fixed_tree(root, [tokens], scores, shape, None)
 
 
 def _links_kept(reach: Reach | None, sureness: Iterator[Sequence[float]], most: int) -> int:
@@ -120,17 +131,17 @@ def _links_kept(reach: Reach | None, sureness: Iterator[Sequence[float]], most: 
 def fixed_tree(
     root: torch.Tensor,
     tokens: Sequence[torch.Tensor],
-    scores: Sequence[torch.Tensor],
+    scores: torch.Tensor,
     shape: TreeShape,
     sampled: SampledChildren | None,
 ) -> DraftTree:
-    """A tree of a shape from its root [B, 1] and the tokens and scores [B, n] of all levels, in parts."""
+    """A tree of a shape from its root [B, 1], the tokens [B, n] of all levels, in parts, and all scores [B, N]."""
     batch = root.shape[0]
     return DraftTree(
         token_ids=torch.cat([root, *tokens], dim=1),
         parents=shape.parents.expand(batch, -1),
         depths=shape.depths.expand(batch, -1),
-        scores=torch.cat([scores[0].new_zeros(batch, 1), *scores], dim=1),
+        scores=scores,
         max_depth=len(shape.levels),
         sampled=sampled,
         shape=shape,

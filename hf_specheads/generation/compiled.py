@@ -25,7 +25,7 @@ from ..contract import DraftingContract
 from ..errors import UnsupportedGenerationError
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
-from ..tree.shape import TreeShape, fixed_shape
+from ..tree.shape import TreeShape, shape_of
 from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
 from .foresight import Reach
@@ -84,12 +84,12 @@ def _start(
     head: DraftingContract, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor, temperature: float
 ) -> Link:
     states, logits = head.start_draft(cache, token_ids, features)
-    return states, *favourites(head, logits[:, 0], temperature)
+    return states, *favourites(logits[:, 0], temperature, head.draft_vocabulary)
 
 
 def _link(head: Any, layer: nn.Module, temperature: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     fused, states, logits = head.link(layer, *tensors)
-    return fused, states, *favourites(head, logits[:, 0], temperature)
+    return fused, states, *favourites(logits[:, 0], temperature, head.draft_vocabulary)
 
 
 def verify_tree(
@@ -207,7 +207,7 @@ class CompiledRounds:
         token_ids, features = _packed(token_ids), None if features is None else _packed(features)
         if self.drafts_links(head, tree):
             return self._grow_apart(head, cache, tree, token_ids, features, depth, in_shape, reach)
-        shape = None if tree.kind == "dynamic" else fixed_shape(tree.paths, depth, token_ids.device)
+        shape = None if tree.kind == "dynamic" else shape_of(tree, depth, token_ids.device)
         shapes = (tuple(token_ids.shape), cache.capacity, tree, depth)
         call = (head, cache, tree, token_ids, features, depth, shape)
         drafted, links = None, links_of(head, cache, shape) if self.links_once else None
@@ -237,7 +237,7 @@ class CompiledRounds:
     ) -> DraftTree:
         """A chain from its links. Those with which specialists start are not compiled in a pair's first call: so few
         of a round pay in many rounds what they would cost then."""
-        shape, temperature = fixed_shape(tree.paths, depth, token_ids.device), tree.draft_temperature
+        shape, temperature = shape_of(tree, depth, token_ids.device), tree.draft_temperature
         alike = (len(token_ids), cache.capacity, temperature)
 
         def run(number: int, head: DraftingContract, layer: nn.Module, *tensors: torch.Tensor) -> tuple:

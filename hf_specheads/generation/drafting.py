@@ -13,7 +13,7 @@ from ..cache.draft import DraftCache
 from ..contract import DraftingContract
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren, select_nodes
-from ..tree.shape import FixedLevel, TreeShape, fixed_children, fixed_shape
+from ..tree.shape import FixedLevel, TreeShape, fixed_children, shape_of
 from .chains import Link, favourites, fixed_tree, grow_at_once, grow_links, numbers
 from .foresight import Reach
 from .sampling import DraftSampler
@@ -52,7 +52,7 @@ def top_children(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and token ids of the best children, [B, K, width] each, from draft logits [B, K, V]."""
     if width == 1:
-        scores, tokens = favourites(head, logits, temperature)
+        scores, tokens = favourites(logits, temperature, head.draft_vocabulary)
         return numbers(scores), tokens
     logits = logits if temperature == 1 else logits / temperature
     scores, tokens = torch.log_softmax(logits, dim=-1).topk(width, dim=-1)
@@ -262,14 +262,15 @@ def grow_fixed(
     the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
     Sequoia). Arguments as in [`grow_tree`]; `shape` is that of the tree, made beforehand.
     """
-    shape = fixed_shape(tree.paths, depth, token_ids.device) if shape is None else shape
+    shape = shape_of(tree, depth, token_ids.device) if shape is None else shape
     sampler = sampler if tree.children == "sampled" else None
     drafted = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
-    if gives_up(head, cache, tree, 0, token_ids[:, -1:], drafted[1]):
-        return DraftTree.root_only(token_ids[:, -1])
+    root = token_ids[:, -1:]
+    if gives_up(head, cache, tree, 0, root, drafted[1]):
+        return DraftTree.root_only(root[:, 0])
     if sampler is None and tree.stop_below == 0 and cache.links is None and shape.is_chain:
-        return _grow_chain(head, cache, tree, token_ids[:, -1:], drafted, shape, reach)
-    return _grow_levels(head, cache, tree, token_ids[:, -1:], drafted, shape, sampler, reach)
+        return _grow_chain(head, cache, tree, root, drafted, shape, reach)
+    return _grow_levels(head, cache, tree, root, drafted, shape, sampler, reach)
 
 
 def _grow_levels(
@@ -324,13 +325,14 @@ def _grow_levels(
         visible = None if in_step else level.visible[None].expand(batch, -1, -1)
         states, logits = head.extend_draft(cache, position, frontier, states, visible)
     if len(parts) < len(shape.levels):
-        shape = fixed_shape(tree.paths, len(parts), root.device)
+        shape = shape_of(tree, len(parts), root.device)
     sampled = None
     if sampler is not None:
         children = fixed_children(tree.paths, len(parts), root.device)
         sampled = SampledChildren(torch.cat(drawn_from, 1), *children)
     all_tokens, all_scores = zip(*parts, strict=True)
-    return fixed_tree(root, all_tokens, all_scores, shape, sampled)
+    scores = torch.cat([all_scores[0].new_zeros(batch, 1), *all_scores], dim=1)
+    return fixed_tree(root, all_tokens, scores, shape, sampled)
 
 
 def _grow_chain(
@@ -345,13 +347,13 @@ def _grow_chain(
     """A chain of favourites; arguments as in [`_grow_levels`]."""
     most = len(shape.levels) if reach is None else int(min(len(shape.levels), reach.farthest))
     if (together := head.drafted_logits(cache, most)) is not None:
-        return grow_at_once(head, tree, root, together, shape, reach)
-    offered = None if reach is None else reach.offered
+        return grow_at_once(tree, root, together, head.draft_vocabulary, shape, reach)
+    offered, vocabulary = None if reach is None else reach.offered, head.draft_vocabulary
 
     def link(states: torch.Tensor, logits: torch.Tensor) -> Link:
         if offered is not None:
             offered.append(logits[:, 0])
-        return states, *favourites(head, logits[:, 0], tree.draft_temperature)
+        return states, *favourites(logits[:, 0], tree.draft_temperature, vocabulary)
 
     def follow(position: int, token: torch.Tensor, states: torch.Tensor) -> Link:
         level = shape.levels[position - 1]

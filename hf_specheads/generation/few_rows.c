@@ -1,9 +1,10 @@
-/* Products of a few rows with a weight, each part of which is read from memory once.
+/* Products of a few rows with a weight, each part of which is read from memory once; and the best of a row of logits.
 
    out[r][c] = bias[c] + sum over i of x[r][i] * w[c][i], added in float32 in the same order whatever the number of rows,
    so a row has the same result in every company. A tile of some rows and some outputs is held in registers; the numbers
    of a weight are widened to float32 as they are read. few_rows_native.py builds it: KIND is float32, bfloat16 or
    float16. */
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -157,6 +158,63 @@ static inline float sum(vec x) {
                       of.outputs * (t + 1) / parts);                                                                  \
       }                                                                                                               \
   }
+
+/* ------------------------------------------------------------------ the best of a row */
+#define BLOCK 256
+
+INLINE vec higher(vec a, vec b) {
+  bits chosen = (bits)(b > a);
+  return (vec)(((bits)b & chosen) | ((bits)a & ~chosen));
+}
+
+/* e^x for x <= 0: 2^n times the polynomial of Cephes' expf in the rest, |rest| <= ln 2 / 2. */
+INLINE vec exponential(vec x) {
+  const float shift = 12582912; /* 1.5 * 2^23: what is added to it is rounded to whole numbers */
+  x = higher(x, (vec){0} - 87.0f);
+  vec whole = x * 1.44269504f + shift;
+  bits power = (bits)whole << 23;
+  whole -= shift;
+  vec rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  return (vec)((bits)(sum * rest * rest + rest + 1) + power);
+}
+
+static float highest(const float *x, ptrdiff_t count) {
+  float best = -INFINITY;
+  ptrdiff_t i = 0;
+  if (count >= LANES) {
+    vec most = *(const some_floats *)x;
+    for (i = LANES; i + LANES <= count; i += LANES) most = higher(most, *(const some_floats *)(x + i));
+    for (int lane = 0; lane < LANES; lane++) best = most[lane] > best ? most[lane] : best;
+  }
+  for (; i < count; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+/* The log-probability of the highest of so many logits, the first of several, and its token: its place, or what a
+   vocabulary has there. NaN and the first one where a logit is NaN or infinity. */
+void best_of_row(const float *logits, ptrdiff_t count, const int64_t *vocabulary, float *score, int64_t *token) {
+  float best = -INFINITY;
+  ptrdiff_t block = 0, i = 0;
+  for (ptrdiff_t at = 0; at < count; at += BLOCK) {
+    float found = highest(logits + at, count - at < BLOCK ? count - at : BLOCK);
+    if (found > best) best = found, block = at;
+  }
+  vec sums = {0};
+  for (; i + LANES <= count; i += LANES) sums += exponential(*(const some_floats *)(logits + i) - best);
+  float total = sum(sums);
+  vec last = (vec){0} - INFINITY;
+  for (int lane = 0; i + lane < count; lane++) last[lane] = logits[i + lane];
+  if (i < count) total += sum(exponential(last - best));
+  while (total == total && logits[block] != best) block++;
+  ptrdiff_t place = total == total ? block : 0;
+  *score = -logf(total);
+  *token = vocabulary ? vocabulary[place] : place;
+}
 
 #define OF(kind) PRODUCTS_OF(kind)
 OF(KIND)

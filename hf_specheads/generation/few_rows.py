@@ -147,9 +147,10 @@ _WAYS: dict[tuple[int, torch.Size, torch.dtype], Ways] = {}  # by threads, sizes
 _begun = 0  # times that all was tried from the beginning
 
 
-def _ways_of(weight: torch.Tensor) -> Ways:
+def _ways_of(weight: torch.Tensor, threads: int) -> Ways:
     size = weight.shape, weight.dtype
-    return _WAYS.setdefault((torch.get_num_threads(), *size), Ways(*size))
+    known = _WAYS.get((threads, *size))
+    return _WAYS.setdefault((threads, *size), Ways(*size)) if known is None else known
 
 
 def _begin_anew() -> None:
@@ -172,9 +173,11 @@ class FewRows:
     def __init__(self, *models: nn.Module):
         modules = list(itertools.chain.from_iterable(model.modules() for model in models))
         plain = [] if any(map(is_compiled, modules)) else filter(_is_plain, modules)
-        self.layers = {layer: _ways_of(cast(torch.Tensor, layer.weight)) for layer in plain}
+        threads = torch.get_num_threads()
+        self.layers = {layer: _ways_of(cast(torch.Tensor, layer._parameters["weight"]), threads) for layer in plain}
         self._ways = list({id(ways): ways for ways in self.layers.values()}.values())
         self._in_vain: set[int] = set()
+        self._settled: set[int] = set()
         self._lost = 0.0
         for ways in self._ways:
             kernel_for(ways.size, ways.dtype)  # is built while the prompt is read
@@ -191,6 +194,7 @@ class FewRows:
         if self._begun != _begun:
             self._begun = _begun
             self._in_vain.clear()
+            self._settled.clear()
         if rows < fewest or rows in self._in_vain or not self.layers or not _begin():
             yield
             return
@@ -201,9 +205,16 @@ class FewRows:
             _OF_THREAD.layers = _NONE
             self._lost += _OF_THREAD.lost
             _end()
+        if rows not in self._settled:
+            self._settle(rows)
+
+    def _settle(self, rows: int) -> None:
+        """Looks whether all is known of products of so many rows."""
         met = {ways.get(rows) for ways in self._ways} - {None}  # of the sizes that forwards of so many rows have
         if met == {linear}:
             self._in_vain.add(rows)
+        elif met and not any(type(way) is Trial for way in met):
+            self._settled.add(rows)
 
     def take_lost(self) -> float:
         """Seconds that products took longer since the last call than they will, as slower ways were timed: while they
@@ -213,9 +224,9 @@ class FewRows:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    if not has_plain_weight(layer) or "weight" not in layer._parameters:
+    if not has_plain_weight(layer) or (weight := layer._parameters.get("weight")) is None:
         return False
-    return layer.weight.device.type == "cpu" and layer.weight.dtype in few_rows_native.KINDS
+    return weight.is_cpu and weight.dtype in few_rows_native.KINDS
 
 
 _NONE: dict[nn.Module, Ways] = {}

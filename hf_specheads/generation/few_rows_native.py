@@ -1,8 +1,10 @@
-"""Products of a few rows on a CPU by a kernel in C, [`few_rows.c`], which the machine's compiler builds.
+"""Products of a few rows on a CPU, and the best of a row of logits, by a kernel in C, [`few_rows.c`], which the
+machine's compiler builds.
 
 Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
 a product of eight rows takes as long as eight products of one, in float32 several times as long as one. To read the
-weight once is all that it takes, and the kernel takes little more.
+weight once is all that it takes, and the kernel takes little more. Between the links of a chain, which are drafted one
+by one, operators are small and cost more to call than to compute: the favourite child is found in one call.
 
 It is built at the first request on a machine, in a thread of its own, for the dtype that is multiplied and the vector
 instructions that torch uses here; the folder `hf_specheads` of `HF_HOME` keeps it. Where there is no compiler, or the
@@ -48,7 +50,9 @@ class Kernel:
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
         self.function: Any = library[f"few_rows_{KINDS[dtype]}"]
         self.function.argtypes = [*[pointer] * 3, ctypes.c_int, *[size] * 2, ctypes.c_int]
-        self.function.restype = None
+        self.best_of_row: Any = library["best_of_row"]
+        self.best_of_row.argtypes = [pointer, size, *[pointer] * 3]
+        self.function.restype = self.best_of_row.restype = None
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,6 +84,27 @@ class Kernel:
         return products
 
 
+def favourite(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The best of one row of logits, fp32 [..., V], by a kernel, if there is one.
+
+    Args:
+        vocabulary: int64 [V], tokens of the logits; `None` where they are their places.
+
+    Returns:
+        Its log-probability and token, [..., 1] each.
+    """
+    kernel = WORKSHOP.any
+    if kernel is None or logits.dtype != torch.float32 or not logits.is_cpu or logits.requires_grad:
+        return None
+    *shape, count = logits.shape
+    if logits.numel() != count or logits.stride(-1) != 1 or not (vocabulary is None or vocabulary.is_contiguous()):
+        return None
+    score, token = logits.new_empty(*shape, 1), logits.new_empty(*shape, 1, dtype=torch.int64)
+    tokens = 0 if vocabulary is None else vocabulary.data_ptr()
+    kernel.best_of_row(logits.data_ptr(), count, tokens, score.data_ptr(), token.data_ptr())
+    return score, token
+
+
 class _Tables(dict[int, Any]):
     """C's arrays of so many products."""
 
@@ -103,12 +128,14 @@ def _command(dtype: torch.dtype) -> list[str] | None:
     instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
     if not compiler or os.name != "posix" or not (instructions or platform.machine() in ("aarch64", "arm64")):
         return None
-    return [*compiler, "-O3", "-shared", "-fPIC", "-fopenmp", f"-DKIND={KINDS[dtype]}", *instructions, str(SOURCE)]
+    asked = ["-O3", "-shared", "-fPIC", "-fopenmp", f"-DKIND={KINDS[dtype]}", *instructions]
+    return [*compiler, *asked, str(SOURCE), "-lm"]
 
 
 def _place(command: list[str]) -> Path:
     """Of what a command makes of the source as it is."""
-    made_of = [*command[:-1], SOURCE.read_text(encoding="utf-8"), platform.machine()]
+    source = SOURCE.read_text(encoding="utf-8")
+    made_of = [*(source if part == str(SOURCE) else part for part in command), platform.machine()]
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32]
     return Path(constants.HF_HOME, "hf_specheads", f"few_rows-{name}.so")
 
@@ -155,16 +182,33 @@ def _is_right(kernel: Kernel) -> bool:
         found = kernel(rows[:number], weight, weight[:, 0]).double()
         if not torch.allclose(found, expected, rtol=4 * torch.finfo(kernel.dtype).eps, atol=1e-4):
             return False
+    return _finds_the_best(kernel, generator)
+
+
+def _finds_the_best(kernel: Kernel, generator: torch.Generator) -> bool:
+    """Whether it finds what torch does in rows of any length."""
+    for count in (1, STEP - 1, STEP, 19 * STEP + 5):
+        logits = torch.randn(count, generator=generator, dtype=torch.float32) * 4
+        expected, place = torch.log_softmax(logits.double(), -1).max(-1)
+        score, token = torch.empty(1, dtype=torch.float32), torch.empty(1, dtype=torch.int64)
+        kernel.best_of_row(logits.data_ptr(), count, 0, score.data_ptr(), token.data_ptr())
+        if not (token == place and torch.allclose(score.double(), expected, rtol=1e-5, atol=1e-6)):
+            return False
     return True
 
 
 class _Workshop:
-    """Kernels that are built or being built, by dtype."""
+    """Kernels that are built or being built, by dtype.
+
+    Attributes:
+        any: One of them, for what all can do; `None` while there is none.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.threads: dict[torch.dtype, threading.Thread] = {}
         self.kernels: dict[torch.dtype, Kernel | None] = {}
+        self.any: Kernel | None = None
 
     def order(self, dtype: torch.dtype, then: Callable[[], None]) -> Kernel | None:
         """A kernel if it is there; else `then` is called as soon as it is, in a thread of its own."""
@@ -180,6 +224,7 @@ class _Workshop:
     def _work(self, dtype: torch.dtype, then: Callable[[], None]) -> None:
         self.kernels[dtype] = kernel = build(dtype)
         if kernel is not None:
+            self.any = kernel
             then()
 
     def wait(self) -> None:

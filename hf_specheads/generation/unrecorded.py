@@ -42,13 +42,15 @@ def guard_for(*models: nn.Module) -> Guard:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    own = itertools.chain(module._parameters.values(), module._buffers.values())
-    hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    return (
-        all(type(tensor) in PLAIN for tensor in own)
-        and all((getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS) for hook in hooks)
-        and not is_compiled(module)
-    )
+    # Asked of every module in every call, most of which have few tensors and no hooks.
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if type(tensor) not in PLAIN:
+            return False
+    if module._forward_hooks or module._forward_pre_hooks:
+        hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+        if not all((getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS) for hook in hooks):
+            return False
+    return not is_compiled(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -56,6 +58,6 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        or getattr(module.__dict__.get("config"), "_attn_implementation", None) == "flex_attention"
+        or hasattr(module.__dict__.get("forward") or type(module).forward, "_torchdynamo_orig_callable")
+        or ("config" in module.__dict__ and getattr(module.config, "_attn_implementation", None) == "flex_attention")
     )

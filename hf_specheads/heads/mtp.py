@@ -203,7 +203,7 @@ class MtpHead(DraftHead):
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Embeddings of tokens [B, R], the target's: [B, R, E]."""
-        return self.borrowed.embed_tokens(token_ids).to(device)
+        return self.borrowed.look_up(token_ids).to(device)
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:

@@ -110,7 +110,7 @@ class SpecialistHead(DraftHead):
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Embeddings of tokens [B, R] on a device, the target's unless the heads have their own: [B, R, E]."""
-        return self.borrowed.embed_tokens(token_ids).to(device)
+        return self.borrowed.look_up(token_ids).to(device)
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """Rows of target features: [B, R, E] and [B, R, F] -> [B, R, *]."""
@@ -216,8 +216,10 @@ class SpecialistHead(DraftHead):
         drafted_rows = sum(level.shape[1] for level in cache.drafted_inputs)
         cache.place(drafted_rows - rows.shape[1], rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
-        rotary = self._rotary_of_levels(cache, first, levels)
-        if owed:
+        if cache.rotary_table is not None and cache.slots is None and drafted_rows == len(cache.drafted_inputs):
+            rotary = self._rotary_at(cache, rows, cache.start)  # of a chain: positions in a row
+        else:
+            rotary = self._rotary_of_levels(cache, first, levels)
             rotary = joined_rotary([*(committed.rotary for committed in owed), rotary])
         drafted = self(rows, rotary, mask, cache, specialist, num_queries=nodes)
         return drafted, self.draft_logits(drafted)

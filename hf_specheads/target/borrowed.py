@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,12 +63,17 @@ class BorrowedModules:
         lm_head: Features [..., H] -> the target's logits [..., V], its multipliers and final soft-cap included.
         device: Where `lm_head` computes.
         logit_function: What `lm_head` does after the target's module of that name.
+        look_up: As `embed_tokens`, at the least cost: for what is called in every level of a draft tree.
     """
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device
     logit_function: LogitFunction = IDENTITY
+    look_up: Callable[[torch.Tensor], torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "look_up", _lookup(self.embed_tokens))
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> BorrowedModules:
@@ -76,6 +81,18 @@ class BorrowedModules:
         function, projection = LogitFunction.of(target), as_lm_head(lm_head, target.dtype)
         logits = projection if function.is_identity else lambda features: function(projection(features))
         return cls(embedding, logits, _execution_device(lm_head, target), function)
+
+
+def _lookup(embedding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What embeds tokens; of a module that looks them up and does no more, without a module's call, which costs more
+    than the lookup."""
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None or "forward" in embedding.__dict__:
+        return embedding
+    hooked = embedding._forward_hooks or embedding._forward_pre_hooks
+    if hooked or type(embedding._parameters.get("weight")) is not nn.Parameter:
+        return embedding
+    parameters: Any = embedding._parameters
+    return lambda token_ids: torch.embedding(parameters["weight"], token_ids)
 
 
 class Binding:

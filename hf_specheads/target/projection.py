@@ -35,10 +35,11 @@ class Projection:
 
 def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a linear module is no more than its weight: not quantised, offloaded, adapted or wrapped."""
+    if type(module) is not nn.Linear:
+        return False
     weight = getattr(module, "weight", None)
     return (
-        type(module) is nn.Linear
-        and type(weight) in (nn.Parameter, torch.Tensor)
+        type(weight) in (nn.Parameter, torch.Tensor)
         and weight.dtype.is_floating_point
         and weight.device.type != "meta"
     )

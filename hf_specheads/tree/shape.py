@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from .config import DraftTreeConfig
+
 Paths = tuple[tuple[int, ...], ...]
 
 
@@ -62,6 +64,20 @@ class TreeShape:
         """The same for verification on another device; levels, which only drafting needs, stay."""
         tensors = (self.parents, self.depths, self.ancestor_mask, self.paths)
         return TreeShape(self.levels, *(tensor.to(device) for tensor in tensors))
+
+
+def shape_of(tree: DraftTreeConfig, depth: int, device: torch.device) -> TreeShape:
+    """That of a tree whose shape is known beforehand, cut at `depth`. Asked for in every round: a chain's paths are
+    not made for it."""
+    if tree.kind == "chain":
+        return chain_shape(min(depth, tree.depth), device)
+    return fixed_shape(tree.paths, depth, device)
+
+
+@lru_cache(maxsize=128)
+def chain_shape(depth: int, device: torch.device) -> TreeShape:
+    """That of a chain."""
+    return fixed_shape(tuple((0,) * length for length in range(1, depth + 1)), depth, device)
 
 
 @lru_cache(maxsize=128)

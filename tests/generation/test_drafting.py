@@ -122,13 +122,13 @@ def adaptive(target, method):
 def test_chains_known_at_once_end_where_those_do_that_are_made_link_by_link(method, rows, monkeypatch):
     seen = []
 
-    def checked(head, tree, root, logits, shape, reach):
+    def checked(tree, root, logits, vocabulary, shape, reach):
         def link(position, *_):
-            return root, *favourites(head, logits[:, position], tree.draft_temperature)
+            return root, *favourites(logits[:, position], tree.draft_temperature, vocabulary)
 
         twin = deepcopy(reach)
         expected = grow_links(tree, root, link(0), link, shape, twin)
-        found = grow_at_once(head, tree, root, logits, shape, reach)
+        found = grow_at_once(tree, root, logits, vocabulary, shape, reach)
         for name in ("token_ids", "parents", "depths"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
         torch.testing.assert_close(found.scores, expected.scores)

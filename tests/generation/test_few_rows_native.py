@@ -8,11 +8,14 @@ import threading
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
 
 from hf_specheads.generation import few_rows_native
-from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, fits
+from hf_specheads.generation.chains import favourites
+from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, favourite, fits
 
 DTYPES = pytest.mark.parametrize("dtype", list(KINDS), ids=str)
 
@@ -223,3 +226,69 @@ def test_whoever_orders_is_told_when_it_is_built(monkeypatch):
         workshop.order(torch.float32, told.clear) == "a kernel" and workshop.order(torch.float16, told.clear) is None
     )
     assert told == [torch.float32], "nothing is built again"
+
+
+# ---------------------------------------------------------------------- the best of a row
+@pytest.fixture
+def one_built(monkeypatch):
+    """A kernel is there, whatever other tests have ordered."""
+    monkeypatch.setattr(few_rows_native.WORKSHOP, "any", kernel_of(torch.float32))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.sampled_from([1, 2, 7, 8, 15, 16, 17, 255, 256, 257, 1000, 4096, 5003]),
+    scale=st.sampled_from([0.1, 5.0, 200.0]),
+    ties=st.booleans(),
+    pruned=st.booleans(),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_best_of_a_row(one_built, seed, count, scale, ties, pruned):
+    """Torch's own, the first of several that are as high."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 1, count, generator=generator, dtype=torch.float32) * scale
+    logits = (logits / scale).round() if ties else logits
+    logits[..., torch.rand(count, generator=generator, dtype=torch.float32) < 0.2] = -torch.inf
+    logits[..., seed % count] = 1.0
+    vocabulary = torch.randperm(3 * count, generator=generator)[:count] if pruned else None
+    score, token = favourite(logits, vocabulary)
+    place = logits.argmax(-1, keepdim=True)
+    assert torch.equal(token, place if vocabulary is None else vocabulary[place])
+    expected = torch.log_softmax(logits.double(), -1).gather(-1, place)
+    torch.testing.assert_close(score.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 300, 302])
+def test_the_best_of_a_row_that_overflows(one_built, wrong, place):
+    logits = torch.zeros(1, 303, dtype=torch.float32)
+    logits[0, place] = wrong
+    score, token = favourite(logits, None)
+    assert score.isnan().item() and token.item() == 0
+    score, token = favourite(torch.full((1, 303), -torch.inf, dtype=torch.float32), torch.arange(5, 308))
+    assert score.isnan().item() and token.item() == 5
+
+
+def test_rows_whose_best_torch_finds(one_built):
+    row = torch.zeros(1, 64, dtype=torch.float32)
+    assert favourite(row, None) is not None
+    for other in (row.double(), row.expand(2, -1), row.expand(2, -1).T, row.clone().requires_grad_(), row.to("meta")):
+        assert favourite(other, None) is None
+    assert favourite(row[:, ::2], None) is None
+    assert favourite(row, torch.arange(128)[::2]) is None
+
+
+def test_without_a_kernel_torch_finds_the_best(monkeypatch):
+    monkeypatch.setattr(few_rows_native.WORKSHOP, "any", None)
+    assert favourite(torch.zeros(1, 64, dtype=torch.float32), None) is None
+
+
+def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):
+    """Favourites of a chain, with a draft vocabulary and another temperature."""
+    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(3), dtype=torch.float32)
+    vocabulary = torch.arange(400) * 2
+    found = favourites(logits, 0.7, vocabulary)
+    monkeypatch.setattr(few_rows_native.WORKSHOP, "any", None)
+    expected = favourites(logits, 0.7, vocabulary)
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])
