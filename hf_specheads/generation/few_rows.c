@@ -1,4 +1,4 @@
-/* Products of a few rows with a weight, each part of which is read from memory once; and the best of a row of logits.
+/* Products of a few rows with a weight, each part of which is read from memory once; and the highest of a row.
 
    out[r][c] = bias[c] + sum over i of x[r][i] * w[c][i], added in float32 in the same order whatever the number of rows,
    so a row has the same result in every company. A tile of some rows and some outputs is held in registers; the numbers
@@ -159,7 +159,7 @@ static inline float sum(vec x) {
       }                                                                                                               \
   }
 
-/* ------------------------------------------------------------------ the best of a row */
+/* ------------------------------------------------------------------ the highest of a row */
 #define BLOCK 256
 
 INLINE vec higher(vec a, vec b) {
@@ -183,35 +183,58 @@ INLINE vec exponential(vec x) {
   return (vec)((bits)(sum * rest * rest + rest + 1) + power);
 }
 
+/* NaN where there is one. */
 static float highest(const float *x, ptrdiff_t count) {
   float best = -INFINITY;
+  bits none = {0}; /* of a lane's numbers is a number */
   ptrdiff_t i = 0;
   if (count >= LANES) {
-    vec most = *(const some_floats *)x;
-    for (i = LANES; i + LANES <= count; i += LANES) most = higher(most, *(const some_floats *)(x + i));
-    for (int lane = 0; lane < LANES; lane++) best = most[lane] > best ? most[lane] : best;
+    vec most = {0};
+    most -= INFINITY;
+    for (; i + LANES <= count; i += LANES) {
+      vec next = *(const some_floats *)(x + i);
+      none |= (bits)(next != next);
+      most = higher(most, next);
+    }
+    for (int lane = 0; lane < LANES; lane++) best = none[lane] || best != best ? NAN : most[lane] > best ? most[lane] : best;
   }
-  for (; i < count; i++) best = x[i] > best ? x[i] : best;
+  for (; i < count && best == best; i++) best = x[i] > best || x[i] != x[i] ? x[i] : best;
   return best;
+}
+
+/* Where the highest of so many numbers is, the first of several, or the first NaN; and which that is. */
+static ptrdiff_t place_of_highest(const float *x, ptrdiff_t count, float *best) {
+  ptrdiff_t place = 0;
+  *best = -INFINITY;
+  for (ptrdiff_t at = 0; at < count && *best == *best; at += BLOCK) {
+    float found = highest(x + at, count - at < BLOCK ? count - at : BLOCK);
+    if (found > *best || found != found) *best = found, place = at;
+  }
+  while (*best == *best ? x[place] != *best : x[place] == x[place]) place++;
+  return place;
+}
+
+/* The same of rows [rows, count]. */
+void highest_of_rows(const float *x, ptrdiff_t rows, ptrdiff_t count, int64_t *places, int threads) {
+  _Pragma("omp parallel for num_threads(threads) if (threads > 1)")
+  for (ptrdiff_t row = 0; row < rows; row++) {
+    float best;
+    places[row] = place_of_highest(x + row * count, count, &best);
+  }
 }
 
 /* The log-probability of the highest of so many logits, the first of several, and its token: its place, or what a
    vocabulary has there. NaN and the first one where a logit is NaN or infinity. */
 void best_of_row(const float *logits, ptrdiff_t count, const int64_t *vocabulary, float *score, int64_t *token) {
-  float best = -INFINITY;
-  ptrdiff_t block = 0, i = 0;
-  for (ptrdiff_t at = 0; at < count; at += BLOCK) {
-    float found = highest(logits + at, count - at < BLOCK ? count - at : BLOCK);
-    if (found > best) best = found, block = at;
-  }
+  float best;
+  ptrdiff_t place = place_of_highest(logits, count, &best), i = 0;
   vec sums = {0};
   for (; i + LANES <= count; i += LANES) sums += exponential(*(const some_floats *)(logits + i) - best);
   float total = sum(sums);
   vec last = (vec){0} - INFINITY;
   for (int lane = 0; i + lane < count; lane++) last[lane] = logits[i + lane];
   if (i < count) total += sum(exponential(last - best));
-  while (total == total && logits[block] != best) block++;
-  ptrdiff_t place = total == total ? block : 0;
+  place = total == total ? place : 0;
   *score = -logf(total);
   *token = vocabulary ? vocabulary[place] : place;
 }

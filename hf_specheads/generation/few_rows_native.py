@@ -1,4 +1,4 @@
-"""Products of a few rows on a CPU, and the best of a row of logits, by a kernel in C, [`few_rows.c`], which the
+"""Products of a few rows on a CPU, and the highest of a row of logits, by a kernel in C, [`few_rows.c`], which the
 machine's compiler builds.
 
 Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
@@ -40,6 +40,7 @@ INSTRUCTIONS = {  # by torch's name for what it uses
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
 STEP, FEWEST_OUTPUTS = 16, 16  # inputs are a multiple of it; outputs for every thread
+WORTH_THREADS = 2**17  # numbers, to find the highest of a row among
 SECONDS = 60  # that a compiler may take
 
 
@@ -52,7 +53,9 @@ class Kernel:
         self.function.argtypes = [*[pointer] * 3, ctypes.c_int, *[size] * 2, ctypes.c_int]
         self.best_of_row: Any = library["best_of_row"]
         self.best_of_row.argtypes = [pointer, size, *[pointer] * 3]
-        self.function.restype = self.best_of_row.restype = None
+        self.highest_of_rows: Any = library["highest_of_rows"]
+        self.highest_of_rows.argtypes = [pointer, size, size, pointer, ctypes.c_int]
+        self.function.restype = self.best_of_row.restype = self.highest_of_rows.restype = None
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -103,6 +106,20 @@ def favourite(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[to
     tokens = 0 if vocabulary is None else vocabulary.data_ptr()
     kernel.best_of_row(logits.data_ptr(), count, tokens, score.data_ptr(), token.data_ptr())
     return score, token
+
+
+def highest(scores: torch.Tensor) -> torch.Tensor | None:
+    """Places int64 [...] of the highest of scores, fp32 [..., V], as `argmax`; `None` where torch has to find them."""
+    kernel = WORKSHOP.any
+    if kernel is None or scores.dtype != torch.float32 or not scores.is_cpu or torch.compiler.is_compiling():
+        return None
+    *shape, count = scores.shape
+    if not scores.is_contiguous() or scores.numel() == 0:
+        return None
+    rows, places = scores.numel() // count, scores.new_empty(shape, dtype=torch.int64)
+    threads = min(torch.get_num_threads(), rows) if scores.numel() >= WORTH_THREADS else 1
+    kernel.highest_of_rows(scores.data_ptr(), rows, count, places.data_ptr(), threads)
+    return places
 
 
 class _Tables(dict[int, Any]):
@@ -192,7 +209,10 @@ def _finds_the_best(kernel: Kernel, generator: torch.Generator) -> bool:
         expected, place = torch.log_softmax(logits.double(), -1).max(-1)
         score, token = torch.empty(1, dtype=torch.float32), torch.empty(1, dtype=torch.int64)
         kernel.best_of_row(logits.data_ptr(), count, 0, score.data_ptr(), token.data_ptr())
-        if not (token == place and torch.allclose(score.double(), expected, rtol=1e-5, atol=1e-6)):
+        found = torch.empty(1, dtype=torch.int64)
+        kernel.highest_of_rows(logits.data_ptr(), 1, count, found.data_ptr(), 1)
+        right = torch.allclose(score.double(), expected, rtol=1e-5, atol=1e-6)
+        if not (right and token == place and found == place):
             return False
     return True
 

@@ -17,6 +17,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from .few_rows_native import highest
+
 # Processors whose output for a row depends on that row's logits alone, so that all nodes can be processed at once.
 ROW_WISE_PROCESSORS = frozenset(
     {
@@ -137,7 +139,8 @@ def refuse_no_distribution(token_id: int) -> None:
 def favourite(scores: torch.Tensor) -> torch.Tensor:
     """Number [...] of the highest of the scores [..., V], the first of several: `argmax`, by a kernel that CPUs run
     with vector instructions."""
-    return scores.max(dim=-1).indices
+    found = highest(scores)
+    return scores.max(dim=-1).indices if found is None else found
 
 
 class TokenSampler:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from hf_specheads.generation import few_rows_native
 from hf_specheads.generation.chains import favourites
-from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, favourite, fits
+from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, favourite, fits, highest
 
 DTYPES = pytest.mark.parametrize("dtype", list(KINDS), ids=str)
 
@@ -292,3 +292,28 @@ def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):
     expected = favourites(logits, 0.7, vocabulary)
     assert torch.equal(found[1], expected[1])
     torch.testing.assert_close(found[0], expected[0])
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    shape=st.sampled_from([(1, 1, 1), (1, 7, 4096), (3, 2, 257), (9, 300), (5, 15), (40, 4099)]),
+    ties=st.booleans(),
+    spoilt=st.sampled_from([0.0, 0.001, 0.3]),
+    wrong=st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_highest_of_rows_is_argmax(one_built, seed, shape, ties, spoilt, wrong):
+    """Of several the first, of what is no number the first of those."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(shape, generator=generator, dtype=torch.float32) * 3
+    scores = scores.round() if ties else scores
+    scores[torch.rand(shape, generator=generator, dtype=torch.float32) < spoilt] = wrong
+    found = highest(scores)
+    assert torch.equal(found, scores.argmax(-1)) and torch.equal(found, scores.max(-1).indices)
+
+
+def test_scores_whose_highest_torch_finds(one_built):
+    scores = torch.zeros(2, 64, dtype=torch.float32)
+    assert highest(scores).tolist() == [0, 0]
+    for other in (scores.double(), scores.T, scores[:, ::2], scores.to("meta"), scores[:0], scores.bfloat16()):
+        assert highest(other) is None
