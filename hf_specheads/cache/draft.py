@@ -180,7 +180,7 @@ class DraftCache(SlotCache):
         """A specialist is to have the rows just committed, whenever it drafts next."""
         owed = (*self._owed[specialist], rows)
         self._owed[specialist] = owed
-        if sum([some.fused.shape[1] for some in owed]) > MOST_OWED:
+        if sum(some.fused.shape[1] for some in owed) > MOST_OWED:
             self.settle(specialist)
 
     def take_owed(self, specialist: int) -> tuple[CommittedRows, ...]:

@@ -214,8 +214,7 @@ class SlotCache(Cache):
         """The next forward writes `rows` rows, from the slot `first` after the committed ones."""
         if not self.static:
             end = self.longest + first + rows
-            if end > self.capacity:  # asked here: a round places rows in every level
-                self.reserve(end)
+            self.reserve(end)
             self._end = end
         if self.lengths is None:
             self.start, self.slots = self.counts[0] + first, None

@@ -10,7 +10,7 @@ import torch
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren
 from ..tree.shape import TreeShape, shape_of
-from .few_rows_native import favourite
+from .few_rows_native import best_of_row
 from .foresight import Reach
 
 # A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
@@ -28,13 +28,12 @@ def favourites(
         vocabulary: int64 [Vd], tokens of the logits; `None` for all.
     """
     logits = logits if temperature == 1 else logits / temperature
-    if not torch.compiler.is_compiling():
-        if (found := favourite(logits, vocabulary)) is not None:
-            return found
-    elif logits.is_cuda and logits.shape[-1] >= MANY_LOGITS:
+    if (found := best_of_row(logits, vocabulary)) is not None:
+        return found
+    if torch.compiler.is_compiling() and logits.is_cuda and logits.shape[-1] >= MANY_LOGITS:
         scores, places = best_of_blocks(logits)
-        return scores, places if vocabulary is None else vocabulary[places]
-    scores, places = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
+    else:
+        scores, places = torch.log_softmax(logits, dim=-1).max(dim=-1, keepdim=True)
     return scores, places if vocabulary is None else vocabulary[places]
 
 

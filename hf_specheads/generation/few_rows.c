@@ -196,9 +196,15 @@ static float highest(const float *x, ptrdiff_t count) {
       none |= (bits)(next != next);
       most = higher(most, next);
     }
-    for (int lane = 0; lane < LANES; lane++) best = none[lane] || best != best ? NAN : most[lane] > best ? most[lane] : best;
+    for (int lane = 0; lane < LANES; lane++) {
+      if (none[lane]) return NAN;
+      if (most[lane] > best) best = most[lane];
+    }
   }
-  for (; i < count && best == best; i++) best = x[i] > best || x[i] != x[i] ? x[i] : best;
+  for (; i < count; i++) {
+    if (x[i] != x[i]) return NAN;
+    if (x[i] > best) best = x[i];
+  }
   return best;
 }
 

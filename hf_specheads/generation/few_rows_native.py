@@ -87,8 +87,8 @@ class Kernel:
         return products
 
 
-def favourite(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The best of one row of logits, fp32 [..., V], by a kernel, if there is one.
+def best_of_row(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The best of one row of logits, fp32 [..., V], by a kernel; `None` where torch has to find it.
 
     Args:
         vocabulary: int64 [V], tokens of the logits; `None` where they are their places.
@@ -96,8 +96,9 @@ def favourite(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[to
     Returns:
         Its log-probability and token, [..., 1] each.
     """
-    kernel = WORKSHOP.any
-    if kernel is None or logits.dtype != torch.float32 or not logits.is_cpu or logits.requires_grad:
+    if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None:
+        return None
+    if logits.dtype != torch.float32 or not logits.is_cpu or logits.requires_grad:
         return None
     *shape, count = logits.shape
     if logits.numel() != count or logits.stride(-1) != 1 or not (vocabulary is None or vocabulary.is_contiguous()):
@@ -110,11 +111,10 @@ def favourite(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[to
 
 def highest(scores: torch.Tensor) -> torch.Tensor | None:
     """Places int64 [...] of the highest of scores, fp32 [..., V], as `argmax`; `None` where torch has to find them."""
-    kernel = WORKSHOP.any
-    if kernel is None or scores.dtype != torch.float32 or not scores.is_cpu or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None:
         return None
     *shape, count = scores.shape
-    if not scores.is_contiguous() or scores.numel() == 0:
+    if scores.dtype != torch.float32 or not scores.is_cpu or not scores.is_contiguous() or scores.numel() == 0:
         return None
     rows, places = scores.numel() // count, scores.new_empty(shape, dtype=torch.int64)
     threads = min(torch.get_num_threads(), rows) if scores.numel() >= WORTH_THREADS else 1

@@ -58,6 +58,6 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
-        or hasattr(module.__dict__.get("forward") or type(module).forward, "_torchdynamo_orig_callable")
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
         or ("config" in module.__dict__ and getattr(module.config, "_attn_implementation", None) == "flex_attention")
     )

@@ -89,16 +89,10 @@ class EagleHead(SpecialistHead):
 
     No norm before attention, no final norm; embedding and `lm_head` are the target's. With `config.inputs` other than
     EAGLE's own, a row is made of what that says.
-
-    Attributes:
-        reads_own_token: Whether a row is made of its own token. A node's row is then that of its parent's token and
-            feature, so a state is [embedding of the node's token ; drafted feature], wide enough to make the rows of
-            its children.
     """
 
     config_class = EagleHeadConfig
     config: EagleHeadConfig
-    reads_own_token: bool
     published: ClassVar[dict[str, Published]] = {
         "eagle": Published("EAGLE", EAGLE_PAPERS),
         "hass": Published("HASS", (HASS_PAPER, *EAGLE_PAPERS)),
@@ -107,7 +101,6 @@ class EagleHead(SpecialistHead):
     def __init__(self, config: EagleHeadConfig):
         super().__init__(config)
         self._inputs = config.inputs  # asked in every level: a config's own attributes take time to look up
-        self.reads_own_token = config.inputs == "feature+token"
         width = config.embedding_size * ("token" in config.inputs) + config.feature_size * ("feature" in config.inputs)
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
@@ -138,6 +131,12 @@ class EagleHead(SpecialistHead):
         return super().draft_logits(features if self.lm_head_layernorm is None else self.lm_head_layernorm(features))
 
     # ------------------------------------------------------------------ drafting
+    @property
+    def reads_own_token(self) -> bool:
+        """Whether a row is made of its own token. A node's row is then that of its parent's token and feature, so a
+        state is [embedding of the node's token ; drafted feature], wide enough to make the rows of its children."""
+        return self._inputs == "feature+token"
+
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         if not self.reads_own_token:
             return self.fuse(embeddings, drafted)

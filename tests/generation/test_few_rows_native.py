@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from hf_specheads.generation import few_rows_native
 from hf_specheads.generation.chains import favourites
-from hf_specheads.generation.few_rows_native import KINDS, _Workshop, build, favourite, fits, highest
+from hf_specheads.generation.few_rows_native import KINDS, _Workshop, best_of_row, build, fits, highest
 
 DTYPES = pytest.mark.parametrize("dtype", list(KINDS), ids=str)
 
@@ -251,7 +251,7 @@ def test_the_best_of_a_row(one_built, seed, count, scale, ties, pruned):
     logits[..., torch.rand(count, generator=generator, dtype=torch.float32) < 0.2] = -torch.inf
     logits[..., seed % count] = 1.0
     vocabulary = torch.randperm(3 * count, generator=generator)[:count] if pruned else None
-    score, token = favourite(logits, vocabulary)
+    score, token = best_of_row(logits, vocabulary)
     place = logits.argmax(-1, keepdim=True)
     assert torch.equal(token, place if vocabulary is None else vocabulary[place])
     expected = torch.log_softmax(logits.double(), -1).gather(-1, place)
@@ -263,24 +263,24 @@ def test_the_best_of_a_row(one_built, seed, count, scale, ties, pruned):
 def test_the_best_of_a_row_that_overflows(one_built, wrong, place):
     logits = torch.zeros(1, 303, dtype=torch.float32)
     logits[0, place] = wrong
-    score, token = favourite(logits, None)
+    score, token = best_of_row(logits, None)
     assert score.isnan().item() and token.item() == 0
-    score, token = favourite(torch.full((1, 303), -torch.inf, dtype=torch.float32), torch.arange(5, 308))
+    score, token = best_of_row(torch.full((1, 303), -torch.inf, dtype=torch.float32), torch.arange(5, 308))
     assert score.isnan().item() and token.item() == 5
 
 
 def test_rows_whose_best_torch_finds(one_built):
     row = torch.zeros(1, 64, dtype=torch.float32)
-    assert favourite(row, None) is not None
+    assert best_of_row(row, None) is not None
     for other in (row.double(), row.expand(2, -1), row.expand(2, -1).T, row.clone().requires_grad_(), row.to("meta")):
-        assert favourite(other, None) is None
-    assert favourite(row[:, ::2], None) is None
-    assert favourite(row, torch.arange(128)[::2]) is None
+        assert best_of_row(other, None) is None
+    assert best_of_row(row[:, ::2], None) is None
+    assert best_of_row(row, torch.arange(128)[::2]) is None
 
 
 def test_without_a_kernel_torch_finds_the_best(monkeypatch):
     monkeypatch.setattr(few_rows_native.WORKSHOP, "any", None)
-    assert favourite(torch.zeros(1, 64, dtype=torch.float32), None) is None
+    assert best_of_row(torch.zeros(1, 64, dtype=torch.float32), None) is None
 
 
 def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specheads import generate_stream
 from hf_specheads.generation import unrecorded
+from hf_specheads.generation.few_rows import FewRows
 from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
 from hf_specheads.tuning.measure import measure_costs
 
@@ -226,3 +227,10 @@ def test_compiled_rounds_run_without_it(entered):
     watch(target, "target")
     assert torch.equal(plain(target, prompt(), NEW, assistant_model=heads), expected)
     assert not any(seen["target"])
+
+
+def test_modules_that_torchscript_has_made_are_looked_at_too():
+    """Their forward is no function of their class."""
+    activation = torch.jit.script(nn.ReLU())
+    assert guard_for(nn.ModuleList([own_target(), activation])) is BELOW_AUTOGRAD
+    assert FewRows(nn.Sequential(nn.Linear(16, 16), activation)).layers
