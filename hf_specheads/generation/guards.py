@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,18 +30,26 @@ def without_guards(step: Callable) -> Callable | None:
 def quick_compiler() -> Iterator[None]:
     """The compiler works without collections of garbage and without what it would tell nobody."""
     settings = torch._dynamo.config.patch(_quick_settings())
-    with no_collections(), no_names_of_lines(), settings, _kernels():
+    with no_collections(), no_names_of_lines(), settings, ExitStack() as kernels:
+        _enter_kernels(kernels)
         yield
 
 
-def _kernels() -> AbstractContextManager:
+def _enter_kernels(kernels: ExitStack) -> None:
+    """Imports much of the compiler."""
     if torch.cuda.is_available():
-        from .products import one_kernel_for_siblings  # imports much of the compiler
+        from .products import one_kernel_for_siblings
 
-        return one_kernel_for_siblings()
-    from .few_rows_compiled import few_rows_products  # so does this
+        kernels.enter_context(one_kernel_for_siblings())
+        return
+    from .few_rows_compiled import few_rows_products
 
-    return few_rows_products()
+    kernels.enter_context(few_rows_products())
+    try:
+        from .kernel_files import kernels_in_few_files
+    except ImportError:  # places inside torch may move
+        return
+    kernels.enter_context(kernels_in_few_files())
 
 
 def _quick_settings() -> dict[str, Any]:

@@ -56,3 +56,15 @@ def _read_headers(kinds: Any, config: Any, kernels: Any) -> None:
         for kind in {base for newest in kinds.supported_vec_isa_list for base in type(newest).__mro__}:
             getattr(vars(kind).get("__bool__"), "cache_clear", bool)()
         raise
+    for kind in kinds.valid_vec_isa_list():
+        _known_to_be(kind)
+
+
+def _known_to_be(kind: Any) -> None:
+    """That the compiler has a processor's instructions: torch remembers it of some generations of them only with the
+    setting under which it found it out, and tries again without."""
+    kind.check_build = lambda code: True
+    try:
+        bool(kind)
+    finally:
+        del kind.check_build
