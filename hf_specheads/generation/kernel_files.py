@@ -1,7 +1,7 @@
 """Compiled steps on a CPU: a graph's C++ kernels are compiled in as few files as there are cores, not in a file each.
 
-Inductor gives every kernel a file and a library of its own. Of the seconds that one costs, most go into headers, the
-same for all, and into linking: ten kernels in two files are compiled in half the time.
+Inductor gives every kernel a file and a library of its own. Most of what one costs goes into headers, the same for
+all, and into linking.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _collecting(one_each: Callable) -> Callable:
         if waiting is None or waiting.functions is not None:
             waiting = self.kernel_files = KernelFiles(self, one_each)  # type: ignore[attr-defined]
         kernel = tuple(argtypes), source_code
-        waiting.kernels.setdefault(kernel, len(waiting.kernels))
+        waiting.kernels.append(kernel)
         return LambdaFuture(lambda: waiting.function(kernel))
 
     cpp_pybinding.one_each = one_each  # type: ignore[attr-defined]
@@ -76,18 +76,18 @@ class KernelFiles:
 
     compiler: tasks.AsyncCompile
     one_each: Callable
-    kernels: dict[Kernel, int] = field(default_factory=dict)
+    kernels: list[Kernel] = field(default_factory=list)
     functions: dict[Kernel, Callable] | None = None
 
     def function(self, kernel: Kernel) -> Callable:
         """A kernel, compiled."""
         if self.functions is None:
-            self.functions = self._together() or self._alone(list(self.kernels))
+            self.functions = self._together() or self._alone(self.kernels)
         return self.functions[kernel]
 
     def _together(self) -> dict[Kernel, Callable] | None:
         """`None` where that fails: alone they may do, or say what is wrong."""
-        shares = shared_out(list(self.kernels), tasks.get_compile_threads())
+        shares = shared_out(self.kernels, tasks.get_compile_threads())
         alone = [share[0] for share in shares if len(share) == 1]
         try:
             begun = [(share, _begun(share, self.compiler)) for share in shares if len(share) > 1]
