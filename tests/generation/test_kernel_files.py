@@ -63,7 +63,6 @@ def test_every_kernel_has_one_file(sources, most):
     assert max(lengths) - min(lengths) <= max(len(source) for source in sources)
 
 
-@pytest.mark.slow
 def test_few_files_hold_the_same_kernels(graph):
     """As the compiler of rounds does it."""
     with guards.quick_compiler():
