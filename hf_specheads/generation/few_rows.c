@@ -69,12 +69,34 @@ static inline void put_float16(float16 *x, float number) { *x = number; }
 static inline vec widen_float16(const float16 *x) { return __builtin_convertvector(*(const some_float16 *)x, vec); }
 #endif
 
-static inline float sum(vec x) {
-  const quad *parts = (const quad *)&x;
+/* Numbers of two vectors, by their places; of every four, as wide shuffles are the cheapest. */
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+#endif
+#define FOUR(...) FOUR_OF(__VA_ARGS__)
+#define FOUR_OF(w, x, y, z, at) (w) + (at), (x) + (at), (y) + (at), (z) + (at)
+#if LANES == 16
+#define OF_EVERY_FOUR(a, b, ...)                                                                                      \
+  PICK(a, b, FOUR(__VA_ARGS__, 0), FOUR(__VA_ARGS__, 4), FOUR(__VA_ARGS__, 8), FOUR(__VA_ARGS__, 12))
+#elif LANES == 8
+#define OF_EVERY_FOUR(a, b, ...) PICK(a, b, FOUR(__VA_ARGS__, 0), FOUR(__VA_ARGS__, 4))
+#else
+#define OF_EVERY_FOUR(a, b, ...) PICK(a, b, FOUR(__VA_ARGS__, 0))
+#endif
+
+/* The sums of four vectors: each is added in the same order, in whatever place. */
+static inline quad sums(vec a, vec b, vec c, vec d) {
+  vec ab = OF_EVERY_FOUR(a, b, 0, LANES, 1, LANES + 1) + OF_EVERY_FOUR(a, b, 2, LANES + 2, 3, LANES + 3);
+  vec cd = OF_EVERY_FOUR(c, d, 0, LANES, 1, LANES + 1) + OF_EVERY_FOUR(c, d, 2, LANES + 2, 3, LANES + 3);
+  vec all = OF_EVERY_FOUR(ab, cd, 0, 1, LANES, LANES + 1) + OF_EVERY_FOUR(ab, cd, 2, 3, LANES + 2, LANES + 3);
+  const quad *parts = (const quad *)&all;
   quad four = parts[0];
   for (int i = 1; i < LANES / 4; i++) four += parts[i];
-  return (four[0] + four[1]) + (four[2] + four[3]);
+  return four;
 }
+static inline float sum(vec x) { return sums(x, x, x, x)[0]; }
 
 /* ------------------------------------------------------------------ products */
 /* Compilers read a row from memory for every output of a tile, which is more than there is time for. */
@@ -90,8 +112,8 @@ static inline float sum(vec x) {
 #define PRODUCTS_OF(KIND)                                                                                             \
   INLINE void tile_##KIND(int rows, int width, const float *x, const KIND *w, const KIND *bias, KIND *out,            \
                           ptrdiff_t inputs, ptrdiff_t outputs) {                                                      \
-    vec sums[TALLEST][4];                                                                                             \
-    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < width; c++) sums[r][c] = (vec){0};           \
+    vec parts[TALLEST][4]; /* of sums */                                                                              \
+    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < 4; c++) parts[r][c] = (vec){0};              \
     for (ptrdiff_t i = 0; i < inputs; i += LANES) {                                                                   \
       vec column[4];                                                                                                  \
       UNROLLED for (int c = 0; c < width; c++) {                                                                      \
@@ -101,11 +123,14 @@ static inline float sum(vec x) {
       UNROLLED for (int r = 0; r < rows; r++) {                                                                       \
         vec row = widen_float32(x + r * inputs + i);                                                                  \
         IN_REGISTER(row);                                                                                             \
-        UNROLLED for (int c = 0; c < width; c++) sums[r][c] += row * column[c];                                       \
+        UNROLLED for (int c = 0; c < width; c++) parts[r][c] += row * column[c];                                      \
       }                                                                                                               \
     }                                                                                                                 \
-    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < width; c++)                                  \
-      put_##KIND(out + r * outputs + c, sum(sums[r][c]) + (bias ? of_##KIND(bias + c) : 0));                          \
+    UNROLLED for (int r = 0; r < rows; r++) {                                                                         \
+      quad found = sums(parts[r][0], parts[r][1], parts[r][2], parts[r][3]);                                          \
+      UNROLLED for (int c = 0; c < width; c++)                                                                        \
+        put_##KIND(out + r * outputs + c, found[c] + (bias ? of_##KIND(bias + c) : 0));                               \
+    }                                                                                                                 \
   }                                                                                                                   \
                                                                                                                       \
   INLINE void columns_##KIND(int tall, int width, ptrdiff_t rows, const float *x, const KIND *w, const KIND *bias,    \
@@ -234,9 +259,9 @@ void highest_of_rows(const float *x, ptrdiff_t rows, ptrdiff_t count, int64_t *p
 void best_of_row(const float *logits, ptrdiff_t count, const int64_t *vocabulary, float *score, int64_t *token) {
   float best;
   ptrdiff_t place = place_of_highest(logits, count, &best), i = 0;
-  vec sums = {0};
-  for (; i + LANES <= count; i += LANES) sums += exponential(*(const some_floats *)(logits + i) - best);
-  float total = sum(sums);
+  vec parts = {0};
+  for (; i + LANES <= count; i += LANES) parts += exponential(*(const some_floats *)(logits + i) - best);
+  float total = sum(parts);
   vec last = (vec){0} - INFINITY;
   for (int lane = 0; i + lane < count; lane++) last[lane] = logits[i + lane];
   if (i < count) total += sum(exponential(last - best));

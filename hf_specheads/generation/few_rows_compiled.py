@@ -37,7 +37,7 @@ def few_rows(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch
     """Rows [M, K] by each weight [N, K], transposed, and its bias [N] or `None` added: [M, N] each, by the kernel."""
     kernels = [kernel_for(weight.shape, weight.dtype) for weight in weights]  # ordered, where another process compiled
     if kernels[0] is not None and all(kernels):
-        return kernels[0].multiply(rows, *zip(weights, biases, strict=True))
+        return kernels[0].multiply(rows, weights, biases)
     return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -49,6 +49,27 @@ def _(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor
     return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
 
 
+def directly(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The same of weights that the kernel multiplies with, for graphs: small products take as long as an operator's
+    way through torch does."""
+    kernel = few_rows_native.WORKSHOP.kernels.get(rows.dtype)
+    return few_rows(rows, weights, biases) if kernel is None else kernel.multiply(rows, weights, biases)
+
+
+def _write_call(node: Any, write: Callable[[str], None]) -> None:
+    arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+    write(f"{node.get_name()} = torch.ops.specheads.few_rows.directly({arguments})")
+
+
+torch.ops.specheads.few_rows.directly = directly  # type: ignore[attr-defined]
+try:
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+except ImportError:  # before torch 2.13 graphs call the operator
+    pass
+else:
+    CUSTOM_EXTERN_KERNEL_CODEGEN["torch.ops.specheads.few_rows.default"] = CustomCodegen(python=_write_call)
+
+
 # ---------------------------------------------------------------------- in graphs
 class FewRowsProducts(CustomGraphPass):
     """Rewrites graphs of inductor so."""
@@ -56,15 +77,14 @@ class FewRowsProducts(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         siblings: dict[Any, list[Product]] = {}
         for product in [found for node in graph.nodes if (found := product_of(node, _fits)) is not None]:
-            weight = product.weight.meta["val"]
-            way = way_for(_rows_of(product.rows), *weight.shape, weight.dtype, torch.get_num_threads())
-            if way == WEIGHT_FIRST:
-                _replace(graph, [product], _turned)
-            elif way == BY_KERNEL:
-                source, shape = product.source
-                siblings.setdefault((source, str(shape)), []).append(product)
+            by_kernel = few_rows_native.fits(*product.weight.meta["val"].shape)
+            siblings.setdefault((*map(str, product.source), by_kernel), []).append(product)
         for group in siblings.values():
-            _replace(graph, group, _by_kernel)
+            weights = [product.weight.meta["val"] for product in group]
+            sizes = tuple(tuple(weight.shape) for weight in weights)
+            way = way_for(_rows_of(group[0].rows), sizes, weights[0].dtype, torch.get_num_threads())
+            for some in [group] if way == BY_KERNEL else [[product] for product in group]:
+                _replace(graph, some, _IN_WAY[way])
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, few_rows_native.__file__, str(few_rows_native.SOURCE)))
@@ -85,7 +105,9 @@ def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
     return alike and left.dtype in few_rows_native.KINDS and known and (bias is None or bias.meta["val"].dim() == 1)
 
 
-def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]]) -> None:
+def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]] | None) -> None:
+    if by is None:
+        return
     with graph.inserting_before(group[0].node):
         outputs = by(graph, group)
     for product, output in zip(group, outputs, strict=True):
@@ -118,33 +140,42 @@ def _by_kernel(graph: Graph, group: list[Product]) -> list[Node]:
     return outputs
 
 
+_IN_WAY = {ROWS_FIRST: None, WEIGHT_FIRST: _turned, BY_KERNEL: _by_kernel}
+
+
 # ---------------------------------------------------------------------- which is the fastest
+Way = Callable[[torch.Tensor, list[torch.Tensor]], Any]
+
+
 @cache
-def way_for(rows: int, columns: int, width: int, dtype: torch.dtype, threads: int) -> int:
-    """In which rows [M, K] and weights [N, K] are multiplied soonest in this process with so many threads."""
-    number = min(max(BYTES // (dtype.itemsize * columns * width), 1), MOST_WEIGHTS)
+def way_for(rows: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, threads: int) -> int:
+    """In which the same rows [M, K] and weights of sizes (N, K) are multiplied soonest in this process with so many
+    threads."""
+    numbers = sum(columns * width for columns, width in sizes)
+    turns = min(max(BYTES // (dtype.itemsize * numbers), 1), MOST_WEIGHTS)
     with unset_fake_temporarily(), torch.no_grad():  # the compiler's tensors have no numbers
-        some = torch.ones(rows, width, dtype=dtype)
-        weights = [torch.ones(columns, width, dtype=dtype) for _ in range(number)]
+        some = torch.ones(rows, sizes[0][1], dtype=dtype)
+        weights = [[torch.ones(size, dtype=dtype) for size in sizes] for _ in range(turns)]
         ways = _ways(weights[0])
         seconds: list[list[float]] = [[] for _ in ways]
         for turn in range(2 * TIMES * len(ways)):
-            weight, way = weights[turn % number], turn % len(ways)
+            these, way = weights[turn % turns], turn % len(ways)
             began = time.perf_counter()
-            ways[way](some, weight)
+            ways[way](some, these)
             seconds[way].append(time.perf_counter() - began)
     return fastest([spent[len(spent) // 5 :] for spent in seconds])
 
 
-def _ways(weight: torch.Tensor) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    ways: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
-        lambda rows, weight: torch.mm(rows, weight.t()),
-        lambda rows, weight: torch.mm(weight, rows.t()),
+def _ways(weights: list[torch.Tensor]) -> list[Way]:
+    ways: list[Way] = [
+        lambda rows, weights: [torch.mm(rows, weight.t()) for weight in weights],
+        lambda rows, weights: [torch.mm(weight, rows.t()).t() for weight in weights],
     ]
-    kernel_for(weight.shape, weight.dtype)
+    for weight in weights:
+        kernel_for(weight.shape, weight.dtype)
     few_rows_native.WORKSHOP.wait()
-    if kernel_for(weight.shape, weight.dtype) is not None:
-        ways.append(lambda rows, weight: torch.ops.specheads.few_rows(rows, [weight], [None])[0])
+    if all(kernel_for(weight.shape, weight.dtype) is not None for weight in weights):
+        ways.append(lambda rows, weights: directly(rows, weights, [None] * len(weights)))
     return ways
 
 

@@ -19,10 +19,11 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
         self.function: Any = library[f"few_rows_{KINDS[dtype]}"]
-        self.function.argtypes = [*[pointer] * 3, ctypes.c_int, *[size] * 2, ctypes.c_int]
+        self.function.argtypes = [*[pointer] * 2, ctypes.c_char_p, ctypes.c_int, *[size] * 2, ctypes.c_int]
         self.best_of_row: Any = library["best_of_row"]
         self.best_of_row.argtypes = [pointer, size, *[pointer] * 3]
         self.highest_of_rows: Any = library["highest_of_rows"]
@@ -61,29 +62,30 @@ class Kernel:
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plain = rows.dtype == self.dtype and weight.is_contiguous() and rows.shape[-1] == weight.shape[1]
         if plain and fits(*weight.shape) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
-            return self.multiply(rows, (weight, bias))[0]
+            return self.multiply(rows, (weight,), (bias,))[0]
         return linear(rows, weight, bias)
 
-    def multiply(self, rows: torch.Tensor, *operands: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
+    def multiply(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
         """Products of the same rows with several weights, each with its bias or `None`, of what it can compute."""
+        # Small products take as long as this does: nothing is done that is not needed.
         rows = rows.contiguous()
         *shape, inputs = rows.shape
         products, kept, most = [], [], 0
-        table: list[int] = []
-        for weight, bias in operands:
-            outputs, added = weight.shape[0], 0
+        numbers: list[int] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            outputs, added = len(weight), 0
             if bias is not None:
-                bias = bias.contiguous()
+                kept.append(bias := bias.contiguous())
                 added = bias.data_ptr()
-                kept.append(bias)
-            product = rows.new_empty(*shape, outputs)
-            products.append(product)
-            table += weight.data_ptr(), added, product.data_ptr(), outputs
+            products.append(product := rows.new_empty(*shape, outputs))
+            numbers += weight.data_ptr(), added, product.data_ptr(), outputs
             most = max(most, outputs)
         wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
         threads = min(torch.get_num_threads(), most // FEWEST_OUTPUTS)
-        places = _TABLES[len(operands)](*table)
-        self.function(rows.data_ptr(), wide.data_ptr(), places, len(operands), rows.numel() // inputs, inputs, threads)
+        table, many = _PACKED[len(products)](*numbers), rows.numel() // inputs
+        self.function(rows.data_ptr(), wide.data_ptr(), table, len(products), many, inputs, threads)
         return products
 
 
@@ -122,14 +124,14 @@ def highest(scores: torch.Tensor) -> torch.Tensor | None:
     return places
 
 
-class _Tables(dict[int, Any]):
-    """C's arrays of so many products."""
+class _Packed(dict[int, Callable[..., bytes]]):
+    """How C reads the numbers of so many products."""
 
-    def __missing__(self, products: int) -> Any:
-        return self.setdefault(products, ctypes.c_ssize_t * (4 * products))
+    def __missing__(self, products: int) -> Callable[..., bytes]:
+        return self.setdefault(products, struct.Struct(f"{4 * products}N").pack)
 
 
-_TABLES = _Tables()
+_PACKED = _Packed()
 
 
 def fits(outputs: int, inputs: int) -> bool:

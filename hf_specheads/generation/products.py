@@ -68,9 +68,17 @@ class Product:
     def source(self) -> tuple[Node, tuple[int, ...]]:
         """What the rows are a view of."""
         source: Any = self.rows
-        while source.op == "call_function" and source.target in _VIEWS:
+        while source.op == "call_function" and (source.target in _VIEWS or _cuts_nothing(source)):
             source = source.args[0]
         return source, tuple(self.rows.meta["val"].shape)
+
+
+def _cuts_nothing(node: Node) -> bool:
+    """Whether it is a slice that is all there is, as the last row is of a single one."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    whole: Any = node.args[0]
+    return bool(node.meta["val"].shape == whole.meta["val"].shape)
 
 
 class OneKernelForSiblings(CustomGraphPass):

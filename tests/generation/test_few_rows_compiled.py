@@ -19,14 +19,21 @@ from hf_specheads.generation.products import OneKernelForSiblings
 
 @pytest.fixture(params=[WEIGHT_FIRST, BY_KERNEL], ids=["weight first", "kernel"])
 def asked(request, monkeypatch):
-    """Sizes that were looked at; another way is the fastest for all of them."""
-    sizes = []
-    monkeypatch.setattr(few_rows_compiled, "way_for", lambda *size: sizes.append(size[:3]) or request.param)
+    """Rows, sizes and dtype that were asked for; another way is the fastest for all that it can multiply."""
+    asked_for = []
+
+    def way_for(rows, sizes, dtype, threads):
+        asked_for.append((rows, sizes, dtype))
+        by_kernel = all(few_rows.few_rows_native.fits(*size) for size in sizes)
+        return request.param if by_kernel or request.param == WEIGHT_FIRST else ROWS_FIRST
+
+    monkeypatch.setattr(few_rows_compiled, "way_for", way_for)
     for dtype in few_rows.few_rows_native.KINDS:
         few_rows.kernel_for(torch.Size([16, 16]), dtype)
     few_rows.few_rows_native.WORKSHOP.wait()
     torch._dynamo.reset()
-    return sizes
+    way_for.kernel = request.param == BY_KERNEL
+    return asked_for
 
 
 def compiled(layer, rows, dynamic=False):
@@ -45,8 +52,8 @@ def test_the_same_numbers(bias, dynamic, dtype, asked):
     near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 5e-3}
     torch.testing.assert_close(compiled(layer, rows, dynamic), layer(rows), **near)
     number = few_rows_compiled.MIDDLING if dynamic else 7
-    sizes = [(number, 48, 64), *[(number, 16, 64)] * 2, *[(number, 96, 64)] * 2, (number, 64, 96)]
-    assert sorted(asked) == sorted(sizes)
+    groups = [((48, 64), (16, 64), (16, 64)), ((96, 64), (96, 64)), ((64, 96),)]
+    assert sorted(asked) == sorted((number, sizes, dtype) for sizes in groups)
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 7), (torch.float32, few_rows.MOST_ROWS + 1)], ids=str)
@@ -60,15 +67,16 @@ def test_others_are_left_as_they_are(dtype, rows, asked):
 def test_the_fastest_way_is_taken(fastest, ways):
     clock, number = ways
     clock.fastest = fastest
-    assert few_rows_compiled.way_for.__wrapped__(3, 40, 24, torch.float32, 1) == fastest
+    assert few_rows_compiled.way_for.__wrapped__(3, ((40, 24), (16, 24)), torch.float32, 1) == fastest
     assert len(number) == 3 and len(set(number.values())) == 1
 
 
 def test_weights_that_take_turns_are_not_in_a_cache(ways):
     """No weight is multiplied in one way right after it was in another."""
     clock, _ = ways
-    few_rows_compiled.way_for.__wrapped__(3, 40, 24, torch.float32, 1)
-    assert all(one != other for one, other in itertools.pairwise(clock.seen)) and len(set(clock.seen)) > 2
+    few_rows_compiled.way_for.__wrapped__(3, ((40, 24), (16, 24)), torch.float32, 1)
+    assert all(set(one).isdisjoint(other) for one, other in itertools.pairwise(clock.seen))
+    assert len(set(map(tuple, clock.seen))) > 2
 
 
 class Clock:
@@ -86,26 +94,26 @@ def ways(monkeypatch):
     """A clock, and how often each of three ways was taken."""
     clock, number = Clock(), collections.Counter()
 
-    def way(which, rows, weight):
+    def way(which, rows, weights):
         number[which] += 1
         clock.now += 1.0 + (which != clock.fastest)
-        clock.seen.append(weight.untyped_storage().data_ptr())
+        clock.seen.append([weight.untyped_storage().data_ptr() for weight in weights])
 
     monkeypatch.setattr(few_rows_compiled, "time", clock)
-    monkeypatch.setattr(few_rows_compiled, "_ways", lambda weight: [partial(way, which) for which in range(3)])
+    monkeypatch.setattr(few_rows_compiled, "_ways", lambda weights: [partial(way, which) for which in range(3)])
     return clock, number
 
 
 def test_ways_are_the_same_products():
     torch.manual_seed(0)
     for dtype in few_rows.few_rows_native.KINDS:
-        rows, weight = torch.randn(3, 32, dtype=dtype), torch.randn(48, 32, dtype=dtype)
-        first, other, *kernel = few_rows_compiled._ways(weight)
-        expected = first(rows, weight)
-        torch.testing.assert_close(other(rows, weight).t(), expected)
-        for by_kernel in kernel:
-            torch.testing.assert_close(by_kernel(rows, weight), expected)
-    assert len(few_rows_compiled._ways(weight[:, :17])) == 2, "no kernel reads such a weight"
+        rows = torch.randn(3, 32, dtype=dtype)
+        weights = [torch.randn(outputs, 32, dtype=dtype) for outputs in (48, 16)]
+        first, *others = few_rows_compiled._ways(weights)
+        assert others
+        for way in others:
+            torch.testing.assert_close(way(rows, weights), first(rows, weights))
+    assert len(few_rows_compiled._ways([*weights, weights[0][:, :17]])) == 2, "no kernel reads such a weight"
 
 
 @torch.no_grad()
@@ -118,6 +126,37 @@ def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
     assert torch.float32 in workshop.threads
     workshop.wait()
     torch.testing.assert_close(torch.ops.specheads.few_rows(rows, [weight], [None])[0], first)
+
+
+@torch.no_grad()
+def test_graphs_call_the_kernel_itself(asked, monkeypatch):
+    """As often as there are groups of weights: an operator's way through torch takes as long as a small product."""
+    calls = []
+    known = few_rows_compiled.directly
+    monkeypatch.setattr(torch.ops.specheads.few_rows, "directly", lambda *call: calls.append(call) or known(*call))
+    layer, rows = Layer(torch.float32), torch.randn(1, 7, 64, dtype=torch.float32)
+    torch.testing.assert_close(compiled(layer, rows), layer(rows))
+    numbers = [3, 2, 1] if few_rows_compiled.way_for.kernel else []
+    assert [len(weights) for _, weights, _ in calls] == numbers
+
+
+@torch.no_grad()
+def test_the_last_row_of_one_is_the_row(asked):
+    """Heads ask with their last row alone, and look at all rows."""
+
+    class LastAndAll(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.all = (torch.nn.Linear(32, 16, bias=False, dtype=torch.float32) for _ in range(2))
+
+        def forward(self, rows):
+            return self.last(rows[:, -1:]), self.all(rows)
+
+    compiled(LastAndAll(), torch.randn(1, 1, 32, dtype=torch.float32))
+    assert [sizes for _, sizes, _ in asked] == [((16, 32), (16, 32))]
+    asked.clear()
+    compiled(LastAndAll(), torch.randn(1, 3, 32, dtype=torch.float32))
+    assert sorted(asked) == [(1, ((16, 32),), torch.float32), (3, ((16, 32),), torch.float32)]
 
 
 def test_the_pass_is_on_while_steps_are_compiled_and_leaves_others_alone():

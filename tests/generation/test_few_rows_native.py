@@ -77,7 +77,7 @@ def test_several_weights_of_the_same_rows(dtype, four_threads):
     kernel, rows = kernel_of(dtype), torch.randn(7, 48).to(dtype)
     weights = [torch.randn(outputs, 48).to(dtype) for outputs in (16, 300, 17, 33, 64)]
     biases = [None, torch.randn(300).to(dtype), torch.randn(17).to(dtype), None, torch.randn(64).to(dtype)]
-    products = kernel.multiply(rows, *zip(weights, biases, strict=True))
+    products = kernel.multiply(rows, weights, biases)
     for product, weight, bias in zip(products, weights, biases, strict=True):
         assert torch.equal(product, kernel(rows, weight, bias))
         torch.testing.assert_close(
@@ -189,7 +189,7 @@ def test_a_home_that_is_a_file(elsewhere, monkeypatch, tmp_path):
 def test_a_kernel_that_computes_anything_else_is_not_taken(elsewhere, monkeypatch, tmp_path):
     source = few_rows_native.SOURCE.read_text(encoding="utf-8")
     wrong = tmp_path / "few_rows.c"
-    wrong.write_text(source.replace("sums[r][c] += row * column[c]", "sums[r][c] -= row * column[c]"), "utf-8")
+    wrong.write_text(source.replace("parts[r][c] += row * column[c]", "parts[r][c] -= row * column[c]"), "utf-8")
     monkeypatch.setattr(few_rows_native, "SOURCE", wrong)
     assert build(torch.float32) is None and len(list(elsewhere.iterdir())) == 1
 
