@@ -5,6 +5,7 @@
    of a weight are widened to float32 as they are read. few_rows_native.py builds it: KIND is float32, bfloat16 or
    float16. */
 #include <math.h>
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -98,6 +99,28 @@ static inline quad sums(vec a, vec b, vec c, vec d) {
 }
 static inline float sum(vec x) { return sums(x, x, x, x)[0]; }
 
+/* ------------------------------------------------------------------ what Python's limited API has */
+/* Declared here, as its headers need not be installed: https://docs.python.org/3/c-api/stable.html */
+typedef struct _object object;
+typedef struct {
+  const char *name;
+  object *(*function)(object *, object *const *, ptrdiff_t);
+  int flags;
+  const char *doc;
+} method;
+#define FASTCALL 0x80
+extern object *PyCFunction_NewEx(method *, object *, object *);
+extern ptrdiff_t PyLong_AsSsize_t(object *);
+extern object *PyList_GetItem(object *, ptrdiff_t);
+extern object *PyTuple_GetItem(object *, ptrdiff_t);
+extern ptrdiff_t PyTuple_Size(object *);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *);
+extern void Py_IncRef(object *);
+extern object _Py_NoneStruct;
+
+static void *(*pointer_of)(object *); /* torch's: of a tensor, to its numbers */
+
 /* ------------------------------------------------------------------ products */
 /* Compilers read a row from memory for every output of a tile, which is more than there is time for. */
 #if defined(__x86_64__)
@@ -169,20 +192,43 @@ static inline float sum(vec x) { return sums(x, x, x, x)[0]; }
                                                                                                                       \
   /* x [rows, inputs]; wide [rows, inputs] holds the rows in float32, and is x where they are. Inputs are a multiple of\
      16, outputs at least FEWEST. */                                                                                  \
-  void few_rows_##KIND(const KIND *x, float *wide, const product_##KIND *products, int count, ptrdiff_t rows,         \
-                       ptrdiff_t inputs, int threads) {                                                               \
+  static void few_rows_##KIND(const KIND *x, float *wide, const product_##KIND *products, ptrdiff_t count,            \
+                              ptrdiff_t rows, ptrdiff_t inputs, ptrdiff_t threads) {                                  \
     if ((const void *)wide != (const void *)x)                                                                        \
       for (ptrdiff_t i = 0; i < rows * inputs; i += LANES) *(some_floats *)(wide + i) = widen_##KIND(x + i);          \
     _Pragma("omp parallel for num_threads(threads)")                                                                  \
-    for (int t = 0; t < threads; t++)                                                                                 \
-      for (int p = 0; p < count; p++) {                                                                               \
+    for (ptrdiff_t t = 0; t < threads; t++)                                                                           \
+      for (ptrdiff_t p = 0; p < count; p++) {                                                                         \
         product_##KIND of = products[p];                                                                              \
         ptrdiff_t parts = of.outputs / FEWEST < threads ? of.outputs / FEWEST : threads; /* a weight may be small */  \
         if (t < parts)                                                                                                \
           part_##KIND(rows, wide, of.w, of.bias, of.out, inputs, of.outputs, of.outputs * t / parts,                  \
                       of.outputs * (t + 1) / parts);                                                                  \
       }                                                                                                               \
-  }
+  }                                                                                                                   \
+                                                                                                                      \
+  /* Of Python: rows and their place in float32, how many they are and their inputs; then lists of weights, biases    \
+     (None where there is none) and products, and a tuple of their outputs. */                                        \
+  static object *called_##KIND(object *self, object *const *given, ptrdiff_t count) {                                 \
+    (void)self;                                                                                                       \
+    ptrdiff_t rows = PyLong_AsSsize_t(given[2]), inputs = PyLong_AsSsize_t(given[3]), most = 0;                       \
+    product_##KIND products[count = PyTuple_Size(given[7])];                                                          \
+    for (ptrdiff_t p = 0; p < count; p++) {                                                                           \
+      object *bias = PyList_GetItem(given[5], p);                                                                     \
+      ptrdiff_t outputs = PyLong_AsSsize_t(PyTuple_GetItem(given[7], p));                                             \
+      products[p] = (product_##KIND){pointer_of(PyList_GetItem(given[4], p)),                                         \
+                                     bias == &_Py_NoneStruct ? 0 : pointer_of(bias),                                  \
+                                     pointer_of(PyList_GetItem(given[6], p)), outputs};                               \
+      if (outputs > most) most = outputs;                                                                             \
+    }                                                                                                                 \
+    ptrdiff_t threads = omp_get_max_threads();                                                                        \
+    void *x = pointer_of(given[0]), *wide = pointer_of(given[1]), *state = PyEval_SaveThread();                       \
+    few_rows_##KIND(x, wide, products, count, rows, inputs, threads < most / FEWEST ? threads : most / FEWEST);       \
+    PyEval_RestoreThread(state);                                                                                      \
+    Py_IncRef(&_Py_NoneStruct);                                                                                       \
+    return &_Py_NoneStruct;                                                                                           \
+  }                                                                                                                   \
+  static method method_##KIND = {"few_rows", called_##KIND, FASTCALL, 0};
 
 /* ------------------------------------------------------------------ the highest of a row */
 #define BLOCK 256
@@ -272,3 +318,11 @@ void best_of_row(const float *logits, ptrdiff_t count, const int64_t *vocabulary
 
 #define OF(kind) PRODUCTS_OF(kind)
 OF(KIND)
+
+/* The products as a function for Python, whose calls take less time than those of ctypes. */
+#define METHOD(kind) METHOD_OF(kind)
+#define METHOD_OF(kind) &method_##kind
+object *for_python(void *(*torchs_pointer_of)(object *)) {
+  pointer_of = torchs_pointer_of;
+  return PyCFunction_NewEx(METHOD(KIND), 0, 0);
+}

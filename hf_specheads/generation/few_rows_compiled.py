@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import library
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.nn.functional import linear
@@ -49,19 +50,52 @@ def _(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor
     return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
 
 
-def directly(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The same of weights that the kernel multiplies with, for graphs: small products take as long as an operator's
-    way through torch does."""
-    kernel = few_rows_native.WORKSHOP.kernels.get(rows.dtype)
-    return few_rows(rows, weights, biases) if kernel is None else kernel.multiply(rows, weights, biases)
+class Into:
+    """The same into products [M, N] that there are, for graphs: of weights that the kernel multiplies with, by a call
+    of C's own once it is built. On its way through torch an operator takes as long as a small product does.
+
+    Args:
+        dtype: Of rows and weights.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.name = dtype, f"into_{few_rows_native.KINDS[dtype]}"
+
+    def __call__(
+        self, rows: torch.Tensor, wide: torch.Tensor, many: int, inputs: int, weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None], products: list[torch.Tensor], outputs: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        if (kernel := kernel_for(weights[0].shape, self.dtype)) is not None:
+            setattr(torch.ops.specheads.few_rows, self.name, kernel.function)
+            kernel.function(rows, wide, many, inputs, weights, biases, products, outputs)
+            return
+        for product, weight, bias in zip(products, weights, biases, strict=True):
+            product.copy_(linear(rows, weight, bias))
 
 
 def _write_call(node: Any, write: Callable[[str], None]) -> None:
-    arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-    write(f"{node.get_name()} = torch.ops.specheads.few_rows.directly({arguments})")
+    """Writes it into the code of a graph."""
+    sizes, name = V.graph.wrapper_code, node.get_name()
+    source, *_ = node.inputs
+    rows, weights, biases = node.codegen_args()
+    (many, inputs), dtype = source.get_size(), source.get_dtype()
+    outputs = [weight.get_size()[0] for weight in node.inputs[1 : 1 + len(node.outputs)]]
+
+    def empty(columns: Any, dtype: torch.dtype) -> str:
+        size, strides = map(sizes.codegen_python_shape_tuple, ((many, columns), (columns, 1)))
+        return f"empty_strided_cpu({size}, {strides}, {dtype})"
+
+    write(f"{name} = [{', '.join(empty(number, dtype) for number in outputs)}]")
+    write(f"{name}_rows = {rows}.contiguous()")
+    wide = f"{name}_rows" if dtype == torch.float32 else empty(inputs, torch.float32)
+    numbers = sizes.codegen_python_shape_tuple((many, inputs))[1:-1]
+    multiply = f"torch.ops.specheads.few_rows.into_{few_rows_native.KINDS[dtype]}"
+    write(f"{multiply}({name}_rows, {wide}, {numbers}, {weights}, {biases}, {name}, {tuple(map(int, outputs))})")
+    write(f"del {name}_rows")
 
 
-torch.ops.specheads.few_rows.directly = directly  # type: ignore[attr-defined]
+for _into in map(Into, few_rows_native.KINDS):
+    setattr(torch.ops.specheads.few_rows, _into.name, _into)
 try:
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
 except ImportError:  # before torch 2.13 graphs call the operator
@@ -102,7 +136,12 @@ def _fits(rows: Node, weight: Node, bias: Node | None) -> bool:
         return False
     alike = left.device.type == "cpu" and left.dtype == right.dtype and right.is_contiguous()
     known = all(isinstance(size, int) for size in right.shape) and _rows_of(rows) <= MOST_ROWS
-    return alike and left.dtype in few_rows_native.KINDS and known and (bias is None or bias.meta["val"].dim() == 1)
+    return alike and left.dtype in few_rows_native.KINDS and known and (bias is None or _is_row(bias))
+
+
+def _is_row(bias: Node) -> bool:
+    value = bias.meta["val"]
+    return bool(value.dim() == 1 and value.is_contiguous())
 
 
 def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]] | None) -> None:
@@ -175,7 +214,7 @@ def _ways(weights: list[torch.Tensor]) -> list[Way]:
         kernel_for(weight.shape, weight.dtype)
     few_rows_native.WORKSHOP.wait()
     if all(kernel_for(weight.shape, weight.dtype) is not None for weight in weights):
-        ways.append(lambda rows, weights: directly(rows, weights, [None] * len(weights)))
+        ways.append(lambda rows, weights: few_rows(rows, weights, [None] * len(weights)))
     return ways
 
 

@@ -19,11 +19,10 @@ import os
 import platform
 import shlex
 import shutil
-import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,43 +49,47 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
-        self.function: Any = library[f"few_rows_{KINDS[dtype]}"]
-        self.function.argtypes = [*[pointer] * 2, ctypes.c_char_p, ctypes.c_int, *[size] * 2, ctypes.c_int]
+        for_python: Any = ctypes.PyDLL(library._name)["for_python"]
+        for_python.argtypes, for_python.restype = [pointer], ctypes.py_object
+        torchs: Any = torch._C._dynamo.guards
+        self.function = for_python(torchs._torchinductor_pyobject_tensor_data_ptr)
         self.best_of_row: Any = library["best_of_row"]
         self.best_of_row.argtypes = [pointer, size, *[pointer] * 3]
         self.highest_of_rows: Any = library["highest_of_rows"]
         self.highest_of_rows.argtypes = [pointer, size, size, pointer, ctypes.c_int]
-        self.function.restype = self.best_of_row.restype = self.highest_of_rows.restype = None
+        self.best_of_row.restype = self.highest_of_rows.restype = None
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        plain = rows.dtype == self.dtype and weight.is_contiguous() and rows.shape[-1] == weight.shape[1]
-        if plain and fits(*weight.shape) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
-            return self.multiply(rows, (weight,), (bias,))[0]
-        return linear(rows, weight, bias)
+        # Small products take as long as this does: nothing is asked that need not be, and nothing made.
+        plain = rows.dtype == self.dtype and weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        *shape, inputs = rows.shape
+        outputs, expected = weight.shape
+        if not plain or inputs != expected or not fits(outputs, inputs) or _watched():
+            return linear(rows, weight, bias)
+        rows = rows.contiguous()
+        wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
+        product = rows.new_empty(*shape, outputs)
+        self.function(rows, wide, rows.numel() // inputs, inputs, [weight], [bias], [product], (outputs,))
+        return product
 
     def multiply(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+        self, rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
     ) -> list[torch.Tensor]:
         """Products of the same rows with several weights, each with its bias or `None`, of what it can compute."""
-        # Small products take as long as this does: nothing is done that is not needed.
         rows = rows.contiguous()
         *shape, inputs = rows.shape
-        products, kept, most = [], [], 0
-        numbers: list[int] = []
-        for weight, bias in zip(weights, biases, strict=True):
-            outputs, added = len(weight), 0
-            if bias is not None:
-                kept.append(bias := bias.contiguous())
-                added = bias.data_ptr()
-            products.append(product := rows.new_empty(*shape, outputs))
-            numbers += weight.data_ptr(), added, product.data_ptr(), outputs
-            most = max(most, outputs)
         wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
-        threads = min(torch.get_num_threads(), most // FEWEST_OUTPUTS)
-        table, many = _PACKED[len(products)](*numbers), rows.numel() // inputs
-        self.function(rows.data_ptr(), wide.data_ptr(), table, len(products), many, inputs, threads)
+        biases = [bias if bias is None else bias.contiguous() for bias in biases]
+        outputs = tuple([weight.shape[0] for weight in weights])
+        products = [rows.new_empty(*shape, number) for number in outputs]
+        self.function(rows, wide, rows.numel() // inputs, inputs, weights, biases, products, outputs)
         return products
+
+
+def _watched() -> bool:
+    """Whether somebody wants more of a product than its numbers."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
 def best_of_row(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -122,16 +125,6 @@ def highest(scores: torch.Tensor) -> torch.Tensor | None:
     threads = min(torch.get_num_threads(), rows) if scores.numel() >= WORTH_THREADS else 1
     kernel.highest_of_rows(scores.data_ptr(), rows, count, places.data_ptr(), threads)
     return places
-
-
-class _Packed(dict[int, Callable[..., bytes]]):
-    """How C reads the numbers of so many products."""
-
-    def __missing__(self, products: int) -> Callable[..., bytes]:
-        return self.setdefault(products, struct.Struct(f"{4 * products}N").pack)
-
-
-_PACKED = _Packed()
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -196,9 +189,10 @@ def _is_right(kernel: Kernel) -> bool:
     weight = torch.randn(3 * FEWEST_OUTPUTS + 1, 3 * STEP, generator=generator, dtype=torch.float32)
     rows = torch.randn(14, 3 * STEP, generator=generator, dtype=torch.float32)
     weight, rows = weight.to(kernel.dtype), rows.to(kernel.dtype)
+    bias = weight[:, 0].contiguous()
     for number in range(1, len(rows) + 1):
-        expected = linear(rows[:number].double(), weight.double(), weight[:, 0].double())
-        found = kernel(rows[:number], weight, weight[:, 0]).double()
+        expected = linear(rows[:number].double(), weight.double(), bias.double())
+        found = kernel.multiply(rows[:number], [weight], [bias])[0].double()
         if not torch.allclose(found, expected, rtol=4 * torch.finfo(kernel.dtype).eps, atol=1e-4):
             return False
     return _finds_the_best(kernel, generator)

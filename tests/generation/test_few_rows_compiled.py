@@ -128,16 +128,32 @@ def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
     torch.testing.assert_close(torch.ops.specheads.few_rows(rows, [weight], [None])[0], first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
-def test_graphs_call_the_kernel_itself(asked, monkeypatch):
-    """As often as there are groups of weights: an operator's way through torch takes as long as a small product."""
-    calls = []
-    known = few_rows_compiled.directly
-    monkeypatch.setattr(torch.ops.specheads.few_rows, "directly", lambda *call: calls.append(call) or known(*call))
-    layer, rows = Layer(torch.float32), torch.randn(1, 7, 64, dtype=torch.float32)
-    torch.testing.assert_close(compiled(layer, rows), layer(rows))
-    numbers = [3, 2, 1] if few_rows_compiled.way_for.kernel else []
-    assert [len(weights) for _, weights, _ in calls] == numbers
+def test_graphs_call_the_kernel_itself(dtype, asked, monkeypatch):
+    """After the first group of weights by C's own function: on its way through torch an operator takes as long as a
+    small product does."""
+    calls, into = [], few_rows_compiled.Into(dtype)
+    monkeypatch.setattr(torch.ops.specheads.few_rows, into.name, lambda *call: calls.append(call) or into(*call))
+    layer, rows = Layer(dtype), torch.randn(1, 7, 64, dtype=dtype)
+    near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 5e-3}
+    torch.testing.assert_close(compiled(layer, rows), layer(rows), **near)
+    assert [len(weights) for *_, weights, _, _, _ in calls] == ([3] if few_rows_compiled.way_for.kernel else [])
+    if calls:
+        kernel = few_rows.few_rows_native.WORKSHOP.kernels[dtype]
+        assert getattr(torch.ops.specheads.few_rows, into.name) is kernel.function
+
+
+@torch.no_grad()
+def test_graphs_compute_without_a_kernel(asked, monkeypatch):
+    """In a process in which it is not built, or cannot be."""
+    for kernel in (None, few_rows.few_rows_native.WORKSHOP.kernels[torch.float32]):
+        monkeypatch.setattr(few_rows_compiled, "kernel_for", lambda *size, kernel=kernel: kernel)
+        into = few_rows_compiled.Into(torch.float32)
+        monkeypatch.setattr(torch.ops.specheads.few_rows, into.name, into)
+        layer, rows = Layer(torch.float32, bias=True), torch.randn(1, 7, 64, dtype=torch.float32)
+        torch._dynamo.reset()
+        torch.testing.assert_close(compiled(layer, rows), layer(rows))
 
 
 @torch.no_grad()
