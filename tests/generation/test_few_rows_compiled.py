@@ -128,6 +128,7 @@ def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
     torch.testing.assert_close(torch.ops.specheads.few_rows(rows, [weight], [None])[0], first)
 
 
+@pytest.mark.skipif(not hasattr(few_rows_compiled, "CustomCodegen"), reason="this torch's graphs call the operator")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_graphs_call_the_kernel_itself(dtype, asked, monkeypatch):
