@@ -241,7 +241,7 @@ class TokenSampler:
     def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
         batch, nodes, vocab = logits.shape
-        rows = logits.view(-1, vocab)
+        rows = logits.reshape(-1, vocab)  # of a stream, they may be a part of more
         return self.scores_at_node(_no_tokens(rows), rows).view(batch, nodes, vocab)
 
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,8 @@ def test_a_target_without_code_for_any_number_of_rows(monkeypatch):
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
     assert not steps_of(heads, target).rows_once and steps_of(heads, target).layers_once
     assert len(said) == 1 and "any number of rows" in said[0]
-    assert len(graphs) == 6, "two steps of each tree, one of their links, and the one that was given up"
+    given_up, link, start, verifying = 1, 1, 1, 2  # the first link is compiled in the second call
+    assert len(graphs) == given_up + link + start + verifying
 
 
 class CountsItself(LlamaDecoderLayer):

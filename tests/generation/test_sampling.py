@@ -22,6 +22,15 @@ from hf_specheads.generation.sampling import TokenSampler, favourite
 WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
 
 
+def test_logits_may_be_a_part_of_more():
+    """As those of a stream's rounds are, in which chains end at different lengths."""
+    sampler = TokenSampler(LogitsProcessorList(WARPERS), do_sample=True)
+    whole = torch.randn(3, 5, 11, dtype=torch.float32)
+    part = whole[:, :4]
+    assert not part.is_contiguous()
+    assert torch.equal(sampler.scores_at_all_nodes(part), sampler.scores_at_all_nodes(part.contiguous()))
+
+
 class TopKLogitsWarperOfTheUser(TopKLogitsWarper):
     """A user's processor is never taken for one of transformers' own."""
 
