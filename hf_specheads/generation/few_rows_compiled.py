@@ -98,7 +98,7 @@ for _into in map(Into, few_rows_native.KINDS):
     setattr(torch.ops.specheads.few_rows, _into.name, _into)
 try:
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
-except ImportError:  # before torch 2.13 graphs call the operator
+except ImportError:  # graphs of older torch call the operator
     pass
 else:
     CUSTOM_EXTERN_KERNEL_CODEGEN["torch.ops.specheads.few_rows.default"] = CustomCodegen(python=_write_call)
@@ -117,8 +117,11 @@ class FewRowsProducts(CustomGraphPass):
             weights = [product.weight.meta["val"] for product in group]
             sizes = tuple(tuple(weight.shape) for weight in weights)
             way = way_for(_rows_of(group[0].rows), sizes, weights[0].dtype, torch.get_num_threads())
-            for some in [group] if way == BY_KERNEL else [[product] for product in group]:
-                _replace(graph, some, _IN_WAY[way])
+            if way == BY_KERNEL:
+                _replace(graph, group, _by_kernel)
+            elif way == WEIGHT_FIRST:
+                for product in group:
+                    _replace(graph, [product], _turned)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, few_rows_native.__file__, str(few_rows_native.SOURCE)))
@@ -144,9 +147,7 @@ def _is_row(bias: Node) -> bool:
     return bool(value.dim() == 1 and value.is_contiguous())
 
 
-def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]] | None) -> None:
-    if by is None:
-        return
+def _replace(graph: Graph, group: list[Product], by: Callable[[Graph, list[Product]], list[Node]]) -> None:
     with graph.inserting_before(group[0].node):
         outputs = by(graph, group)
     for product, output in zip(group, outputs, strict=True):
@@ -177,9 +178,6 @@ def _by_kernel(graph: Graph, group: list[Product]) -> list[Node]:
     for output, value in zip(outputs, all_of_them.meta["val"], strict=True):
         output.meta["val"] = value
     return outputs
-
-
-_IN_WAY = {ROWS_FIRST: None, WEIGHT_FIRST: _turned, BY_KERNEL: _by_kernel}
 
 
 # ---------------------------------------------------------------------- which is the fastest
