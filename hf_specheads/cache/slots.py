@@ -9,6 +9,7 @@ any row being moved or padded.
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,8 +38,19 @@ def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
     if slots.shape[0] == 1:
         buffer.index_copy_(2, slots[0], rows)
         return
-    sequences = torch.arange(slots.shape[0], device=buffer.device)[:, None]
-    buffer[sequences, :, slots] = rows.transpose(1, 2)
+    buffer[_sequences(len(slots), buffer.device), :, slots] = rows.transpose(1, 2)
+
+
+def _sequences(batch: int, device: torch.device) -> torch.Tensor:
+    """The numbers of sequences, int64 [B, 1]."""
+    return torch.arange(batch, device=device)[:, None] if torch.compiler.is_compiling() else _kept(batch, device)
+
+
+@lru_cache(maxsize=64)
+def _kept(batch: int, device: torch.device) -> torch.Tensor:
+    """The same, made once: every layer of every round asks for them twice."""
+    with torch.inference_mode(False):
+        return torch.arange(batch, device=device)[:, None]
 
 
 class OwnSlots:

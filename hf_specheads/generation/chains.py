@@ -10,7 +10,7 @@ import torch
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree, SampledChildren
 from ..tree.shape import TreeShape, shape_of
-from .few_rows_native import best_of_row
+from .few_rows_native import best_of_rows
 from .foresight import Reach
 
 # A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
@@ -28,7 +28,7 @@ def favourites(
         vocabulary: int64 [Vd], tokens of the logits; `None` for all.
     """
     logits = logits if temperature == 1 else logits / temperature
-    if (found := best_of_row(logits, vocabulary)) is not None:
+    if (found := best_of_rows(logits, vocabulary)) is not None:
         return found
     if torch.compiler.is_compiling() and logits.is_cuda and logits.shape[-1] >= MANY_LOGITS:
         scores, places = best_of_blocks(logits)

@@ -1,4 +1,4 @@
-/* Products of a few rows with a weight, each part of which is read from memory once; and the highest of a row.
+/* Products of a few rows with a weight, each part of which is read from memory once; and the highest of rows.
 
    out[r][c] = bias[c] + sum over i of x[r][i] * w[c][i], added in float32 in the same order whatever the number of rows,
    so a row has the same result in every company. A tile of some rows and some outputs is held in registers; the numbers
@@ -230,7 +230,7 @@ static void *(*pointer_of)(object *); /* torch's: of a tensor, to its numbers */
   }                                                                                                                   \
   static method method_##KIND = {"few_rows", called_##KIND, FASTCALL, 0};
 
-/* ------------------------------------------------------------------ the highest of a row */
+/* ------------------------------------------------------------------ the highest of rows */
 #define BLOCK 256
 
 INLINE vec higher(vec a, vec b) {
@@ -291,38 +291,58 @@ static ptrdiff_t place_of_highest(const float *x, ptrdiff_t count, float *best) 
   return place;
 }
 
-/* The same of rows [rows, count]. */
-void highest_of_rows(const float *x, ptrdiff_t rows, ptrdiff_t count, int64_t *places, int threads) {
-  _Pragma("omp parallel for num_threads(threads) if (threads > 1)")
-  for (ptrdiff_t row = 0; row < rows; row++) {
-    float best;
-    places[row] = place_of_highest(x + row * count, count, &best);
-  }
-}
-
-/* The log-probability of the highest of so many logits, the first of several, and its token: its place, or what a
-   vocabulary has there. NaN and the first one where a logit is NaN or infinity. */
-void best_of_row(const float *logits, ptrdiff_t count, const int64_t *vocabulary, float *score, int64_t *token) {
+/* The log-probability of the highest of so many logits, the first of several, and where it is. NaN and the first one
+   where a logit is NaN or infinity. */
+static float best_of_row(const float *logits, ptrdiff_t count, ptrdiff_t *place) {
   float best;
-  ptrdiff_t place = place_of_highest(logits, count, &best), i = 0;
+  *place = place_of_highest(logits, count, &best);
+  ptrdiff_t i = 0;
   vec parts = {0};
   for (; i + LANES <= count; i += LANES) parts += exponential(*(const some_floats *)(logits + i) - best);
   float total = sum(parts);
   vec last = (vec){0} - INFINITY;
   for (int lane = 0; i + lane < count; lane++) last[lane] = logits[i + lane];
   if (i < count) total += sum(exponential(last - best));
-  place = total == total ? place : 0;
-  *score = -logf(total);
-  *token = vocabulary ? vocabulary[place] : place;
+  if (total != total) *place = 0;
+  return -logf(total);
 }
+
+/* Of Python: rows of numbers, how many rows there are and numbers in each, where the highest of each shall be written,
+   and how many threads to use; and where the numbers are logits, a vocabulary, of which the highest's token is written
+   instead, or None, and where the log-probabilities shall be. */
+static object *called_highest(object *self, object *const *given, ptrdiff_t count) {
+  (void)self;
+  ptrdiff_t rows = PyLong_AsSsize_t(given[1]), numbers = PyLong_AsSsize_t(given[2]);
+  ptrdiff_t threads = PyLong_AsSsize_t(given[4]);
+  const float *x = pointer_of(given[0]);
+  int64_t *found = pointer_of(given[3]);
+  const int64_t *vocabulary = count > 5 && given[5] != &_Py_NoneStruct ? pointer_of(given[5]) : 0;
+  float *scores = count > 5 ? pointer_of(given[6]) : 0;
+  void *state = PyEval_SaveThread();
+  _Pragma("omp parallel for num_threads(threads) if (threads > 1)")
+  for (ptrdiff_t row = 0; row < rows; row++) {
+    float best;
+    ptrdiff_t place;
+    if (scores)
+      scores[row] = best_of_row(x + row * numbers, numbers, &place);
+    else
+      place = place_of_highest(x + row * numbers, numbers, &best);
+    found[row] = vocabulary ? vocabulary[place] : place;
+  }
+  PyEval_RestoreThread(state);
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+static method method_highest = {"highest", called_highest, FASTCALL, 0};
 
 #define OF(kind) PRODUCTS_OF(kind)
 OF(KIND)
 
-/* The products as a function for Python, whose calls take less time than those of ctypes. */
+/* Functions for Python, whose calls take less time than those of ctypes. */
 #define METHOD(kind) METHOD_OF(kind)
 #define METHOD_OF(kind) &method_##kind
-object *for_python(void *(*torchs_pointer_of)(object *)) {
+object *few_rows_for_python(void *(*torchs_pointer_of)(object *)) {
   pointer_of = torchs_pointer_of;
   return PyCFunction_NewEx(METHOD(KIND), 0, 0);
 }
+object *highest_for_python(void) { return PyCFunction_NewEx(&method_highest, 0, 0); }

@@ -1,4 +1,4 @@
-"""Products of a few rows on a CPU, and the highest of a row of logits, by a kernel in C, [`few_rows.c`], which the
+"""Products of a few rows on a CPU, and the highest of rows of numbers, by a kernel in C, [`few_rows.c`], which the
 machine's compiler builds.
 
 Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
@@ -40,24 +40,20 @@ INSTRUCTIONS = {  # by torch's name for what it uses
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
 STEP, FEWEST_OUTPUTS = 16, 16  # inputs are a multiple of it; outputs for every thread
-WORTH_THREADS = 2**17  # numbers, to find the highest of a row among
+WORTH_THREADS = 2**17  # numbers, to find the highest of rows among
 SECONDS = 60  # that a compiler may take
 
 
 class Kernel:
     """Computes as `linear`, rows [..., K] by a weight [N, K] in the dtype of both; torch does what it cannot."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
-        pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
-        for_python: Any = ctypes.PyDLL(library._name)["for_python"]
-        for_python.argtypes, for_python.restype = [pointer], ctypes.py_object
+    def __init__(self, library: ctypes.PyDLL, dtype: torch.dtype):
         torchs: Any = torch._C._dynamo.guards
+        for_python: Any = library.few_rows_for_python
+        for_python.argtypes, for_python.restype = [ctypes.c_void_p], ctypes.py_object
         self.function = for_python(torchs._torchinductor_pyobject_tensor_data_ptr)
-        self.best_of_row: Any = library["best_of_row"]
-        self.best_of_row.argtypes = [pointer, size, *[pointer] * 3]
-        self.highest_of_rows: Any = library["highest_of_rows"]
-        self.highest_of_rows.argtypes = [pointer, size, size, pointer, ctypes.c_int]
-        self.best_of_row.restype = self.highest_of_rows.restype = None
+        library.highest_for_python.restype = ctypes.py_object
+        self.highest = library.highest_for_python()
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -92,39 +88,45 @@ def _watched() -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
-def best_of_row(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The best of one row of logits, fp32 [..., V], by a kernel; `None` where torch has to find it.
+def best_of_rows(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The best of rows of logits, fp32 [..., V], by a kernel; `None` where torch has to find it.
 
     Args:
         vocabulary: int64 [V], tokens of the logits; `None` where they are their places.
 
     Returns:
-        Its log-probability and token, [..., 1] each.
+        Log-probabilities and tokens, [..., 1] each.
     """
     if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None:
         return None
-    if logits.dtype != torch.float32 or not logits.is_cpu or logits.requires_grad:
+    if not _are_rows(logits) or not (vocabulary is None or vocabulary.is_contiguous()):
         return None
     *shape, count = logits.shape
-    if logits.numel() != count or logits.stride(-1) != 1 or not (vocabulary is None or vocabulary.is_contiguous()):
-        return None
-    score, token = logits.new_empty(*shape, 1), logits.new_empty(*shape, 1, dtype=torch.int64)
-    tokens = 0 if vocabulary is None else vocabulary.data_ptr()
-    kernel.best_of_row(logits.data_ptr(), count, tokens, score.data_ptr(), token.data_ptr())
-    return score, token
+    tokens = logits.new_empty(*shape, 1, dtype=torch.int64)
+    scores, rows = logits.new_empty(*shape, 1), tokens.numel()
+    kernel.highest(logits, rows, count, tokens, _threads(rows, count), vocabulary, scores)
+    return scores, tokens
 
 
 def highest(scores: torch.Tensor) -> torch.Tensor | None:
     """Places int64 [...] of the highest of scores, fp32 [..., V], as `argmax`; `None` where torch has to find them."""
-    if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None:
+    if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None or not _are_rows(scores):
         return None
     *shape, count = scores.shape
-    if scores.dtype != torch.float32 or not scores.is_cpu or not scores.is_contiguous() or scores.numel() == 0:
-        return None
-    rows, places = scores.numel() // count, scores.new_empty(shape, dtype=torch.int64)
-    threads = min(torch.get_num_threads(), rows) if scores.numel() >= WORTH_THREADS else 1
-    kernel.highest_of_rows(scores.data_ptr(), rows, count, places.data_ptr(), threads)
+    places = scores.new_empty(shape, dtype=torch.int64)
+    rows = places.numel()
+    kernel.highest(scores, rows, count, places, _threads(rows, count))
     return places
+
+
+def _are_rows(numbers: torch.Tensor) -> bool:
+    """Whether a kernel looks through them."""
+    plain = numbers.dtype == torch.float32 and numbers.is_cpu and not numbers.requires_grad
+    return plain and numbers.is_contiguous() and numbers.numel() > 0
+
+
+def _threads(rows: int, count: int) -> int:
+    return min(torch.get_num_threads(), rows) if rows > 1 and rows * count >= WORTH_THREADS else 1
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -165,7 +167,7 @@ def build(dtype: torch.dtype) -> Kernel | None:
                 subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=SECONDS)
                 made.replace(place)
         runtimes = _openmp_runtimes()
-        kernel = Kernel(ctypes.CDLL(str(place)), dtype)
+        kernel = Kernel(ctypes.PyDLL(str(place)), dtype)
         if runtimes and _openmp_runtimes() - runtimes:
             raise OSError(f"it uses another OpenMP runtime than torch does: {_openmp_runtimes() - runtimes}")
     except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
@@ -203,10 +205,9 @@ def _finds_the_best(kernel: Kernel, generator: torch.Generator) -> bool:
     for count in (1, STEP - 1, STEP, 19 * STEP + 5):
         logits = torch.randn(count, generator=generator, dtype=torch.float32) * 4
         expected, place = torch.log_softmax(logits.double(), -1).max(-1)
-        score, token = torch.empty(1, dtype=torch.float32), torch.empty(1, dtype=torch.int64)
-        kernel.best_of_row(logits.data_ptr(), count, 0, score.data_ptr(), token.data_ptr())
-        found = torch.empty(1, dtype=torch.int64)
-        kernel.highest_of_rows(logits.data_ptr(), 1, count, found.data_ptr(), 1)
+        score, token, found = torch.empty(1, dtype=torch.float32), torch.empty_like(place), torch.empty_like(place)
+        kernel.highest(logits, 1, count, token, 1, None, score)
+        kernel.highest(logits, 1, count, found, 1)
         right = torch.allclose(score.double(), expected, rtol=1e-5, atol=1e-6)
         if not (right and token == place and found == place):
             return False

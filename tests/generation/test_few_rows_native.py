@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from hf_specheads.generation import few_rows_native
 from hf_specheads.generation.chains import favourites
-from hf_specheads.generation.few_rows_native import KINDS, _Workshop, best_of_row, build, fits, highest
+from hf_specheads.generation.few_rows_native import KINDS, _Workshop, best_of_rows, build, fits, highest
 
 DTYPES = pytest.mark.parametrize("dtype", list(KINDS), ids=str)
 
@@ -228,7 +228,7 @@ def test_whoever_orders_is_told_when_it_is_built(monkeypatch):
     assert told == [torch.float32], "nothing is built again"
 
 
-# ---------------------------------------------------------------------- the best of a row
+# ---------------------------------------------------------------------- the best of rows
 @pytest.fixture
 def one_built(monkeypatch):
     """A kernel is there, whatever other tests have ordered."""
@@ -237,21 +237,22 @@ def one_built(monkeypatch):
 
 @given(
     seed=st.integers(0, 10_000),
+    shape=st.sampled_from([(), (1,), (1, 1), (3,), (2, 7), (40, 1)]),
     count=st.sampled_from([1, 2, 7, 8, 15, 16, 17, 255, 256, 257, 1000, 4096, 5003]),
     scale=st.sampled_from([0.1, 5.0, 200.0]),
     ties=st.booleans(),
     pruned=st.booleans(),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_best_of_a_row(one_built, seed, count, scale, ties, pruned):
+def test_the_best_of_rows(one_built, seed, shape, count, scale, ties, pruned):
     """Torch's own, the first of several that are as high."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(1, 1, count, generator=generator, dtype=torch.float32) * scale
+    logits = torch.randn(*shape, count, generator=generator, dtype=torch.float32) * scale
     logits = (logits / scale).round() if ties else logits
     logits[..., torch.rand(count, generator=generator, dtype=torch.float32) < 0.2] = -torch.inf
     logits[..., seed % count] = 1.0
     vocabulary = torch.randperm(3 * count, generator=generator)[:count] if pruned else None
-    score, token = best_of_row(logits, vocabulary)
+    score, token = best_of_rows(logits, vocabulary)
     place = logits.argmax(-1, keepdim=True)
     assert torch.equal(token, place if vocabulary is None else vocabulary[place])
     expected = torch.log_softmax(logits.double(), -1).gather(-1, place)
@@ -263,24 +264,24 @@ def test_the_best_of_a_row(one_built, seed, count, scale, ties, pruned):
 def test_the_best_of_a_row_that_overflows(one_built, wrong, place):
     logits = torch.zeros(1, 303, dtype=torch.float32)
     logits[0, place] = wrong
-    score, token = best_of_row(logits, None)
+    score, token = best_of_rows(logits, None)
     assert score.isnan().item() and token.item() == 0
-    score, token = best_of_row(torch.full((1, 303), -torch.inf, dtype=torch.float32), torch.arange(5, 308))
+    score, token = best_of_rows(torch.full((1, 303), -torch.inf, dtype=torch.float32), torch.arange(5, 308))
     assert score.isnan().item() and token.item() == 5
 
 
 def test_rows_whose_best_torch_finds(one_built):
     row = torch.zeros(1, 64, dtype=torch.float32)
-    assert best_of_row(row, None) is not None
+    assert best_of_rows(row, None) is not None
     for other in (row.double(), row.expand(2, -1), row.expand(2, -1).T, row.clone().requires_grad_(), row.to("meta")):
-        assert best_of_row(other, None) is None
-    assert best_of_row(row[:, ::2], None) is None
-    assert best_of_row(row, torch.arange(128)[::2]) is None
+        assert best_of_rows(other, None) is None
+    assert best_of_rows(row[:, ::2], None) is None
+    assert best_of_rows(row, torch.arange(128)[::2]) is None
 
 
 def test_without_a_kernel_torch_finds_the_best(monkeypatch):
     monkeypatch.setattr(few_rows_native.WORKSHOP, "any", None)
-    assert best_of_row(torch.zeros(1, 64, dtype=torch.float32), None) is None
+    assert best_of_rows(torch.zeros(1, 64, dtype=torch.float32), None) is None
 
 
 def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):
