@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from ..errors import HeadConfigError, UnknownFormatError
 from ..heads.auto import build_config
 from ..heads.mtp import native_tensors
-from ..heads.mtp_config import MOST_LAYERS, MtpHeadConfig, layer_config_of, layers_of
+from ..heads.mtp_config import MOST_LAYERS, MtpHeadConfig, layer_config_of, layers_of, refuse_layers_of
 from .fetch import HubOptions
 from .layouts.detect import NATIVE
 from .read import StoredHeads, check_against_config
@@ -56,6 +56,7 @@ def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) ->
     except ValueError as error:
         raise HeadConfigError(f"config.json describes no layers that can draft: {error}") from error
     assert isinstance(config, MtpHeadConfig)
+    refuse_layers_of(target)
     tensors = native_tensors(config, str(source), **hub)
     check_against_config(tensors, config)
     notes = (f"the first {MOST_LAYERS} of {count} MTP layers are used",) if count > MOST_LAYERS else ()

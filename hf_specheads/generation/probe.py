@@ -23,6 +23,7 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.target import TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
 from ..target.features import asked_hidden_states
+from ..target.identity import target_sizes
 from ..target.positions import drops_positions
 from ..target.recurrence import counts_padding
 from ..target.structure import forward_parameters
@@ -193,10 +194,11 @@ class _Probe:
 
     def feature_problem(self) -> str | None:
         """Why the hidden states of the last forward are no features, or `None`."""
+        width = target_sizes(self.target)["feature_size"]
         for layer in self.kind.features:
             shape = self.states[layer].shape
-            if len(shape) != 3:
-                return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, H]"
+            if len(shape) != 3 or shape[-1] != width:
+                return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, {width}]"
         return None
 
     def _positions(self) -> torch.Tensor:

@@ -32,7 +32,7 @@ from ..target.mtp import read_mtp
 from ..unroll.rows import DraftedPass, TrainingRows
 from ..unroll.streams import document_starts, next_stream, stream_mask, visible_rows
 from .base import DraftHead
-from .mtp_config import MtpHeadConfig
+from .mtp_config import MtpHeadConfig, refuse_layers_of, rotary_options
 
 __all__ = ["MtpHead", "MtpHeadConfig"]
 
@@ -118,6 +118,8 @@ class MtpHead(DraftHead):
             blocks, norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
         except (AttributeError, KeyError, TypeError, AssertionError) as error:
             raise ValueError(f"`layer_config` describes layers that cannot be taken by themselves: {error}") from error
+        # Layers of no positions have none; of several kinds of layers, positions may be turned differently in each.
+        self._rotary_options = {} if self.rotary_emb is None else rotary_options(self.rotary_emb)
         self.layers = nn.ModuleList(MtpLayer(config, block, norm) for block in blocks)
         self.post_init()
 
@@ -156,6 +158,7 @@ class MtpHead(DraftHead):
                 "this target was not loaded from a checkpoint, so there are no MTP layers to take; load it with "
                 "from_pretrained, or make fresh ones to train, `from_target(target, 'mtp', native=False)`."
             )
+        refuse_layers_of(target.config)
         tensors = native_tensors(self.config, source, revision=getattr(target.config, "_commit_hash", None))
         expected = self.state_dict()
         refuse_wrong_keys(missing=set(expected) - set(tensors), unknown=set(tensors) - set(expected))
@@ -188,11 +191,14 @@ class MtpHead(DraftHead):
         dtype = layer.fc.weight.dtype
         normed = layer.embedding_norm(embeddings.to(dtype)), layer.hidden_norm(states.to(dtype))
         fused = layer.fc(torch.cat(normed, dim=-1))
+        rotary = None
+        if self.rotary_emb is not None:
+            rotary = self.rotary_emb(fused, position_ids, **self._rotary_options)
         outputs = layer.block(
             fused,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            position_embeddings=self.rotary_emb(fused, position_ids),
+            position_embeddings=rotary,
             **{CACHE_NAME: past_key_values},
         )
         return layer.norm(outputs[0] if isinstance(outputs, tuple) else outputs)

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..cache.draft import DraftCache
 from ..cache.names import CACHE_NAME
 from ..configuration import DraftHeadConfig
+from ..errors import HeadConfigError
 from ..target.identity import target_sizes
 from .layers import layer_fields_for_target
 
@@ -80,7 +83,7 @@ class MtpHeadConfig(DraftHeadConfig):
                 setattr(config, name, value * self.num_mtp_layers)
         if hasattr(config, "first_k_dense_replace"):
             config.first_k_dense_replace = 0
-        config.vocab_size, config.pad_token_id = 2, None  # embedding and `lm_head` are the target's
+        config.vocab_size, config.pad_token_id = 2, 0  # embedding and `lm_head` are the target's
         return config
 
 
@@ -99,18 +102,54 @@ def layers_of(config: PreTrainedConfig) -> int:
 
 
 def layer_problem(layer_config: dict[str, Any]) -> str | None:
-    """Why decoder layers of a config's class cannot serve by themselves, `None` if they can."""
-    sizes = {"hidden_size": layer_config.get("hidden_size") or 1}
+    """Why decoder layers of a config's class cannot serve by themselves, `None` if they can. They are tried, without
+    weights, on one row."""
+    width = layer_config.get("hidden_size") or 1
     try:
-        config = MtpHeadConfig(**sizes, feature_size=sizes["hidden_size"], layer_config=layer_config).decoder_config()
+        config = MtpHeadConfig(hidden_size=width, feature_size=width, layer_config=layer_config).decoder_config()
         with torch.device("meta"):
             decoder = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).get_decoder()
-        parameters = inspect.signature(decoder.layers[0].forward).parameters
-        _ = decoder.norm, decoder.rotary_emb
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
-        return str(error)
-    missing = [name for name in ("position_embeddings", CACHE_NAME, "attention_mask") if name not in parameters]
-    return f"its forward takes no {missing[0]}" if missing else None
+        parameters, _ = inspect.signature(decoder.layers[0].forward).parameters, decoder.norm
+        missing = [name for name in ("position_embeddings", CACHE_NAME, "attention_mask") if name not in parameters]
+        if missing:
+            return f"its forward takes no {missing[0]}."
+        _try_out(decoder.layers[0], decoder.rotary_emb, width)
+    except (LookupError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        return " ".join(str(error).split()).rstrip(".") + "."
+    return None
+
+
+def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
+    """One row through a layer on the meta device, as in a draft. What depends on numbers ends there without a word:
+    there are none."""
+    row = torch.zeros(1, 1, width, dtype=next(layer.parameters()).dtype, device="meta")
+    positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    cache = DraftCache(1)
+    cache.open_rows(1, row.device)
+    rotated = None if rotary is None else rotary(row, positions, **rotary_options(rotary))
+    given = {"attention_mask": row.new_zeros(1, 1, 1, 1), "position_ids": positions, "position_embeddings": rotated}
+    try:
+        layer(row, **given, **{CACHE_NAME: cache})
+    except (RuntimeError, NotImplementedError):
+        return
+
+
+def rotary_options(rotary: nn.Module) -> dict[str, Any]:
+    """What a class's own `rotary_emb` is told besides rows and positions, for layers of full attention."""
+    return {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+
+
+def refuse_layers_of(config: PreTrainedConfig) -> None:
+    """Of a target whose own MTP layers are wanted.
+
+    Raises:
+        HeadConfigError: if they cannot draft.
+    """
+    if (problem := layer_problem(layer_config_of(config))) is not None:
+        raise HeadConfigError(
+            f"the layers of this target (model_type={config.model_type!r}) cannot draft by themselves: {problem} "
+            "Train fresh heads for it, AutoDraftHead.from_target(target, 'mtp', native=False) or another method."
+        )
 
 
 def llama_config_of(target: PreTrainedModel) -> dict[str, Any]:

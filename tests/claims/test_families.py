@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from support.families import REPRESENTATIVE, families, image_text_families, tiny_target, varied_target
+from support.families import NOT_BUILT, REPRESENTATIVE, families, image_text_families, tiny_target, varied_target
+from support.heads import random_heads
 from support.stubs import CountForwards
 from transformers import AutoModelForImageTextToText, WhisperConfig, WhisperForConditionalGeneration
 
@@ -25,8 +26,10 @@ from benchmarks.targets.families import (
     oracle,
     outcome_of,
 )
-from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError
+from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError, WrongTargetError
+from hf_specheads.errors import HeadConfigError
 from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.heads.auto import METHODS
 
 SERVED = {
     "all": {"tree", "chain", "batch", "own cache"},
@@ -90,6 +93,39 @@ def test_multimodal_targets_that_are_refused(model_type, words):
     with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match=words):
         generate(target, inputs, assistant_model=heads)
     assert forwards.count == 0
+
+
+IN_THE_DEFAULT_RUN_TOO = {
+    "gemma3_text": ("mtp",),  # rotary embeddings by kind of layer,
+    "olmo3": ("mtp",),
+    "granitemoehybrid": ("mtp",),  # none,
+    "deepseek_v32": ("mtp",),  # layers with a cache of their own,
+    "modernbert-decoder": ("mtp",),  # and configs that are particular.
+    "prophetnet": ("mtp",),
+    "qwen4_exp_text": ("eagle", "eagle3", "dflash"),  # hidden states that are wider between layers
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        pytest.param(family, method, marks=[] if method in IN_THE_DEFAULT_RUN_TOO.get(family, ()) else SLOW)
+        for family in families()
+        if family not in NOT_BUILT
+        for method in METHODS
+    ],
+)
+def test_every_method_on_every_family(model_type, method):
+    """Heads made for a target draft for it, or are refused in our words when they are made or before any forward."""
+    target, inputs = tiny_target(model_type), inputs_of(LENGTHS[:1])
+    try:
+        heads = random_heads(target, method)
+        found = generate(target, inputs, assistant_model=heads)
+    except (WrongTargetError, UnsupportedGenerationError, HeadConfigError) as refusal:
+        assert str(refusal)
+        return
+    assert heads.last_stats.rounds > 0
+    assert torch.equal(found, generate(target, inputs))
 
 
 @pytest.mark.parametrize("limit", [8, 48])

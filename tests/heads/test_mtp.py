@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.families import tiny_target
 from support.heads import scrambled_heads
 from support.targets import own_target, plain, prompt, shared_target
 from support.trees import TREES
@@ -175,6 +176,29 @@ def test_targets_without_mtp(tmp_path):
         AutoDraftHead.from_target(target, "mtp")
     with pytest.raises(ValueError, match="one of \\['mtp'\\], got 'eagle'"):
         load_heads(tmp_path, method="eagle")
+
+
+def test_layers_that_cannot_draft_by_themselves(tmp_path):
+    """DeepSeek V3.2's look their keys up in a cache of their own: fresh heads have other layers then, and its own are
+    refused by what is wrong with them, not by their names."""
+    target = tiny_target("deepseek_v32")
+    assert AutoDraftHead.from_target(target, "mtp", native=False).config.layer_config["model_type"] == "llama"
+    target.save_pretrained(tmp_path)
+    expected = r"cannot draft by themselves: .*update_indexer.* Train fresh heads"
+    with pytest.raises(HeadLoadError, match=expected):
+        load_heads(tmp_path, method="mtp")
+    with pytest.raises(HeadLoadError, match=expected):
+        AutoDraftHead.from_target(load_target(tmp_path), "mtp")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "granitemoehybrid"])
+def test_layers_whose_positions_are_turned_in_their_own_way(family):
+    """By kind of layer, or not at all: still layers of the target's class."""
+    target = tiny_target(family)
+    heads = scrambled_heads(target, "mtp", native=False)
+    assert heads.config.layer_config["model_type"] == family
+    expected, got = plain(target, prompt(), NEW), plain(target, prompt(), NEW, assistant_model=heads)
+    assert torch.equal(expected, got) and heads.last_stats.rounds > 0
 
 
 def test_two_layers_do_not_compile():
