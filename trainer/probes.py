@@ -32,9 +32,14 @@ def refuse_other_logits(frozen: FrozenTarget) -> None:
     ids = _tokens(frozen)[0][None]
     with torch.no_grad():
         outputs = frozen.model(input_ids=ids, output_hidden_states=-1, use_cache=False)
-        ours = frozen.lm_head(outputs.hidden_states[-1]).float()
+        name, states = type(frozen.model).__name__, outputs.hidden_states
+        if not states or states[-1] is None:
+            raise ProbeError(
+                f"{name} does not return the hidden state that its `lm_head` reads (asked for it by "
+                "output_hidden_states=-1), which is what draft heads learn from; they cannot be trained for it."
+            )
+        ours = frozen.lm_head(states[-1]).float()
     theirs = outputs.logits.float().to(ours.device)
-    name = type(frozen.model).__name__
     if ours.shape != theirs.shape:
         raise ProbeError(
             f"{name} returns logits of shape {list(theirs.shape)}, and its `lm_head` makes {list(ours.shape)} of its "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ STATE_FOLDER = re.compile(r"(state|checkpoint)_\d+")
 IN_TARGET = re.compile(r"(?:module\.)?(?:model\.)?medusa_heads?\.(?=\d|blocks\.|lm_heads\.)")
 EMBEDDINGS = (f"model.{EMBEDDING}", EMBEDDING)
 MAX_JSON_BYTES = 2**25
+NO_JSON = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 MAX_SHARDS = 1000
 
 
@@ -50,7 +52,7 @@ class WeightFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object without repeated names.
+    """A JSON object without repeated names. What no JSON has, infinity and NaN, is read as transformers writes it.
 
     Raises:
         CorruptCheckpointError: if the file is missing, absurdly large, no JSON, no object, or says something twice.
@@ -70,8 +72,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _once(pairs: list[tuple[str, object]]) -> object:
     value = dict(pairs)
+    if value.keys() == {"__float__"}:
+        return NO_JSON.get(str(value["__float__"]), value)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")

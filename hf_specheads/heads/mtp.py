@@ -112,9 +112,12 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpHeadConfig):
         super().__init__(config)
         described = config.decoder_config()
-        described._attn_implementation = config._attn_implementation or "sdpa"
+        asked = config._attn_implementation or "sdpa"
         try:
-            decoder = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)](described).get_decoder()
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
+            # That of heads, unless it was chosen, which some classes (GPT-OSS) do not have.
+            described._attn_implementation = asked if asked != "sdpa" or model._supports_sdpa else "eager"
+            decoder = model(described).get_decoder()
             blocks, norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
         except (AttributeError, KeyError, TypeError, AssertionError) as error:
             raise ValueError(f"`layer_config` describes layers that cannot be taken by themselves: {error}") from error

@@ -191,11 +191,13 @@ def test_layers_that_cannot_draft_by_themselves(tmp_path):
         AutoDraftHead.from_target(load_target(tmp_path), "mtp")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "granitemoehybrid"])
-def test_layers_whose_positions_are_turned_in_their_own_way(family):
-    """By kind of layer, or not at all: still layers of the target's class."""
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "granitemoehybrid", "gpt_oss"])
+def test_layers_of_classes_that_are_particular(family, tmp_path):
+    """Positions that are turned by kind of layer, or not at all, and attention that is not torch's: still layers of
+    the target's class."""
     target = tiny_target(family)
-    heads = scrambled_heads(target, "mtp", native=False)
+    scrambled_heads(target, "mtp", native=False).save_pretrained(tmp_path)
+    heads = load_heads(tmp_path)
     assert heads.config.layer_config["model_type"] == family
     expected, got = plain(target, prompt(), NEW), plain(target, prompt(), NEW, assistant_model=heads)
     assert torch.equal(expected, got) and heads.last_stats.rounds > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from support.families import tiny_target
 from support.targets import _LLAMA_LIKE, own_target
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -69,6 +70,12 @@ class Sharper(LlamaForCausalLM):
         outputs = super().forward(*args, **kwargs)
         outputs.logits = outputs.logits * 1.5
         return outputs
+
+
+@pytest.mark.parametrize("model_type", ["reformer", "dory"])
+def test_a_target_that_tells_no_last_hidden_state_is_refused(model_type: str) -> None:
+    with pytest.raises(ProbeError, match="does not return the hidden state"):
+        refuse_other_logits(FrozenTarget(tiny_target(model_type)))
 
 
 def test_a_logit_function_nobody_knows_is_refused(target, heads, make_trainer) -> None:
