@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_specheads.target.features import asked_hidden_states
 from hf_specheads.target.identity import spread_over
 
 from .data import PackedCollator
@@ -52,6 +53,31 @@ def refuse_other_logits(frozen: FrozenTarget) -> None:
             "would be trained on another distribution than the target's; its logit function has to be added to "
             "hf_specheads/target/logits.py."
         )
+
+
+def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: int) -> None:
+    """Looks at the hidden states that heads read between layers, where a target's need not be what they are after the
+    last one: some (DeepSeek V4) hand several on side by side.
+
+    Args:
+        frozen: The target.
+        layers: Hidden states that heads read, see `DraftHead.feature_layers`.
+        width: Of a feature.
+
+    Raises:
+        ProbeError: if they are no features [B, N, H].
+    """
+    if not set(layers) - {-1}:
+        return
+    asked = {"output_hidden_states": asked_hidden_states(layers), "use_cache": False}
+    with torch.no_grad():
+        states = frozen.model(input_ids=_tokens(frozen)[0][None], **asked).hidden_states
+    for layer in layers:
+        if (shape := list(states[layer].shape))[2:] != [width]:
+            raise ProbeError(
+                f"hidden state {layer} of {type(frozen.model).__name__} has shape {shape}, and these heads read "
+                f"features [B, N, {width}]; train heads that read the last one, such as EAGLE's."
+            )
 
 
 def packing_problem(frozen: FrozenTarget) -> str | None:

@@ -28,7 +28,7 @@ from .methods import complete_arguments, progress_of, resolve_num_passes
 from .noise import feature_noise, noisy_embedding
 from .packing import Examples
 from .preparing import DataReport, endless, prepare_for
-from .probes import refuse_leaking_packing, refuse_other_logits
+from .probes import refuse_leaking_packing, refuse_other_features, refuse_other_logits
 from .publishing import HubCards
 from .sharding import in_step, shard_target
 from .target_features import FrozenTarget, unroll_inputs
@@ -110,6 +110,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         refuse_sharding(self)
         warn_of_settings(args)
         self._place_target(target)
+        refuse_other_features(self.frozen_target, model.feature_layers, model.config.feature_size)
         if hasattr(model.config, "trained_positions"):  # heads whose positions differ
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length

@@ -107,6 +107,7 @@ def layer_problem(layer_config: dict[str, Any]) -> str | None:
     width = layer_config.get("hidden_size") or 1
     try:
         config = MtpHeadConfig(hidden_size=width, feature_size=width, layer_config=layer_config).decoder_config()
+        config._experts_implementation = "eager"  # others' operators are of 16 bits only on the meta device
         with torch.device("meta"):
             decoder = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).get_decoder()
         parameters, _ = inspect.signature(decoder.layers[0].forward).parameters, decoder.norm
@@ -120,8 +121,8 @@ def layer_problem(layer_config: dict[str, Any]) -> str | None:
 
 
 def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
-    """One row through a layer on the meta device, as in a draft. What depends on numbers ends there without a word:
-    there are none."""
+    """One row through a layer on the meta device, as in a draft. What depends on numbers, of which there are none
+    there, is not tried."""
     row = torch.zeros(1, 1, width, dtype=next(layer.parameters()).dtype, device="meta")
     positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     cache = DraftCache(1)
@@ -129,9 +130,16 @@ def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
     rotated = None if rotary is None else rotary(row, positions, **rotary_options(rotary))
     given = {"attention_mask": row.new_zeros(1, 1, 1, 1), "position_ids": positions, "position_embeddings": rotated}
     try:
-        layer(row, **given, **{CACHE_NAME: cache})
-    except (RuntimeError, NotImplementedError):
+        outputs = layer(row, **given, **{CACHE_NAME: cache})
+    except NotImplementedError:
         return
+    except RuntimeError as error:
+        if "meta tensor" in str(error):
+            return
+        raise ValueError(str(error)) from error
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    if outputs.shape != row.shape:
+        raise ValueError(f"it makes {list(outputs.shape)} of rows {list(row.shape)}")
 
 
 def rotary_options(rotary: nn.Module) -> dict[str, Any]:

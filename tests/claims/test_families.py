@@ -98,11 +98,15 @@ def test_multimodal_targets_that_are_refused(model_type, words):
 IN_THE_DEFAULT_RUN_TOO = {
     "gemma3_text": ("mtp",),  # rotary embeddings by kind of layer,
     "olmo3": ("mtp",),
-    "granitemoehybrid": ("mtp",),  # none,
+    "granitemoehybrid": ("mtp",),  # or none,
     "deepseek_v32": ("mtp",),  # layers with a cache of their own,
-    "modernbert-decoder": ("mtp",),  # and configs that are particular.
+    "hy_v4": ("mtp",),  # of several streams,
+    "modernbert-decoder": ("mtp",),  # configs that are particular,
     "prophetnet": ("mtp",),
-    "qwen4_exp_text": ("eagle", "eagle3", "dflash"),  # hidden states that are wider between layers
+    "reformer": ("dflash",),
+    "gemma2": ("mtp",),  # of attention that is not torch's,
+    "gpt_oss": ("mtp",),
+    "qwen4_exp_text": ("eagle", "eagle3", "dflash"),  # and hidden states that are wider between layers
 }
 
 
@@ -121,8 +125,10 @@ def test_every_method_on_every_family(model_type, method):
     try:
         heads = random_heads(target, method)
         found = generate(target, inputs, assistant_model=heads)
-    except (WrongTargetError, UnsupportedGenerationError, HeadConfigError) as refusal:
-        assert str(refusal)
+    except (WrongTargetError, UnsupportedGenerationError, HeadConfigError):
+        return
+    except ValueError as error:
+        assert str(error).startswith("impossible "), "of sizes that such heads cannot have"
         return
     assert heads.last_stats.rounds > 0
     assert torch.equal(found, generate(target, inputs))

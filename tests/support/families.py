@@ -132,6 +132,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+# Keys and values that are made of a latent have as many heads as queries.
+SPECIAL |= {name: {"num_key_value_heads": 4} for name in ("deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")}
+
 # Classes of the mapping that are no language model one can build alone.
 _AUDIO = "a model of audio codes, which `AutoModelForCausalLM` cannot build from its config"
 _ASSISTANT = "an assistant, which reads the cache of its target"

@@ -78,6 +78,14 @@ def test_a_target_that_tells_no_last_hidden_state_is_refused(model_type: str) ->
         refuse_other_logits(FrozenTarget(tiny_target(model_type)))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp_text"])
+def test_a_target_whose_states_between_layers_are_no_features_is_refused(model_type: str, make_trainer) -> None:
+    target = tiny_target(model_type)
+    with pytest.raises(ProbeError, match=r"hidden state 2 of .* has shape .*128|4, 32"):
+        make_trainer(model=AutoDraftHead.from_target(target, "dflash"), of=target)
+    make_trainer(model=AutoDraftHead.from_target(target, "eagle"), of=target)
+
+
 def test_a_logit_function_nobody_knows_is_refused(target, heads, make_trainer) -> None:
     refuse_other_logits(FrozenTarget(target))
     target.__class__ = Sharper
