@@ -70,12 +70,18 @@ def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: 
     if not set(layers) - {-1}:
         return
     asked = {"output_hidden_states": asked_hidden_states(layers), "use_cache": False}
+    name = type(frozen.model).__name__
     with torch.no_grad():
         states = frozen.model(input_ids=_tokens(frozen)[0][None], **asked).hidden_states
+    if max(layers) >= len(states):
+        raise ProbeError(
+            f"{name} has no hidden state {max(layers)}, although its config names more layers (LongCat's counts those "
+            "of attention); name others, feature_layers=[...]."
+        )
     for layer in layers:
         if (shape := list(states[layer].shape))[2:] != [width]:
             raise ProbeError(
-                f"hidden state {layer} of {type(frozen.model).__name__} has shape {shape}, and these heads read "
+                f"hidden state {layer} of {name} has shape {shape}, and these heads read "
                 f"features [B, N, {width}]; train heads that read the last one, such as EAGLE's."
             )
 

@@ -86,6 +86,14 @@ def test_a_target_whose_states_between_layers_are_no_features_is_refused(model_t
     make_trainer(model=AutoDraftHead.from_target(target, "eagle"), of=target)
 
 
+def test_a_target_with_fewer_states_than_its_config_says_is_refused(make_trainer) -> None:
+    target = tiny_target("longcat_flash")
+    with pytest.raises(ProbeError, match=r"has no hidden state 6.*feature_layers"):
+        make_trainer(model=AutoDraftHead.from_target(target, "dflash"), of=target)
+    heads = AutoDraftHead.from_target(target, "dflash", feature_layers=[1, 2, 3])
+    make_trainer(model=heads, of=target)
+
+
 def test_a_logit_function_nobody_knows_is_refused(target, heads, make_trainer) -> None:
     refuse_other_logits(FrozenTarget(target))
     target.__class__ = Sharper
