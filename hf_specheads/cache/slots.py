@@ -83,6 +83,7 @@ class SlotCacheLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = False
+    names: tuple[str, ...] = ("keys", "values")  # of the buffers
 
     def __init__(self, cache: SlotCache, window: int | None = None):
         super().__init__()
@@ -134,7 +135,7 @@ class SlotCacheLayer(CacheLayerMixin):
 
     def grow(self, capacity: int) -> None:
         """Moves the rows into larger buffers."""
-        for name in ("keys", "values"):
+        for name in self.names:
             old = getattr(self, name)
             buffer = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
             buffer[:, :, : old.shape[2]] = old
@@ -143,7 +144,7 @@ class SlotCacheLayer(CacheLayerMixin):
     def select_sequences(self, kept: list[int]) -> None:
         """Keeps only some sequences of the batch."""
         index = to_device(kept, self.keys.device)
-        for name in ("keys", "values"):
+        for name in self.names:
             rows = getattr(self, name)[index]
             if self.cache.room is not None:
                 rows = self._buffer(name, rows, rows.shape[2]).copy_(rows)
@@ -156,7 +157,7 @@ class SlotCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             like = other.keys.expand(batch, -1, -1, -1)
             self.lazy_initialization(like, other.values.expand(batch, -1, -1, -1))
-        for name in ("keys", "values"):
+        for name in self.names:
             buffer = getattr(self, name)
             if place == len(buffer):
                 buffer = torch.nn.functional.pad(buffer, (0, 0, 0, 0, 0, 0, 0, 1))

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 
 from ..cache.draft import DraftCache
 from ..cache.masks import additive_mask, slot_mask
 from ..cache.names import CACHE_NAME
-from ..cache.slots import SlotCache
 from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError, HeadLoadError, UnsupportedGenerationError, refuse_wrong_keys
 from ..publishing.card.facts import Published
@@ -32,6 +32,7 @@ from ..target.mtp import read_mtp
 from ..unroll.rows import DraftedPass, TrainingRows
 from ..unroll.streams import document_starts, next_stream, stream_mask, visible_rows
 from .base import DraftHead
+from .mtp_cache import MtpCache
 from .mtp_config import MtpHeadConfig, refuse_layers_of, rotary_options
 
 __all__ = ["MtpHead", "MtpHeadConfig"]
@@ -49,49 +50,6 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(config.embedding_size + config.feature_size, config.hidden_size, bias=False)
         self.block = block
         self.norm = copy.deepcopy(norm)
-
-
-class MtpCache(DraftCache):
-    """One layer of slots per MTP layer.
-
-    Attributes:
-        earlier: State [B, 1, h] of the first layer's last committed row, which the second layer reads next round.
-    """
-
-    def __init__(self, num_layers: int):
-        super().__init__(num_layers)
-        self.earlier: torch.Tensor | None = None
-
-    def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
-        assert isinstance(other, MtpCache)
-        super().put_buffers(place, other, batch)
-        theirs = other.earlier
-        if theirs is None:
-            theirs = None if self.earlier is None else torch.zeros_like(self.earlier[:1])
-        if theirs is None:
-            return
-        mine = theirs.new_zeros(batch, *theirs.shape[1:]) if self.earlier is None else self.earlier
-        self.earlier = torch.cat([mine[:place], theirs, mine[place + 1 :]])
-
-    def select_buffers(self, kept: list[int]) -> None:
-        super().select_buffers(kept)
-        if self.earlier is not None:
-            self.earlier = self.earlier[kept]
-
-    def outlive_step(self) -> None:
-        super().outlive_step()
-        self.earlier = None if self.earlier is None else self.earlier.clone()
-
-    def one_later(self, states: torch.Tensor) -> torch.Tensor:
-        """States [B, M, h] of the rows to commit, each handed to the row after it; before `commit`."""
-        earlier = torch.zeros_like(states[:, :1]) if self.earlier is None else self.earlier.to(states.dtype)
-        moved = torch.cat([earlier, states[:, :-1]], dim=1)
-        self.earlier = states[:, -1:]
-        if self.taken_in is None:
-            return moved
-        # Of sequences with fewer rows than others, the first real one comes after columns of no meaning.
-        first = torch.nn.functional.pad(~self.taken_in.valid[:, :-1], (1, 0), value=True)
-        return torch.where(first[..., None], earlier, moved)
 
 
 class MtpHead(DraftHead):
@@ -287,7 +245,7 @@ class MtpHead(DraftHead):
         embeddings, stream = rows.embed(rows.next_token_ids), rows.features
         starts, visible = document_starts(rows.documents), visible_rows(rows.documents)
         itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device)
-        caches = [DynamicCache() for _ in range(self.config.num_mtp_layers)]
+        caches = [DynamicIndexedLayer() for _ in range(self.config.num_mtp_layers)]
         for position in range(num_passes):
             index = self.layer_at(position)
             seen = visible if index == 0 else visible & (~starts[:, None] | itself)
@@ -305,11 +263,14 @@ class MtpHead(DraftHead):
 class _OneLayer:
     """A cache of one layer, whatever number the layer has that writes into it."""
 
-    def __init__(self, cache: DynamicCache):
-        self._cache = cache
+    def __init__(self, layer: DynamicIndexedLayer):
+        self._layer = layer
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.update(key, value, 0)
+        return self._layer.update(key, value)
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return self._layer.update_indexer(keys)
 
 
 def native_tensors(config: MtpHeadConfig, source: str, **hub: Any) -> dict[str, torch.Tensor]:

@@ -11,12 +11,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..cache.draft import DraftCache
 from ..cache.names import CACHE_NAME
 from ..configuration import DraftHeadConfig
 from ..errors import HeadConfigError
 from ..target.identity import target_sizes
 from .layers import layer_fields_for_target
+from .mtp_cache import MtpCache
 
 MOST_LAYERS = 2
 FILE_FIELDS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "quantization_config")
@@ -78,7 +78,8 @@ class MtpHeadConfig(DraftHeadConfig):
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"`layer_config` has model_type={config.model_type!r}, which is no language model's.")
         config.num_hidden_layers = self.num_mtp_layers
-        for name, value in (("layer_types", ["full_attention"]), ("mlp_layer_types", ["sparse"])):
+        kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
+        for name, value in kinds.items():
             if getattr(config, name, None) is not None:
                 setattr(config, name, value * self.num_mtp_layers)
         if hasattr(config, "first_k_dense_replace"):
@@ -125,7 +126,7 @@ def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
     there, is not tried."""
     row = torch.zeros(1, 1, width, dtype=next(layer.parameters()).dtype, device="meta")
     positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    cache = DraftCache(1)
+    cache = MtpCache(1)
     cache.open_rows(1, row.device)
     rotated = None if rotary is None else rotary(row, positions, **rotary_options(rotary))
     given = {"attention_mask": row.new_zeros(1, 1, 1, 1), "position_ids": positions, "position_embeddings": rotated}

@@ -99,7 +99,7 @@ IN_THE_DEFAULT_RUN_TOO = {
     "gemma3_text": ("mtp",),  # rotary embeddings by kind of layer,
     "olmo3": ("mtp",),
     "granitemoehybrid": ("mtp",),  # or none,
-    "deepseek_v32": ("mtp",),  # layers with a cache of their own,
+    "deepseek_v32": ("mtp",),  # layers with an indexer,
     "hy_v4": ("mtp",),  # of several streams,
     "modernbert-decoder": ("mtp",),  # configs that are particular,
     "prophetnet": ("mtp",),

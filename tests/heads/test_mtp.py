@@ -24,6 +24,14 @@ NEW = 24
 SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # layers with an indexer, which has a cache of its own
+
+
+def target_of(family: str, index_topk: int = 8):
+    """One whose indexers choose so many tokens, by default fewer than a text has."""
+    return shared_target("llama") if family == "llama" else tiny_target(family, index_topk=index_topk)
+
+
 def target_with_mtp(folder: Path, layout: str = "qwen", layers: int = 1) -> Path:
     """A checkpoint of a small target with random MTP layers in it, as its authors would have saved it."""
     target = own_target("llama")
@@ -102,10 +110,11 @@ def training_rows(target, ids: torch.Tensor) -> TrainingRows:
     return TrainingRows(features, ids[:, :-1], ids[:, 1:], documents, row_positions(documents), embedding, lm_head)
 
 
+@pytest.mark.parametrize("family", ["llama", *INDEXED])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_training_computes_what_drafting_does(layers):
+def test_training_computes_what_drafting_does(layers, family):
     """The chain of every round is that of the passes: drafted token by token along the text itself."""
-    target = shared_target("llama")
+    target = target_of(family)
     heads = scrambled_heads(target, "mtp", native=False, num_mtp_layers=layers).bind(target)
     ids = plain(target, prompt(), NEW)
     rows = training_rows(target, ids)
@@ -121,10 +130,11 @@ def test_training_computes_what_drafting_does(layers):
                 assert torch.allclose(state[:, 0], passes[position][:, root - 1 + position], atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", *INDEXED])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_cache_is_that_of_one_pass(layers):
+def test_the_cache_is_that_of_one_pass(layers, family):
     """Rows taken in bit by bit, and ragged, as in a single round."""
-    target = shared_target("llama")
+    target = target_of(family)
     heads = scrambled_heads(target, "mtp", native=False, num_mtp_layers=layers).bind(target)
     ids = torch.cat([plain(target, prompt(), NEW), plain(target, prompt(seed=5), NEW)])
     with torch.no_grad():
@@ -152,9 +162,10 @@ def test_the_cache_is_that_of_one_pass(layers):
         assert torch.allclose(draft([[6, 5], [7, 9], [19, 10], [20, 18]]), whole, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", *INDEXED])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_batches(layers):
-    target = shared_target("llama")
+def test_batches(layers, family):
+    target = target_of(family, index_topk=64)
     heads = scrambled_heads(target, "mtp", native=False, num_mtp_layers=layers)
     heads.tree_config = TREES["dynamic"]
     inputs, alone = batch_of((19, 4, 12))
@@ -179,23 +190,23 @@ def test_targets_without_mtp(tmp_path):
 
 
 def test_layers_that_cannot_draft_by_themselves(tmp_path):
-    """DeepSeek V3.2's look their keys up in a cache of their own: fresh heads have other layers then, and its own are
-    refused by what is wrong with them, not by their names."""
-    target = tiny_target("deepseek_v32")
+    """Hunyuan 4's hand several streams on: fresh heads have other layers then, and its own are refused by what is
+    wrong with them, not by their names."""
+    target = tiny_target("hy_v4")
     assert AutoDraftHead.from_target(target, "mtp", native=False).config.layer_config["model_type"] == "llama"
     target.save_pretrained(tmp_path)
-    expected = r"cannot draft by themselves: .*update_indexer.* Train fresh heads"
+    expected = r"'hy_v4'\) cannot draft by themselves: .*reduction dim.* Train fresh heads"
     with pytest.raises(HeadLoadError, match=expected):
         load_heads(tmp_path, method="mtp")
     with pytest.raises(HeadLoadError, match=expected):
         AutoDraftHead.from_target(load_target(tmp_path), "mtp")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "granitemoehybrid", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "granitemoehybrid", "gpt_oss", *INDEXED])
 def test_layers_of_classes_that_are_particular(family, tmp_path):
-    """Positions that are turned by kind of layer, or not at all, and attention that is not torch's: still layers of
-    the target's class."""
-    target = tiny_target(family)
+    """Positions that are turned by kind of layer, or not at all, attention that is not torch's, and indexers: still
+    layers of the target's class."""
+    target = tiny_target(family, **({"index_topk": 64} if family in INDEXED else {}))
     scrambled_heads(target, "mtp", native=False).save_pretrained(tmp_path)
     heads = load_heads(tmp_path)
     assert heads.config.layer_config["model_type"] == family

@@ -1,0 +1,47 @@
+"""Slots for layers that choose what they attend to by an indexer, which has keys of its own (DeepSeek V3.2, GLM-5)."""
+
+from __future__ import annotations
+
+import torch
+
+from .slots import SlotCacheLayer, write_rows
+
+INDEXER_KEYS = "indexer_keys"
+
+
+class IndexedSlotLayer(SlotCacheLayer):
+    """As [`SlotCacheLayer`], for layers with an indexer and without.
+
+    Attributes:
+        indexer_keys: [B, 1, capacity, index_head_dim]; `None` of layers that have no indexer, and before the first row.
+    """
+
+    indexer_keys: torch.Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Writes the indexer's keys of R rows, [B, R, index_head_dim], where their other keys go, and returns those of
+        the slots shown, [B, shown, index_head_dim]."""
+        rows, cache = indexer_key_states[:, None], self.cache
+        if self.indexer_keys is None:
+            self._begin(rows)
+        keys: torch.Tensor = getattr(self, INDEXER_KEYS)
+        if cache.slots is None:
+            keys[:, :, cache.start : cache.start + rows.shape[2]] = rows
+        else:
+            write_rows(keys, cache.slots, rows)
+        first, end = cache.shown(self.window)
+        return keys[:, 0, first:end]
+
+    def _begin(self, rows: torch.Tensor) -> None:
+        self.indexer_keys = self._buffer(INDEXER_KEYS, rows, self.cache.capacity)
+        self.names = (*SlotCacheLayer.names, INDEXER_KEYS)
+
+    def put_sequence(self, place: int, other: SlotCacheLayer, batch: int) -> None:
+        theirs = getattr(other, INDEXER_KEYS, None)
+        if self.indexer_keys is None and theirs is not None:
+            self._begin(theirs.expand(batch, -1, -1, -1))
+        super().put_sequence(place, other, batch)
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer_keys, self.names = None, SlotCacheLayer.names
