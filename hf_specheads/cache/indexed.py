@@ -13,7 +13,7 @@ class IndexedSlotLayer(SlotCacheLayer):
     """As [`SlotCacheLayer`], for layers with an indexer and without.
 
     Attributes:
-        indexer_keys: [B, 1, capacity, index_head_dim]; `None` of layers that have no indexer, and before the first row.
+        indexer_keys: [B, 1, capacity, index_head_dim]; `None` of layers without one, and before the first row.
     """
 
     indexer_keys: torch.Tensor | None = None
