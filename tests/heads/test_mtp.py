@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,6 @@ from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 NEW = 24
 SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
 INDEXED = ("deepseek_v32", "glm_moe_dsa")  # layers with an indexer, which has a cache of its own
 
 
@@ -32,9 +31,9 @@ def target_of(family: str):
     return shared_target("llama") if family == "llama" else tiny_target(family, index_topk=8)
 
 
-def target_with_mtp(folder: Path, layout: str = "qwen", layers: int = 1) -> Path:
+def target_with_mtp(folder: Path, layout: str = "qwen", layers: int = 1, target: Any = None) -> Path:
     """A checkpoint of a small target with random MTP layers in it, as its authors would have saved it."""
-    target = own_target("llama")
+    target = own_target("llama") if target is None else target
     target.save_pretrained(folder)
     heads = scrambled_heads(target, "mtp", native=False, num_mtp_layers=layers)
     names = {
@@ -74,6 +73,17 @@ def test_out_of_the_targets_checkpoint(layout, layers, tmp_path):
         assert heads.state_dict().keys() == expected.keys()
         assert all(torch.equal(heads.state_dict()[key], value) for key, value in expected.items())
     assert torch.equal(plain(target, prompt(), NEW, assistant_model=heads), text)
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_layers_with_an_indexer_out_of_the_targets_checkpoint(family, tmp_path):
+    folder = target_with_mtp(tmp_path, "deepseek", target=tiny_target(family, index_topk=64))
+    target = load_target(folder)
+    target.generation_config.eos_token_id = None
+    heads = load_heads(folder, method="mtp")
+    assert heads.config.native and any("indexer" in key for key in heads.state_dict())
+    text = plain(target, prompt(), NEW)
+    assert torch.equal(plain(target, prompt(), NEW, assistant_model=heads), text) and heads.last_stats.rounds > 0
 
 
 def test_native_layers_are_not_saved_again_and_trained_ones_are(tmp_path):
