@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_specheads.target.features import asked_hidden_states
+from hf_specheads.target.features import asked_hidden_states, features_problem
 from hf_specheads.target.identity import spread_over
 
 from .data import PackedCollator
@@ -56,8 +56,7 @@ def refuse_other_logits(frozen: FrozenTarget) -> None:
 
 
 def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: int) -> None:
-    """Looks at the hidden states that heads read between layers, where a target's need not be what they are after the
-    last one: some (DeepSeek V4) hand several on side by side.
+    """Looks at the hidden states that heads read between layers, on a few tokens.
 
     Args:
         frozen: The target.
@@ -70,20 +69,13 @@ def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: 
     if not set(layers) - {-1}:
         return
     asked = {"output_hidden_states": asked_hidden_states(layers), "use_cache": False}
-    name = type(frozen.model).__name__
     with torch.no_grad():
         states = frozen.model(input_ids=_tokens(frozen)[0][None], **asked).hidden_states
-    if max(layers) >= len(states):
+    if (problem := features_problem(states, layers, width)) is not None:
         raise ProbeError(
-            f"{name} has no hidden state {max(layers)}, although its config names more layers (LongCat's counts those "
-            "of attention); name others, feature_layers=[...]."
+            f"these heads cannot be trained for {type(frozen.model).__name__}: {problem}; name other states, "
+            "feature_layers=[...], or train heads that read the last one, such as EAGLE's."
         )
-    for layer in layers:
-        if (shape := list(states[layer].shape))[2:] != [width]:
-            raise ProbeError(
-                f"hidden state {layer} of {name} has shape {shape}, and these heads read "
-                f"features [B, N, {width}]; train heads that read the last one, such as EAGLE's."
-            )
 
 
 def packing_problem(frozen: FrozenTarget) -> str | None:

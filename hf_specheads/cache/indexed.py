@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .slots import SlotCacheLayer, write_rows
+from .slots import SlotCacheLayer
 
 INDEXER_KEYS = "indexer_keys"
 
@@ -21,20 +21,16 @@ class IndexedSlotLayer(SlotCacheLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Writes the indexer's keys of R rows, [B, R, index_head_dim], where their other keys go, and returns those of
         the slots shown, [B, shown, index_head_dim]."""
-        rows, cache = indexer_key_states[:, None], self.cache
-        if self.indexer_keys is None:
-            self._begin(rows)
-        keys: torch.Tensor = getattr(self, INDEXER_KEYS)
-        if cache.slots is None:
-            keys[:, :, cache.start : cache.start + rows.shape[2]] = rows
-        else:
-            write_rows(keys, cache.slots, rows)
-        first, end = cache.shown(self.window)
+        rows = indexer_key_states[:, None]
+        keys = self._begin(rows) if self.indexer_keys is None else self.indexer_keys
+        self.cache.write(keys, rows)
+        first, end = self.cache.shown(self.window)
         return keys[:, 0, first:end]
 
-    def _begin(self, rows: torch.Tensor) -> None:
+    def _begin(self, rows: torch.Tensor) -> torch.Tensor:
         self.indexer_keys = self._buffer(INDEXER_KEYS, rows, self.cache.capacity)
         self.names = (*SlotCacheLayer.names, INDEXER_KEYS)
+        return self.indexer_keys
 
     def put_sequence(self, place: int, other: SlotCacheLayer, batch: int) -> None:
         theirs = getattr(other, INDEXER_KEYS, None)

@@ -123,13 +123,8 @@ class SlotCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
-        if cache.slots is None:
-            end = cache.start + key_states.shape[2]
-            self.keys[:, :, cache.start : end] = key_states
-            self.values[:, :, cache.start : end] = value_states
-        else:
-            write_rows(self.keys, cache.slots, key_states)
-            write_rows(self.values, cache.slots, value_states)
+        cache.write(self.keys, key_states)
+        cache.write(self.values, value_states)
         first, end = cache.shown(self.window)
         return self.keys[:, :, first:end], self.values[:, :, first:end]
 
@@ -234,6 +229,13 @@ class SlotCache(Cache):
             return
         index = torch.arange(first, first + rows, device=self.lengths.device)
         self.slots = self.lengths[:, None] + index
+
+    def write(self, buffer: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes rows [B, heads, R, width] where they are to go, into a buffer [B, heads, capacity, width]."""
+        if self.slots is None:
+            buffer[:, :, self.start : self.start + rows.shape[2]] = rows
+        else:
+            write_rows(buffer, self.slots, rows)
 
     def reserve(self, capacity: int) -> None:
         """Makes room for so many slots.

@@ -22,7 +22,7 @@ from ..cache.names import cache_parameter
 from ..cache.recurrent import RecurrentCache
 from ..cache.target import TreeCache, layer_windows
 from ..errors import UnsupportedGenerationError
-from ..target.features import asked_hidden_states
+from ..target.features import asked_hidden_states, features_problem
 from ..target.identity import target_sizes
 from ..target.positions import drops_positions
 from ..target.recurrence import counts_padding
@@ -194,12 +194,7 @@ class _Probe:
 
     def feature_problem(self) -> str | None:
         """Why the hidden states of the last forward are no features, or `None`."""
-        width = target_sizes(self.target)["feature_size"]
-        for layer in self.kind.features:
-            shape = self.states[layer].shape
-            if len(shape) != 3 or shape[-1] != width:
-                return f"hidden state {layer} has shape {list(shape)}, and heads read features [B, N, {width}]"
-        return None
+        return features_problem(self.states, self.kind.features, target_sizes(self.target)["feature_size"])
 
     def _positions(self) -> torch.Tensor:
         positions = torch.arange(self.tokens.shape[1], device=self.tokens.device).repeat(self.batch, 1)

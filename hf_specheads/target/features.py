@@ -10,7 +10,7 @@ Row j of a head pairs feature f_j with the embedding of token x_{j+1}:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,26 @@ def asked_hidden_states(layers: tuple[int, ...]) -> Any:
     if not layers:
         return False
     return layers[0] if len(layers) == 1 else list(layers)
+
+
+def features_problem(hidden_states: Sequence[torch.Tensor], layers: tuple[int, ...], width: int) -> str | None:
+    """Why some of a target's hidden states are no features, `None` if all are.
+
+    Between layers they need not be what they are after the last one: DeepSeek V4 hands several on side by side. And a
+    config may count more layers than there are states (LongCat).
+
+    Args:
+        hidden_states: Of a forward.
+        layers: Those that heads read, see `DraftHead.feature_layers`.
+        width: Of a feature.
+    """
+    for layer in layers:
+        if layer >= len(hidden_states):
+            return f"there is no hidden state {layer} of the {len(hidden_states)} it has"
+        shape = list(hidden_states[layer].shape)
+        if shape[2:] != [width]:
+            return f"hidden state {layer} has shape {shape}, and heads read features [B, N, {width}]"
+    return None
 
 
 class FeatureReader:
