@@ -9,7 +9,6 @@ draft near the end of the target's context) and draws of sampled children run un
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,30 +21,19 @@ from ..cache.draft import DraftCache, Links
 from ..cache.rooms import Rooms
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
-from ..errors import UnsupportedGenerationError
 from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.shape import TreeShape, shape_of
 from .chains import Link, favourites, grow_links
 from .drafting import grow_dynamic, grow_fixed
 from .foresight import Reach
-from .guards import GUARD_HOOKS, let_go_at_exit, own_copy, quick_compiler, without_guards
 from .probe import difference, drafts_problem
 from .regions import links_apart, links_of, with_regions
+from .steps import CompiledSteps
 from .toolchain import warm_up_toolchain
 
 logger = logging.get_logger(__name__)
 
-# Graphs of one step of one pair that may live side by side: one per batch size, capacity and draft tree.
-MOST_GRAPHS = 64
-TOO_MANY = (
-    f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
-    "similar batch size, length and draft tree share their graphs."
-)
-CHANGES_TOO_OFTEN = (
-    "what `heads.compiled` compiles is another in every call (hooks that come and go, say), and was compiled anew too "
-    "often: from now on it runs uncompiled."
-)
 OF_THEIR_OWN = (
     "the layers of %s seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
     "compiled call takes longer."
@@ -102,16 +90,14 @@ def verify_tree(
 STEPS: tuple[Callable, ...] = (_grow, _start, _link, verify_tree)
 
 
-class CompiledRounds:
+class CompiledRounds(CompiledSteps):
     """The two steps of a round of one pair, compiled.
 
     Args:
         options: Of `torch.compile`.
+        device: Of the pair.
 
     Attributes:
-        compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
-            compiled.
-        calls: That have begun.
         rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
         layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]), until they turn out
             not to be.
@@ -123,73 +109,20 @@ class CompiledRounds:
 
     link_by_link = True
 
-    def __init__(self, options: dict[str, Any]):
-        self.options = options
-        self.compiles, self.calls = False, 0
+    def __init__(self, options: dict[str, Any], device: torch.device | None = None):
+        super().__init__(options, STEPS, device)
         self.layers_once = self.links_once = self.rows_once = True
         self.rooms = Rooms() if self.replays else None
-        self._steps: dict[tuple, tuple[Callable, Callable]] = {}
-        self._known_to_hold: dict[tuple, Callable | None] = {}
-        let_go_at_exit(self, self._steps, self._known_to_hold)
-        self._shapes: dict[Callable, set[tuple]] = {step: set() for step in STEPS}
 
     @property
     def replays(self) -> bool:
         """Whether steps are captured as CUDA graphs, whose outputs the next replay writes over."""
         return self.options.get("mode") in ("reduce-overhead", "max-autotune")
 
-    def begin_call(self) -> None:
-        """From here on the target, the heads and the process may be others than they were."""
-        self.calls += 1
-        self._known_to_hold.clear()
-
-    def begin_round(self) -> None:
-        """No step has met new shapes in this round."""
-        self.compiles = False
-
     def begin_step(self) -> None:
         """From here on outputs of earlier rounds may be written over."""
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
-
-    def _call(self, step: Callable, shape: tuple, *args: Any, of: int | None = None) -> Any:
-        """A step whose arguments have this shape.
-
-        Args:
-            step: One of [`STEPS`].
-            shape: Whatever makes graphs differ.
-            args: Of the step.
-            of: Which of several modules alike it is given.
-        """
-        if (unguarded := self._known_to_hold.get((step, shape, of))) is not None:
-            return unguarded(*args)
-        known = self._shapes[step]
-        if shape not in known:
-            if len(known) >= MOST_GRAPHS:
-                logger.warning_once(TOO_MANY)
-                return step(*args)
-            known.add(shape)
-            self.compiles = True
-        if (step, shape) not in self._steps:
-            # A code object each: the compiler asks the guards of all graphs of one, in turn.
-            own = own_copy(step)
-            self._steps[step, shape] = own, torch.compile(own, **self.options)
-        own, compiled = self._steps[step, shape]
-        try:
-            with torch._dynamo.config.patch(GUARD_HOOKS), quick_compiler() if self.compiles else nullcontext():
-                result = compiled(*args)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            logger.warning_once(CHANGES_TOO_OFTEN)
-            self._steps[step, shape] = step, step
-            return step(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UnsupportedGenerationError(
-                f"`heads.compiled` compiles rounds whole, which torch.compile cannot do for this pair ({reason}); set "
-                "`heads.compiled = False`."
-            ) from error
-        self._known_to_hold[step, shape, of] = without_guards(own)
-        return result
 
     def grow(
         self,
@@ -395,6 +328,6 @@ def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: Ge
     if key not in known:
         if options.get("backend", "inductor") == "inductor" and target.device.type == "cpu":
             warm_up_toolchain()
-        known[key] = CompiledRounds(options)
+        known[key] = CompiledRounds(options, target.device)
     known[key].begin_call()
     return known[key]

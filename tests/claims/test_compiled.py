@@ -17,7 +17,7 @@ from support.trees import TREES
 from transformers import CompileConfig, DynamicCache
 
 from hf_specheads import DraftLanguageModel, UnsupportedGenerationError
-from hf_specheads.generation import compiled, loop
+from hf_specheads.generation import loop, steps
 from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bucket
 
 NEW = 24
@@ -150,9 +150,9 @@ def test_a_prompt_as_embeddings(with_ids):
 
 @pytest.mark.slow
 def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_others(target, monkeypatch):
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(steps, "MOST_GRAPHS", 2)
     warnings: list[str] = []
-    monkeypatch.setattr(compiled.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(steps.logger, "warning_once", warnings.append)
     other = own_target("llama", seed=1)
     for each, heads in ((target, random_heads(target)), (target, random_heads(target)), (other, random_heads(other))):
         graphs = counted(each, heads)
@@ -163,7 +163,7 @@ def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_othe
             assert len(graphs) == 1 + min(depth - 1, 2), (
                 "two draft steps and what verifies all, whatever other pairs do"
             )
-    assert set(warnings) == {compiled.TOO_MANY}
+    assert set(warnings) == {steps.TOO_MANY}
 
 
 def plain_share(monkeypatch) -> float:

@@ -11,7 +11,7 @@ from support.heads import random_heads, scrambled_heads
 from support.stubs import counted
 from support.targets import own_target, plain, prompt
 
-from hf_specheads.generation import compiled
+from hf_specheads.generation import guards, steps
 from hf_specheads.generation.compiled import CompiledRounds
 from hf_specheads.generation.foresight import Reach
 from hf_specheads.generation.menu import FARTHEST, largest, menu_of, trees_of_call
@@ -187,15 +187,15 @@ def test_what_changes_with_every_call_runs_uncompiled_in_the_end(target, caplog)
 
 def test_guards_are_asked_once_a_call(target, monkeypatch):
     asked = []
-    real = compiled.without_guards
-    monkeypatch.setattr(compiled, "without_guards", lambda step: asked.append(step) or real(step))
+    real = steps.without_guards
+    monkeypatch.setattr(steps, "without_guards", lambda step: asked.append(step) or real(step))
     heads, ids = specialists(target), prompt()
     counted(target, heads)
-    for steps in (1, 3):
+    for others in (1, 3):
         asked.clear()
         plain(target, ids, NEW, assistant_model=heads)
         assert heads.last_stats.target_forwards > 6
-        assert len(asked) == steps + len(heads.layers), "verifying, every specialist's links; then first ones"
+        assert len(asked) == others + len(heads.layers), "verifying, every specialist's links; then first ones"
 
 
 def test_what_is_several_graphs_keeps_its_guards():
@@ -203,12 +203,12 @@ def test_what_is_several_graphs_keeps_its_guards():
         return numbers + 1
 
     torch._dynamo.reset()
-    step = compiled.own_copy(step)
+    step = guards.own_copy(step)
     several = torch.compile(step, backend="eager", dynamic=False)
     several(torch.ones(2))
-    assert torch.equal(compiled.without_guards(step)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(guards.without_guards(step)(torch.ones(2)), torch.full((2,), 2.0))
     several(torch.ones(3))
-    assert compiled.without_guards(step) is None
+    assert guards.without_guards(step) is None
 
 
 @SLOW

@@ -1,0 +1,287 @@
+"""Compiled steps that later processes find on disk, and need not compile again.
+
+What a step costs whoever compiles it with all its kernels known already is the compiler's reading of the model: the
+greater part of the first compiled call of a process. torch can write down what it has made of a function; whether that
+may be used is ours to say ([`premises`]).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging
+
+from .guards import GUARD_HOOKS, quick_compiler
+from .premises import NotPortable, Premises, premises_of
+
+logger = logging.get_logger(__name__)
+
+MOST_OF_ONE = 8  # variants of a step that live side by side, in a process and on disk
+DEFAULTS = {"backend": "inductor", "fullgraph": True, "dynamic": False}
+FOLDER = "specheads"  # within inductor's
+
+
+@dataclasses.dataclass
+class Code:
+    """What the compiler has made of a step.
+
+    Args:
+        premises: Under which it does what the step does.
+        modules: That it calls by names of its own.
+        stamps: Of the files in which what the compiler read is defined, by module.
+        written: As torch writes it down.
+        function: That it is, with the arguments of the step; `None` until it has been read.
+    """
+
+    premises: Premises
+    modules: dict[str, str]
+    stamps: dict[str, tuple[int, int]]
+    written: bytes
+    function: Callable | None = None
+
+    def fits(self, step: Callable, arguments: dict[str, Any]) -> bool:
+        """Whether the premises hold."""
+        return self.premises.hold(arguments, {**step.__globals__, **self._named})
+
+    def is_of_these_files(self) -> bool:
+        """Whether what the compiler read has not changed since."""
+        try:
+            return all(_stamp(module) == stamp for module, stamp in self.stamps.items())
+        except NotPortable:
+            return False
+
+    def read(self) -> Callable:
+        """The function."""
+        if self.function is None:
+            from torch._dynamo.aot_compile import AOTCompiledFunction
+
+            with quick_compiler():
+                self.function = AOTCompiledFunction.deserialize(self.written, dict(self._named)).fn
+            self.written = b""
+        return self.function
+
+    @functools.cached_property
+    def _named(self) -> dict[str, ModuleType]:
+        return {name: importlib.import_module(module) for name, module in self.modules.items()}
+
+
+class KeptSteps:
+    """The compiled steps of a pair.
+
+    Args:
+        options: Of `torch.compile`.
+
+    Attributes:
+        codes: In use, by step and shape.
+    """
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+        self.codes: dict[tuple, list[Code]] = {}
+        self._on_disk: dict[tuple, list[Code]] = {}
+        self._refused: set[tuple] = set()
+
+    def get(self, step: Callable, shape: tuple, args: tuple) -> Callable | None:
+        """Code of a step for these arguments: the process's, from disk or compiled now.
+
+        Args:
+            step: A function of a module.
+            shape: Whatever makes graphs differ.
+            args: Of the step.
+
+        Returns:
+            `None` if what there is could not be kept.
+
+        Raises:
+            torch._dynamo.exc.FailOnRecompileLimitHit: It has been compiled too often.
+        """
+        key, arguments = (step, shape), _signature(step).bind(*args).arguments
+        if key in self._refused:
+            return None
+        try:
+            return self._get(key, arguments, args)
+        except NotPortable as reason:
+            logger.debug("%s is compiled in every process: it depends on %s", step.__name__, reason)
+            self._refused.add(key)
+            return None
+
+    def _get(self, key: tuple, arguments: dict[str, Any], args: tuple) -> Callable:
+        step, shape = key
+        codes = self.codes.setdefault(key, [])
+        if (found := _fitting(codes, step, arguments)) is not None:
+            return found.read()
+        folder = _folder(step, shape, args)
+        if key not in self._on_disk:
+            self._on_disk[key] = _all_in(folder)
+        if (found := _fitting(self._on_disk[key], step, arguments)) is not None:
+            self._on_disk[key].remove(found)
+            try:
+                found.read()
+            except Exception as error:  # of files that something else has written, or compilers that are gone
+                logger.debug("%s on disk is of no use: %s", step.__name__, error)
+            else:
+                codes.append(found)
+                return found.read()
+        if len(codes) >= MOST_OF_ONE:
+            raise torch._dynamo.exc.FailOnRecompileLimitHit(f"{step.__name__} is another in every call")
+        codes.append(_compiled(step, args, arguments, self.options))
+        _write(folder, codes[-1])
+        return codes[-1].read()
+
+
+def keeps(options: dict[str, Any], device: torch.device) -> bool:
+    """Whether steps compiled so can be kept: on a CPU, by inductor as it comes, unless it keeps nothing itself."""
+    if options != DEFAULTS or device.type != "cpu":
+        return False
+    try:
+        importlib.import_module("torch._dynamo.aot_compile")
+    except ImportError:  # of older torch
+        return False
+    settings = torch._inductor.config
+    return bool(settings.fx_graph_cache) and not settings.force_disable_caches
+
+
+@functools.cache
+def _signature(step: Callable) -> inspect.Signature:
+    return inspect.signature(step)
+
+
+def _fitting(codes: Iterable[Code], step: Callable, arguments: dict[str, Any]) -> Code | None:
+    return next((code for code in codes if code.fits(step, arguments)), None)
+
+
+# ---------------------------------------------------------------------- compiling
+def _compiled(step: Callable, args: tuple, arguments: dict[str, Any], options: dict[str, Any]) -> Code:
+    try:
+        return _by_torch(step, args, arguments, options)
+    except (torch._dynamo.exc.TorchDynamoException, torch.OutOfMemoryError, NotPortable):
+        raise
+    except Exception as error:  # what torch compiles and cannot write down, and places inside torch that may move
+        raise NotPortable(f"{type(error).__name__}: {error}") from error
+
+
+def _by_torch(step: Callable, args: tuple, arguments: dict[str, Any], options: dict[str, Any]) -> Code:
+    guards: list[Any] = []
+
+    def note(all_of_them: Sequence[Any]) -> list[bool]:
+        guards[:] = all_of_them
+        return [False] * len(guards)
+
+    compiled: Any = torch.compile(step, **options, options={"guard_filter_fn": note})
+    with torch._dynamo.config.patch(GUARD_HOOKS), quick_compiler():
+        made = compiled.aot_compile((args, {}))
+    runs, sources = made._artifacts.runtime_env, made.source_info()
+    modules = dict(runs.import_sources)
+    for name in runs.external_refs - {*modules, *runs.used_globals, made._artifacts.backend_id}:
+        modules[name] = _module_called(name, step)
+    premises = premises_of(guards, arguments, {**step.__globals__, **made.fn.__globals__})
+    read = {source.module for source in sources.inlined_sources}
+    stamps = {module: _stamp(module) for module in sorted(read) if module.partition(".")[0] != "torch"}
+    made._artifacts.source_info = type(sources)(inlined_sources=set())  # whole modules, which nobody asks for
+    return Code(premises, modules, stamps, type(made).serialize(made).serialized_data, made.fn)
+
+
+def _module_called(name: str, step: Callable) -> str:
+    value = step.__globals__.get(name)
+    if not isinstance(value, ModuleType):
+        raise NotPortable(f"{name}, a {type(value).__qualname__}")
+    return value.__name__
+
+
+# ---------------------------------------------------------------------- on disk
+def _stamp(module: str) -> tuple[int, int]:
+    """Of a module's file: time and size."""
+    loaded = sys.modules.get(module)
+    try:
+        file = loaded.__file__ if loaded is not None else importlib.util.find_spec(module).origin  # type: ignore
+        found = os.stat(file)  # type: ignore[arg-type]
+    except (AttributeError, ImportError, TypeError, ValueError, OSError) as error:
+        raise NotPortable(f"{module}, which has no file") from error
+    return found.st_mtime_ns, found.st_size
+
+
+def _folder(step: Callable, shape: tuple, args: tuple) -> Path:
+    """Where a step's code lies. All that it depends on without the compiler's knowing makes the name."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    settings = [_settings(config) for config in (torch._inductor.config, torch._dynamo.config)]
+    described = repr((
+        step.__name__, shape, list(map(_kind, args)), torch.__version__, transformers.__version__, sys.version,
+        torch.backends.cpu.get_cpu_capability(), settings, _engine(),
+    ))  # fmt: skip
+    if (address := re.search(r"<[^<>]+ at 0x", described)) is not None:
+        raise NotPortable(address[0])
+    return Path(cache_dir(), FOLDER, hashlib.sha256(described.encode()).hexdigest()[:32])
+
+
+def _kind(arg: Any) -> tuple[str, str]:
+    config = getattr(arg, "config", None)
+    described = config.to_json_string() if isinstance(config, transformers.PreTrainedConfig) else ""
+    return f"{type(arg).__module__}.{type(arg).__qualname__}", described
+
+
+def _settings(config: Any) -> list[tuple[str, Any]]:
+    """In an order of their own: sets have another in every process."""
+    settings = config.save_config_portable()
+    ordered = sorted(settings.items())
+    return [(name, sorted(value) if isinstance(value, (set, frozenset)) else value) for name, value in ordered]
+
+
+@functools.cache
+def _engine() -> list[tuple]:
+    """The code that makes code."""
+    files = sorted(Path(__file__).parent.iterdir())
+    return [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
+
+
+def _all_in(folder: Path) -> list[Code]:
+    """The newest first."""
+    codes = []
+    for file in _files(folder)[:MOST_OF_ONE]:
+        try:
+            code = pickle.loads(file.read_bytes())
+        except Exception as error:
+            logger.debug("%s cannot be read: %s", file, error)
+            continue
+        if isinstance(code, Code) and code.is_of_these_files():
+            codes.append(code)
+    return codes
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=lambda file: -file.stat().st_mtime_ns)
+    except OSError:
+        return []
+
+
+def _write(folder: Path, code: Code) -> None:
+    """As a whole or not at all."""
+    written = pickle.dumps(dataclasses.replace(code, function=None))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(written)
+        os.replace(name, folder / hashlib.sha256(written).hexdigest()[:16])
+        for old in _files(folder)[MOST_OF_ONE:]:
+            old.unlink()
+    except OSError as error:
+        logger.debug("%s was not kept: %s", folder, error)
+    code.written = b""
