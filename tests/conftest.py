@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
-from hf_specheads.generation import loop, stream
+from hf_specheads.generation import kept, loop, stream
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -77,6 +77,18 @@ def even_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     clock = Clock(1.0)
     for module in (loop, stream):
         monkeypatch.setattr(module, "time", clock)
+
+
+@pytest.fixture(scope="session")
+def kept_code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where a session keeps compiled steps, so that it depends on no other."""
+    return str(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture(autouse=True)
+def code_of_this_session(kept_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests find what tests before them have compiled, and nothing older."""
+    monkeypatch.setattr(kept, "FOLDER", kept_code)
 
 
 @pytest.fixture(autouse=True)

@@ -225,7 +225,7 @@ def _folder(step: Callable, shape: tuple, args: tuple) -> Path:
         step.__name__, shape, list(map(_kind, args)), torch.__version__, transformers.__version__, sys.version,
         torch.backends.cpu.get_cpu_capability(), settings, _engine(),
     ))  # fmt: skip
-    if (address := re.search(r"<[^<>]+ at 0x", described)) is not None:
+    if (address := re.search(r"\S+ (?:object )?at 0x", described)) is not None:
         raise NotPortable(address[0])
     return Path(cache_dir(), FOLDER, hashlib.sha256(described.encode()).hexdigest()[:32])
 

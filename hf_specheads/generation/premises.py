@@ -345,9 +345,8 @@ class _Found:
         self._types = [type(values[place]) for place in self._typed]
         self._forwards = {kind: kind.forward for kind in self._types if issubclass(kind, nn.Module)}
         self._tensors, tensors = _taken(groups.get(_tensor), values)
-        sizes, strides = (
-            [list(each) for each in kind] for kind in ((t.shape for t in tensors), (t.stride() for t in tensors))
-        )
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self._same = list(same)
 
