@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import datetime as dt
 import functools
 import hashlib
+import io
 import json
 import re
 import shlex
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +33,7 @@ NOT_MEASURED = {
                      "provenance.py", "custom_generate.py"},
     "trainer": {"shipped_pair", "__main__.py", "publishing.py", "facts.py"},
 }  # fmt: skip
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 TABLE = re.compile(r"(<!-- results:(?P<name>[\w/-]+) -->\n)(?P<text>.*?)(<!-- /results:(?P=name) -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- value:(?P<path>[^:\n]+)(:(?P<format>\S+))? -->)(?P<text>[^\n]*?)(<!-- /value -->)")
 
@@ -69,14 +73,33 @@ def _without_folders(word: str) -> str:
 
 
 def hash_of(sources: Iterable[str]) -> str:
-    """Of the Python files of folders of the repository, but those that no number depends on."""
+    """Of what runs in the Python files of folders of the repository, but those that no number depends on."""
     digest = hashlib.sha256()
     for folder in sources:
         files = {path.relative_to(ROOT / folder): path for path in (ROOT / folder).rglob("*.py")}
         for name in sorted(files, key=Path.as_posix):
             if name.parts[0] not in NOT_MEASURED.get(folder, ()):
-                digest.update(f"{folder}/{name.as_posix()}\n{files[name].read_text(encoding='utf-8')}\n".encode())
+                runs = what_runs(files[name].read_text(encoding="utf-8"))
+                digest.update(f"{folder}/{name.as_posix()}\n{runs}\n".encode())
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def what_runs(source: str) -> str:
+    """Python source without docstrings, comments and empty lines."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _height(node: ast.stmt) -> int:
+    return cast(int, node.end_lineno) - node.lineno + 1
 
 
 @functools.cache

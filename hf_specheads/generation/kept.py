@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers.utils import logging
 
 from .guards import GUARD_HOOKS, quick_compiler
@@ -127,22 +128,25 @@ class KeptSteps:
         if (found := _fitting(codes, step, arguments)) is not None:
             return found.read()
         folder = _folder(step, shape, args)
+        if (found := self._from_disk(key, folder, arguments)) is None:
+            if len(codes) >= MOST_OF_ONE:
+                raise torch._dynamo.exc.FailOnRecompileLimitHit(f"{step.__name__} is another in every call")
+            found = _made(folder, step, args, arguments, self.options)
+        codes.append(found)
+        return found.read()
+
+    def _from_disk(self, key: tuple, folder: Path, arguments: dict[str, Any]) -> Code | None:
         if key not in self._on_disk:
             self._on_disk[key] = _all_in(folder)
-        if (found := _fitting(self._on_disk[key], step, arguments)) is not None:
-            self._on_disk[key].remove(found)
-            try:
-                found.read()
-            except Exception as error:  # of files that something else has written, or compilers that are gone
-                logger.debug("%s on disk is of no use: %s", step.__name__, error)
-            else:
-                codes.append(found)
-                return found.read()
-        if len(codes) >= MOST_OF_ONE:
-            raise torch._dynamo.exc.FailOnRecompileLimitHit(f"{step.__name__} is another in every call")
-        codes.append(_compiled(step, args, arguments, self.options))
-        _write(folder, codes[-1])
-        return codes[-1].read()
+        if (found := _fitting(self._on_disk[key], key[0], arguments)) is None:
+            return None
+        self._on_disk[key].remove(found)
+        try:
+            found.read()
+        except Exception as error:  # of files that something else has written, or a C++ compiler that is gone
+            logger.debug("%s cannot be read: %s", folder, error)
+            return None
+        return found
 
 
 def keeps(options: dict[str, Any], device: torch.device) -> bool:
@@ -167,10 +171,27 @@ def _fitting(codes: Iterable[Code], step: Callable, arguments: dict[str, Any]) -
 
 
 # ---------------------------------------------------------------------- compiling
+def _made(folder: Path, step: Callable, args: tuple, arguments: dict[str, Any], options: dict[str, Any]) -> Code:
+    """Compiled and written; what cannot be kept is found out after it was compiled, so that is written as well."""
+    refused = Path(f"{folder}.refused")
+    if refused.exists():
+        raise NotPortable(refused.read_text(encoding="utf-8"))
+    try:
+        code = _compiled(step, args, arguments, options)
+    except NotPortable as reason:
+        _write(refused, str(reason).encode())
+        raise
+    _write(folder / code.premises.name, pickle.dumps(dataclasses.replace(code, function=None)))
+    code.written = b""
+    for old in _files(folder)[MOST_OF_ONE:]:
+        old.unlink(missing_ok=True)
+    return code
+
+
 def _compiled(step: Callable, args: tuple, arguments: dict[str, Any], options: dict[str, Any]) -> Code:
     try:
         return _by_torch(step, args, arguments, options)
-    except (torch._dynamo.exc.TorchDynamoException, torch.OutOfMemoryError, NotPortable):
+    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, torch.OutOfMemoryError, NotPortable):
         raise
     except Exception as error:  # what torch compiles and cannot write down, and places inside torch that may move
         raise NotPortable(f"{type(error).__name__}: {error}") from error
@@ -271,17 +292,13 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
-def _write(folder: Path, code: Code) -> None:
+def _write(file: Path, written: bytes) -> None:
     """As a whole or not at all."""
-    written = pickle.dumps(dataclasses.replace(code, function=None))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(written)
-        os.replace(name, folder / hashlib.sha256(written).hexdigest()[:16])
-        for old in _files(folder)[MOST_OF_ONE:]:
-            old.unlink()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "wb") as new:
+            new.write(written)
+        os.replace(name, file)
     except OSError as error:
-        logger.debug("%s was not kept: %s", folder, error)
-    code.written = b""
+        logger.debug("%s was not kept: %s", file, error)

@@ -203,6 +203,11 @@ class Premises:
             self.__dict__["_found"] = _Found(self.questions, self.same, values)
         return holds
 
+    @property
+    def name(self) -> str:
+        """One for all that are equal."""
+        return hashlib.sha256(repr(self.__reduce__()[1:]).encode()).hexdigest()[:16]
+
     @functools.cached_property
     def _values(self) -> Callable[[dict, Mapping], list]:
         return _function(marshal.loads(self.places))

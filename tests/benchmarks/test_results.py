@@ -244,3 +244,30 @@ def test_every_refusal_of_a_family_is_explained() -> None:
     numbers = {int(number) for number in re.findall(r"\((\d+)\)(?= \|)", table)}
     explained = {int(number) for number in re.findall(r"^(\d+)\. ", table, re.MULTILINE)}
     assert numbers and numbers <= explained
+
+
+SOURCE = '''"""A module."""
+
+import os  # of the system
+
+
+class One:
+    """A class.
+
+    With more to say.
+    """
+
+    def path(self):  # nothing new
+        """One line."""
+        # A comment.
+        return "# no comment", """not a docstring"""
+'''
+
+
+def test_words_about_code_run_nowhere() -> None:
+    assert results.what_runs(SOURCE) == (
+        'import os\nclass One:\n    def path(self):\n        return "# no comment", """not a docstring"""'
+    )
+    other = SOURCE.replace("nothing new", "something new").replace("One line.", "Two lines.\n\n        Really.")
+    assert other != SOURCE and results.what_runs(other) == results.what_runs(SOURCE)
+    assert results.what_runs(SOURCE.replace("import os", "import sys")) != results.what_runs(SOURCE)

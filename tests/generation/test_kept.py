@@ -262,12 +262,14 @@ def test_what_cannot_be_kept_is_torchs_to_keep(folder, monkeypatch):
     assert run(one) is None
     monkeypatch.setattr(kept, "_compiled", lambda *_: pytest.fail("asked again"))
     assert run(one) is None
-    assert not files(folder)
+    assert run(process()) is None, "which other processes know at once"
+    (file,) = files(folder)
+    assert file.read_text() == "a secret"
 
 
 def test_places_inside_torch_may_move(folder, monkeypatch):
     monkeypatch.setattr("torch._dynamo.aot_compile.aot_compile_fullgraph", lambda *args, **kwargs: None)
-    assert run(process()) is None and not files(folder)
+    assert run(process()) is None and [file.suffix for file in files(folder)] == [".refused"]
 
 
 def test_an_address_is_no_description():
