@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers.utils import logging
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from .guards import GUARD_HOOKS, quick_compiler
 from .premises import NotPortable, Premises, premises_of
@@ -35,6 +36,7 @@ logger = logging.get_logger(__name__)
 
 MOST_OF_ONE = 8  # variants of a step that live side by side, in a process and on disk
 DEFAULTS = {"backend": "inductor", "fullgraph": True, "dynamic": False}
+SINCE = "2.13"  # torch writes down what it has made of such functions, with guards that can be told
 FOLDER = "specheads"  # within inductor's
 
 
@@ -151,11 +153,7 @@ class KeptSteps:
 
 def keeps(options: dict[str, Any], device: torch.device) -> bool:
     """Whether steps compiled so can be kept: on a CPU, by inductor as it comes, unless it keeps nothing itself."""
-    if options != DEFAULTS or device.type != "cpu":
-        return False
-    try:
-        importlib.import_module("torch._dynamo.aot_compile")
-    except ImportError:  # of older torch
+    if options != DEFAULTS or device.type != "cpu" or not is_torch_greater_or_equal(SINCE):
         return False
     settings = torch._inductor.config
     return bool(settings.fx_graph_cache) and not settings.force_disable_caches

@@ -8,10 +8,12 @@ import types
 import pytest
 import torch
 from torch import nn
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
-from hf_specheads.generation import premises
+from hf_specheads.generation import kept, premises
 from hf_specheads.generation.premises import NotPortable, premises_of
 
+pytestmark = pytest.mark.skipif(not is_torch_greater_or_equal(kept.SINCE), reason="older torch has other guards")
 SCALE = 2.0
 
 
