@@ -7,6 +7,7 @@ may be used is ours to say ([`premises`]).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -59,8 +60,12 @@ class Code:
     function: Callable | None = None
 
     def fits(self, step: Callable, arguments: dict[str, Any]) -> bool:
-        """Whether the premises hold."""
-        return self.premises.hold(arguments, {**step.__globals__, **self._named})
+        """Whether the premises hold; not those of modules that are gone."""
+        try:
+            named = self._named
+        except ImportError:
+            return False
+        return self.premises.hold(arguments, {**step.__globals__, **named})
 
     def is_of_these_files(self) -> bool:
         """Whether what the compiler read has not changed since."""
@@ -182,7 +187,8 @@ def _made(folder: Path, step: Callable, args: tuple, arguments: dict[str, Any], 
     _write(folder / code.premises.name, pickle.dumps(dataclasses.replace(code, function=None)))
     code.written = b""
     for old in _files(folder)[MOST_OF_ONE:]:
-        old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other processes delete as well, and files may be others'
+            old.unlink()
     return code
 
 
@@ -265,8 +271,8 @@ def _settings(config: Any) -> list[tuple[str, Any]]:
 @functools.cache
 def _engine() -> list[tuple]:
     """The code that makes code."""
-    files = sorted(Path(__file__).parent.iterdir())
-    return [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
+    files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".c"))
+    return [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
 
 
 def _all_in(folder: Path) -> list[Code]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -193,6 +194,26 @@ def test_too_many_variants(folder, monkeypatch):
     run(one, numbers=torch.ones(2, 2))
     run(process(), numbers=torch.ones(3, 2))
     assert len(files(folder)) == 2, "the oldest has gone"
+
+
+def test_variants_that_cannot_be_deleted_stay(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr(kept, "MOST_OF_ONE", 1)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    run(process(), numbers=torch.ones(1, 2))
+    run(process(), numbers=torch.ones(2, 2))
+    assert len(files(folder)) == 2
+
+
+def test_code_that_calls_what_is_gone_is_compiled_anew(folder, compiled):
+    run(process())
+    (file,) = files(folder)
+    code = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(dataclasses.replace(code, modules={**code.modules, "torch": "hf_specheads.gone"})))
+    run(process())
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of ours", pickle.dumps({"another": "thing"})])
