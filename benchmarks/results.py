@@ -30,8 +30,9 @@ PACKAGES = ("torch", "transformers", "hf-specheads")
 # Of the folders that a measurement is about, what no number depends on.
 NOT_MEASURED = {
     "hf_specheads": {"cli", "diagnosis", "publishing", "checkpoints", "trainer", "__main__.py", "version.py",
-                     "provenance.py", "custom_generate.py"},
-    "trainer": {"shipped_pair", "__main__.py", "publishing.py", "facts.py"},
+                     "provenance.py", "custom_generate.py", "generation/compiled/kept.py",
+                     "generation/compiled/premises.py"},
+    "trainer": {"shipped_pair", "__init__.py", "__main__.py", "publishing.py", "facts.py"},
 }  # fmt: skip
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 TABLE = re.compile(r"(<!-- results:(?P<name>[\w/-]+) -->\n)(?P<text>.*?)(<!-- /results:(?P=name) -->)", re.DOTALL)
@@ -73,24 +74,28 @@ def _without_folders(word: str) -> str:
 
 
 def hash_of(sources: Iterable[str]) -> str:
-    """Of what runs in the Python files of folders of the repository, but those that no number depends on."""
+    """Of what runs in the Python files of folders of the repository, but those that no number depends on.
+
+    Files that move are the files they were.
+    """
     digest = hashlib.sha256()
     for folder in sources:
-        files = {path.relative_to(ROOT / folder): path for path in (ROOT / folder).rglob("*.py")}
-        for name in sorted(files, key=Path.as_posix):
-            if name.parts[0] not in NOT_MEASURED.get(folder, ()):
-                runs = what_runs(files[name].read_text(encoding="utf-8"))
-                digest.update(f"{folder}/{name.as_posix()}\n{runs}\n".encode())
+        names = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py"))
+        measured = [name for name in names if not any(map(name.is_relative_to, NOT_MEASURED.get(folder, ())))]
+        texts = sorted(what_runs((ROOT / folder / name).read_text(encoding="utf-8")) for name in measured)
+        digest.update("\n\n".join((folder, *filter(None, texts))).encode())
     return digest.hexdigest()[:16]
 
 
 @functools.cache
 def what_runs(source: str) -> str:
-    """Python source without docstrings, comments and empty lines."""
+    """Python source without docstrings, comments, empty lines and imports: what is imported is hashed where it is."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * _height(node)
     for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start

@@ -28,9 +28,9 @@ from transformers.generation import GenerationMode
 from transformers.pipelines import base as pipelines
 
 from .contract import DraftingContract
-from .generation.attention import install_grouped_attention, uninstall_grouped_attention
 from .generation.call import begin_call, run_rounds
 from .generation.candidates import DraftHeadCandidateGenerator
+from .generation.kernels.attention import install_grouped_attention, uninstall_grouped_attention
 from .generation.refusals import refuse_prepared_call
 from .target.recurrence import is_recurrent
 

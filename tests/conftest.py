@@ -25,7 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
-from hf_specheads.generation import kept, loop, stream
+from hf_specheads.generation import loop, stream
+from hf_specheads.generation.compiled import kept
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

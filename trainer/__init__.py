@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and editors
     from .arguments import DraftHeadTrainingArguments as DraftHeadTrainingArguments
-    from .data import PackedCollator as PackedCollator
-    from .data import PaddedCollator as PaddedCollator
+    from .data.batches import PackedCollator as PackedCollator
+    from .data.batches import PaddedCollator as PaddedCollator
+    from .data.preparing import prepare_dataset as prepare_dataset
+    from .data.vocabulary import frequent_tokens as frequent_tokens
     from .joint import JointTrainer as JointTrainer
     from .joint import JointTrainingArguments as JointTrainingArguments
-    from .preparing import prepare_dataset as prepare_dataset
     from .trainer import DraftHeadTrainer as DraftHeadTrainer
-    from .unroll import PassLosses as PassLosses
-    from .unroll import Unroll as Unroll
-    from .unroll import unroll_losses as unroll_losses
-    from .vocabulary import frequent_tokens as frequent_tokens
+    from .unroll.unroll import PassLosses as PassLosses
+    from .unroll.unroll import Unroll as Unroll
+    from .unroll.unroll import unroll_losses as unroll_losses
 
 _MODULES = {
     "arguments": ("DraftHeadTrainingArguments",),
-    "data": ("PackedCollator", "PaddedCollator"),
+    "data.batches": ("PackedCollator", "PaddedCollator"),
+    "data.preparing": ("prepare_dataset",),
+    "data.vocabulary": ("frequent_tokens",),
     "joint": ("JointTrainer", "JointTrainingArguments"),
-    "preparing": ("prepare_dataset",),
     "trainer": ("DraftHeadTrainer",),
-    "unroll": ("PassLosses", "Unroll", "unroll_losses"),
-    "vocabulary": ("frequent_tokens",),
+    "unroll.unroll": ("PassLosses", "Unroll", "unroll_losses"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_MODULE_OF]

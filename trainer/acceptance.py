@@ -19,9 +19,9 @@ from hf_specheads.metrics import acceptance_length, position_acceptance
 from hf_specheads.tuning.turns import every_round_drafts
 
 from .arguments import DraftHeadTrainingArguments
-from .data import cut_prompts
-from .images import ImageChats
-from .sharding import led_by_the_first, share_here
+from .data.batches import cut_prompts
+from .data.images import ImageChats
+from .devices.sharding import led_by_the_first, share_here
 
 TRIED_TOKENS = 3  # the prompt's own, and at least one of a round
 GENERATED = ("acceptance_length", "pos_acc_")  # what metrics of generation are called

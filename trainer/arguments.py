@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-from .chunks import CHUNK_ROWS
-from .losses import LOSSES
+from .unroll.chunks import CHUNK_ROWS
+from .unroll.losses import LOSSES
 
 BACKWARDS = ("per_pass", "summed")
 PASS_REDUCTIONS = ("sum", "mean")

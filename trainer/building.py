@@ -28,16 +28,16 @@ from hf_specheads.target.loading import load_target as load_model
 from hf_specheads.target.loading import target_class
 
 from .arguments import DraftHeadTrainingArguments
-from .gradients import first_process_first
-from .images import ImageChats, ids_of, shows_images, tokenizer_of
+from .data.images import ImageChats, ids_of, shows_images, tokenizer_of
+from .data.packing import Examples
+from .data.preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
+from .data.sources import RecipeError, kind_of, refuse_wrong_model
+from .data.vocabulary import frequent_tokens
+from .devices.gradients import first_process_first
+from .devices.sharding import load_shares, share_here
 from .joint import JointTrainer, JointTrainingArguments
-from .packing import Examples
-from .preparing import DataReport, known_as_prepared, marked_example, prepare_dataset
 from .recipe import Recipe
-from .sharding import load_shares, share_here
-from .sources import RecipeError, kind_of, refuse_wrong_model
 from .trainer import DraftHeadTrainer
-from .vocabulary import frequent_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .unroll import DEFAULT_LOSSES, PassLosses
-from .utilisation import count_operations
+from .devices.utilisation import count_operations
+from .unroll.unroll import DEFAULT_LOSSES, PassLosses
 
 T = TypeVar("T")
 

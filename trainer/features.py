@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from hf_specheads.cli.arguments import Parser, load_tokenizer, torch_dtype
 
 from .commands import add_folder_options, add_output_options, write_folder
-from .packing import Examples
-from .sources import DataSource
+from .data.packing import Examples
+from .data.sources import DataSource
 
 if TYPE_CHECKING:
-    from .shards import ShardFolder
-    from .target_features import FrozenTarget
+    from .data.shards import ShardFolder
+    from .unroll.target_features import FrozenTarget
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -63,10 +63,10 @@ def write_features(args: argparse.Namespace) -> dict[str, int]:
     """
     from hf_specheads.target.identity import target_identity, target_sizes
 
-    from .preparing import prepare_dataset
-    from .shards import ShardFolder
-    from .stored_features import BYTES, KIND
-    from .target_features import FrozenTarget
+    from .data.preparing import prepare_dataset
+    from .data.shards import ShardFolder
+    from .data.stored_features import BYTES, KIND
+    from .unroll.target_features import FrozenTarget
 
     tokenizer = load_tokenizer(args.target)
     rows = DataSource(args.data, args.name, args.split).load()
@@ -116,8 +116,8 @@ def fill(
     """Writes the shards that are not there yet; several processes share them out."""
     from tqdm import tqdm
 
-    from .data import PaddedCollator
-    from .stored_features import write_shard
+    from .data.batches import PaddedCollator
+    from .data.stored_features import write_shard
 
     collate = PaddedCollator(0, args.max_length)
     device = frozen.model.get_input_embeddings().weight.device

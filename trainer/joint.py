@@ -29,11 +29,11 @@ from hf_specheads.target.adapter import (
 )
 
 from .arguments import DraftHeadTrainingArguments
+from .devices.sharding import decoder_layers
 from .evaluation import LossMeter
-from .losses import masked_mean
-from .sharding import decoder_layers
 from .trainer import DraftHeadTrainer
-from .unroll import PassLosses
+from .unroll.losses import masked_mean
+from .unroll.unroll import PassLosses
 
 IN_TRAINING = {"fingerprint": None}  # `target_adapter` of heads whose adapter still changes
 

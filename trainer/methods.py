@@ -11,7 +11,7 @@ from transformers import TrainerState
 from hf_specheads.heads.base import DraftHead
 
 from .arguments import DraftHeadTrainingArguments
-from .losses import LOSSES
+from .unroll.losses import LOSSES
 
 
 @dataclass(frozen=True)

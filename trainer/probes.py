@@ -13,8 +13,8 @@ import torch
 from hf_specheads.target.features import asked_hidden_states, features_problem
 from hf_specheads.target.identity import spread_over
 
-from .data import PackedCollator
-from .target_features import FrozenTarget
+from .data.batches import PackedCollator
+from .unroll.target_features import FrozenTarget
 
 PROBE_LENGTHS = (7, 5)  # tokens of two documents
 TOLERANCE = 0.05  # of the spread of what is compared: above rounding to 16 bits, below any other function

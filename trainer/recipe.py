@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from .sources import DataSource, RecipeError
+from .data.sources import DataSource, RecipeError
 
 SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 3e-5 as a string

@@ -18,8 +18,8 @@ from typing import Any
 from hf_specheads.cli.arguments import Parser, load_tokenizer, torch_dtype
 
 from .commands import add_folder_options, add_output_options, write_folder
-from .packing import Examples
-from .sources import DataSource
+from .data.packing import Examples
+from .data.sources import DataSource
 
 ROWS_PER_SHARD = 500
 
@@ -76,8 +76,8 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
     """
     if args.server and args.heads:
         raise ValueError("--heads make this process faster, and --server answers elsewhere; drop one of them.")
-    from .regeneration import RegenerationOptions, Regenerator
-    from .shards import ShardFolder
+    from .data.regeneration import RegenerationOptions, Regenerator
+    from .data.shards import ShardFolder
 
     kwargs = {**args.template_kwargs, **({"enable_thinking": args.thinking == "on"} if args.thinking else {})}
     options = RegenerationOptions(
@@ -156,7 +156,7 @@ def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
     from hf_specheads import load_heads
     from hf_specheads.texts import pad_token_id_of
 
-    from .answering import Server, TargetInProcess
+    from .data.answering import Server, TargetInProcess
 
     if args.server:
         known = tokenizer if args.retokenize else None

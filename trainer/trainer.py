@@ -16,25 +16,25 @@ from hf_specheads.heads.base import DraftHead
 from hf_specheads.target.statistics import FeatureStatistics
 
 from .acceptance import AcceptanceEvaluation
-from .anchors import anchors_of, count_rounds
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
-from .collators import choose_collator
+from .data.collators import choose_collator
+from .data.packing import Examples
+from .data.preparing import DataReport, endless, prepare_for
+from .devices.gradients import first_process_first, refuse_sharding, sum_gradients
+from .devices.sharding import in_step, shard_target
+from .devices.utilisation import peak_flops
 from .evaluation import AgreementMeter, LossMeter, Throughput
-from .gradients import first_process_first, refuse_sharding, sum_gradients
 from .guards import StepGuard
 from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
-from .noise import feature_noise, noisy_embedding
-from .packing import Examples
-from .preparing import DataReport, endless, prepare_for
 from .probes import refuse_leaking_packing, refuse_other_features, refuse_other_logits
 from .publishing import HubCards
-from .sharding import in_step, shard_target
-from .target_features import FrozenTarget, unroll_inputs
-from .unroll import DEFAULT_LOSSES, PassLosses, Unroll
+from .unroll.anchors import anchors_of, count_rounds
+from .unroll.noise import feature_noise, noisy_embedding
+from .unroll.target_features import FrozenTarget, unroll_inputs
+from .unroll.unroll import DEFAULT_LOSSES, PassLosses, Unroll
 from .upkeep import compiling, warn_of_settings
-from .utilisation import peak_flops
 
 
 # The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.

@@ -19,9 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specheads.bootstrap import Interval, ratio_interval
 from hf_specheads.cache.names import CACHE_NAME
-from hf_specheads.generation import few_rows
-from hf_specheads.generation.few_rows import FewRows
-from hf_specheads.generation.few_rows_native import WORKSHOP
+from hf_specheads.generation.kernels import few_rows
+from hf_specheads.generation.kernels.few_rows import FewRows
+from hf_specheads.generation.kernels.few_rows_native import WORKSHOP
 
 from .. import setup
 from ..results import Result, markdown_table, number

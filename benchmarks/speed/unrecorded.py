@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from hf_specheads.generation import unrecorded
+from hf_specheads.generation.kernels import unrecorded
 
 from .. import setup
 from ..results import Result

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, PreT
 
 from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
-from hf_specheads.generation.compiled import CompiledRounds
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.compiled.rounds import CompiledRounds
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.texts import left_padded
 from hf_specheads.tree.draft_tree import DraftTree
 from tests.support.families import NOT_BUILT, families, image_text_families, varied_target

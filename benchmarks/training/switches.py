@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from hf_specheads import AutoDraftHead, DraftHead, load_heads
 from hf_specheads.bootstrap import difference_interval
 from hf_specheads.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
-from hf_specheads.trainer.sources import DataSource
+from hf_specheads.trainer.data.sources import DataSource
 
 from ..acceptance.acceptance import TREES, counts_of, generate_all, with_tree
 from ..acceptance.questions import Counts, counts_as_text, counts_from, verdict

@@ -23,11 +23,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead, DraftTreeConfig
-from hf_specheads.generation.favourites import Favourites
-from hf_specheads.generation.foresight import Reach
-from hf_specheads.generation.menu import CHAIN_DEPTHS, DYNAMIC_TREES, farthest_chain, trees_to_choose
-from hf_specheads.generation.pace import PLAIN, Pace
-from hf_specheads.generation.tallies import TextTally, candidates_of
+from hf_specheads.generation.drafting.foresight import Reach
+from hf_specheads.generation.pace.favourites import Favourites
+from hf_specheads.generation.pace.menu import CHAIN_DEPTHS, DYNAMIC_TREES, farthest_chain, trees_to_choose
+from hf_specheads.generation.pace.pace import PLAIN, Pace
+from hf_specheads.generation.pace.tallies import TextTally, candidates_of
 from hf_specheads.tree.default import default_tree
 from hf_specheads.tuning.measure import interpolate
 from hf_specheads.tuning.replay import RecordedDrafts, record_drafts, replay_dynamic

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import HeadLoadError
-from ..generation.toolchain import warm_up_toolchain
+from ..generation.compiled.toolchain import warm_up_toolchain
 from ..heads.auto import HEADS
 from ..heads.base import DraftHead
 from ..heads.placement import Placement, announce

@@ -18,17 +18,17 @@ from ..tree.config import DraftTreeConfig
 from ..tree.draft_tree import DraftTree
 from ..tree.graft import graft_path
 from .committed import NewRows
-from .compiled import CompiledRounds
+from .compiled.rounds import CompiledRounds
 from .copies import SharedPrompts
-from .drafting import grow_tree
-from .favourites import Favourites, favourites_of_chain, favourites_of_tree
-from .foresight import Reach, mood_after
-from .lookup import TextLookup
-from .menu import largest, trees_of_call
+from .drafting.foresight import Reach, mood_after
+from .drafting.grow import grow_tree
+from .drafting.lookup import TextLookup
 from .options import DraftingOptions
-from .pace import PLAIN, Pace
+from .pace.favourites import Favourites, favourites_of_chain, favourites_of_tree
+from .pace.menu import largest, trees_of_call
+from .pace.pace import PLAIN, Pace
+from .pace.tallies import TextTally
 from .sampling import DraftSampler
-from .tallies import TextTally
 from .verification.accepted import Accepted
 
 ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)

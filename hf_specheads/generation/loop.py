@@ -27,21 +27,21 @@ from ..tree.draft_tree import DraftTree
 from .ahead import DraftAhead, drafts_ahead
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
-from .compiled import bucket, compiled_rounds, verify_tree
+from .compiled.rounds import bucket, compiled_rounds, verify_tree
 from .copies import SharedPrompts, copies_of_prompts, read_prompts
-from .few_rows import FewRows
-from .kernels import any_length
+from .kernels.any_length import any_length
+from .kernels.few_rows import FewRows
+from .kernels.unrecorded import guard_for
 from .observer import tell
 from .opening import TargetCache, open_cache
 from .options import DraftingOptions
 from .outputs import EmittedOutputs
-from .pace import PLAIN, Pace
-from .paces import pace_of
+from .pace.pace import PLAIN, Pace
+from .pace.paces import pace_of
 from .sampling import TokenSampler
 from .sequences import Sequences
 from .stepwise import StepwiseCriteria
 from .stopping import StopRule
-from .unrecorded import guard_for
 from .verification.accepted import Accepted, Meanwhile
 from .verification.rules import LOSSY, RULES, Verification
 

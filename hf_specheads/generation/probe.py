@@ -28,7 +28,7 @@ from ..target.positions import drops_positions
 from ..target.recurrence import counts_padding
 from ..target.structure import forward_parameters
 from ..tree.draft_tree import DraftTree
-from .kernels import any_length
+from .kernels.any_length import any_length
 
 SHORT_CONTEXT = 16
 BEYOND_WINDOW = 8  # tokens of the context beyond a sliding window

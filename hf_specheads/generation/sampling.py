@@ -17,7 +17,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from .few_rows_native import highest
+from .kernels.few_rows_native import highest
 
 # Processors whose output for a row depends on that row's logits alone, so that all nodes can be processed at once.
 ROW_WISE_PROCESSORS = frozenset(

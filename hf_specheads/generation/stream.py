@@ -33,7 +33,7 @@ from .committed import NewRows
 from .loop import RoundLoop
 from .observer import tell
 from .options import DraftingOptions
-from .paces import pace_of
+from .pace.paces import pace_of
 from .refusals import (
     refuse_numbers,
     refuse_prepared_call,

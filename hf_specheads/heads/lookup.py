@@ -18,7 +18,7 @@ from ..cache.draft import DraftCache
 from ..cache.slots import SlotCache
 from ..configuration import DraftHeadConfig
 from ..errors import WrongTargetError
-from ..generation.lookup import LONGEST, SHORTEST
+from ..generation.drafting.lookup import LONGEST, SHORTEST
 from ..publishing.card.facts import Published
 from ..target.identity import target_sizes
 from ..unroll.rows import DraftedPass, TrainingRows

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.lessons import lesson_of
+from ..generation.pace.lessons import lesson_of
 from ..tree.config import DraftTreeConfig
 from ..tree.default import default_tree, machine_key, tuned_entry, tuned_tree, without_machine
 from ..tuning.tune import TuningResult, tune

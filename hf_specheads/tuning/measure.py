@@ -14,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 from ..cache.names import CACHE_NAME
 from ..cache.target import TreeCache
 from ..contract import DraftingContract
-from ..generation.few_rows import FewRows
-from ..generation.few_rows_native import WORKSHOP
-from ..generation.kernels import any_length
-from ..generation.unrecorded import guard_for
+from ..generation.kernels.any_length import any_length
+from ..generation.kernels.few_rows import FewRows
+from ..generation.kernels.few_rows_native import WORKSHOP
+from ..generation.kernels.unrecorded import guard_for
 from ..metrics import GenerationStats, devices_of, wait_for
 from ..target.features import asked_hidden_states, select_hidden_states
 from ..tree.config import DraftTreeConfig

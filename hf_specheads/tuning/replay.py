@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.kernels import any_length
+from ..generation.kernels.any_length import any_length
 from ..target.features import asked_hidden_states, select_hidden_states
 from .progress import bar
 from .turns import Prompts, generate_text

@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..contract import DraftingContract
-from ..generation.compiled import SMALLEST_BUCKET, bucket, compiled_rounds
-from ..generation.menu import largest, trees_of_call
+from ..generation.compiled.rounds import SMALLEST_BUCKET, bucket, compiled_rounds
 from ..generation.observer import Round
 from ..generation.options import DraftingOptions
-from ..generation.pace import Pace
+from ..generation.pace.menu import largest, trees_of_call
+from ..generation.pace.pace import Pace
 from ..tree.config import DraftTreeConfig
 from .progress import bar
 

@@ -125,7 +125,14 @@ def test_the_hash_is_of_what_numbers_depend_on(tmp_path, monkeypatch):
     changed = hash_of(["hf_specheads"])
     assert changed != before
     engine.rename(engine.with_name("rounds.py"))
-    assert hash_of(["hf_specheads"]) not in (before, changed)
+    assert hash_of(["hf_specheads"]) == changed, "files that move are the files they were"
+    engine.with_name("rounds.py").write_text('"""Says what 2 is."""\nfrom .elsewhere import three  # a comment\n\n2\n')
+    assert hash_of(["hf_specheads"]) == changed
+    kept = engine.parent / "compiled" / "kept.py"
+    kept.parent.mkdir()
+    kept.write_text("3\n")
+    assert hash_of(["hf_specheads"]) == changed
+    assert hash_of(["hf_specheads/generation/compiled"]) != hash_of(["hf_specheads/generation/verification"])
 
 
 def test_a_result_belongs_to_the_measurement_it_is_named_after():
@@ -266,8 +273,10 @@ class One:
 
 def test_words_about_code_run_nowhere() -> None:
     assert results.what_runs(SOURCE) == (
-        'import os\nclass One:\n    def path(self):\n        return "# no comment", """not a docstring"""'
+        'class One:\n    def path(self):\n        return "# no comment", """not a docstring"""'
     )
     other = SOURCE.replace("nothing new", "something new").replace("One line.", "Two lines.\n\n        Really.")
     assert other != SOURCE and results.what_runs(other) == results.what_runs(SOURCE)
-    assert results.what_runs(SOURCE.replace("import os", "import sys")) != results.what_runs(SOURCE)
+    elsewhere = SOURCE.replace("import os", "from elsewhere import os")
+    assert elsewhere != SOURCE and results.what_runs(elsewhere) == results.what_runs(SOURCE)
+    assert results.what_runs(SOURCE.replace("no comment", "comment")) != results.what_runs(SOURCE)

@@ -18,10 +18,10 @@ from benchmarks.results import same_text
 from benchmarks.speed import both_ways, cache, compiled, draws, few_rows, first_call, quantised, speedup, vocabulary
 from hf_specheads import load_heads
 from hf_specheads.generation.ahead import DraftAhead
-from hf_specheads.generation.costs import PLAIN, Costs
-from hf_specheads.generation.few_rows import FewRows
+from hf_specheads.generation.kernels.few_rows import FewRows
+from hf_specheads.generation.kernels.unrecorded import BELOW_AUTOGRAD, guard_for
+from hf_specheads.generation.pace.costs import PLAIN, Costs
 from hf_specheads.generation.sampling import TokenSampler
-from hf_specheads.generation.unrecorded import BELOW_AUTOGRAD, guard_for
 
 ROUND_STAGES = {"draft", "target", "accept", "commit", "loop", "whole round"}
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks import figure
 from benchmarks.trees import default, grid, replay
 from hf_specheads import DraftTreeConfig
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace.pace import Pace
 from hf_specheads.tuning.replay import RecordedDrafts
 from hf_specheads.tuning.rounds import TimedRounds
 

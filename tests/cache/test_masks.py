@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from hf_specheads.cache.masks import additive_mask, slot_mask, tree_position_ids
 from hf_specheads.cache.target import TreeCache
-from hf_specheads.generation.chains import fixed_tree
+from hf_specheads.generation.drafting.chains import fixed_tree
 from hf_specheads.tree.config import DraftTreeConfig
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tree.shape import fixed_shape

@@ -27,9 +27,9 @@ from transformers import CompileConfig
 from benchmarks.setup import random_llama
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError, generate_stream, load_heads
 from hf_specheads.generation.ahead import DraftAhead
-from hf_specheads.generation.attention import attend_by_kernel, attend_by_products
+from hf_specheads.generation.kernels.attention import attend_by_kernel, attend_by_products
+from hf_specheads.generation.kernels.products import products
 from hf_specheads.generation.loop import RoundLoop
-from hf_specheads.generation.products import products
 from hf_specheads.heads.auto import METHODS
 from hf_specheads.metrics import wait_for
 from hf_specheads.tuning.measure import _seconds, measure_costs
@@ -550,7 +550,7 @@ def test_few_rows_attend_as_by_torchs_own_function(sizes):
 @pytest.mark.parametrize("rows", [1, 7, 61])
 @pytest.mark.parametrize("columns", [(128, 64, 64), (192,), (512, 512)], ids=str)
 def test_products_of_siblings_are_the_same(columns, rows):
-    from hf_specheads.generation.products_triton import WAYS
+    from hf_specheads.generation.kernels.products_triton import WAYS
 
     inputs = torch.randn(rows, 512, device=DEVICE).bfloat16()
     weights = [torch.randn(size, 512, device=DEVICE).bfloat16() for size in columns]

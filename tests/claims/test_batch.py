@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_specheads import UnsupportedGenerationError
 from hf_specheads.cache import target as target_cache
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace.pace import Pace
 
 FEW_SLOTS = 8
 TREE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2-window", "gemma2", "gemma3", "phi3", "mixtral", "gpt2", "gpt-oss")

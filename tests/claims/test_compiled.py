@@ -17,8 +17,9 @@ from support.trees import TREES
 from transformers import CompileConfig, DynamicCache
 
 from hf_specheads import DraftLanguageModel, UnsupportedGenerationError
-from hf_specheads.generation import loop, steps
-from hf_specheads.generation.compiled import SMALLEST_BUCKET, CompiledRounds, bucket
+from hf_specheads.generation import loop
+from hf_specheads.generation.compiled import steps
+from hf_specheads.generation.compiled.rounds import SMALLEST_BUCKET, CompiledRounds, bucket
 
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "jetspec", "dspark", "dflash2",

@@ -28,7 +28,7 @@ from benchmarks.targets.families import (
 )
 from hf_specheads import AutoDraftHead, DraftHead, UnsupportedGenerationError, WrongTargetError
 from hf_specheads.errors import HeadConfigError
-from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.generation.compiled.rounds import CompiledRounds
 from hf_specheads.heads.auto import METHODS
 
 SERVED = {

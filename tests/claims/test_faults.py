@@ -27,7 +27,7 @@ from hf_specheads.cache import chain
 from hf_specheads.cache import target as target_cache
 from hf_specheads.cache.chain import ChainCache
 from hf_specheads.cache.target import TreeCache, _Group
-from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.generation.compiled.rounds import CompiledRounds
 
 TREES = ("llama", "mistral", "gemma3")  # slots; windows that are in force; both
 FAMILIES = (*TREES, *CHAINS)

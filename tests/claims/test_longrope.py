@@ -8,7 +8,7 @@ from support.stubs import StubHead
 from support.targets import own_target, prompt
 
 from hf_specheads.generation import candidates
-from hf_specheads.generation.lookup import TextLookup
+from hf_specheads.generation.drafting.lookup import TextLookup
 
 LIMIT = 48
 LENGTHS = range(30, 42)

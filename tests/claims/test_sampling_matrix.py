@@ -31,7 +31,7 @@ from transformers.generation import (
 
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.errors import UnsupportedGenerationError
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.generation.sampling import DraftSampler, TokenSampler
 from hf_specheads.generation.stopping import StopRule
 from hf_specheads.generation.verification import rules

@@ -161,7 +161,7 @@ def test_bench(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 def test_bench_says_how_many_plain_steps_there_were_and_why(pair: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     """Heads that never pay: half of their tokens come from plain steps, which tau alone does not show."""
-    from hf_specheads.generation.pace import PLAIN, Pace
+    from hf_specheads.generation.pace.pace import PLAIN, Pace
 
     monkeypatch.setattr(Pace, "choose", lambda self, *_: PLAIN)
     arguments = ["bench", *models(pair), "--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1"]

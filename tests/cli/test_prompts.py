@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specheads.cli import main
 from hf_specheads.cli.prompts import AskedChat, read_prompts, texts_of
-from hf_specheads.trainer.answering import TargetInProcess
+from hf_specheads.trainer.data.answering import TargetInProcess
 from hf_specheads.trainer.regenerate import main as regenerate
 
 USER = {"role": "user", "content": "w5 w6"}

@@ -19,7 +19,7 @@ from support.trees import TREES, random_tree
 from hf_specheads.generation.ahead import DraftAhead, rows_of_choices
 from hf_specheads.generation.committed import PackedPaths
 from hf_specheads.generation.loop import RoundLoop
-from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.pace.pace import PLAIN, Pace
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.stopping import StopRule
 from hf_specheads.generation.verification import accepted

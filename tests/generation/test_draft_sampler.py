@@ -22,7 +22,7 @@ from transformers.generation import (
 )
 
 from hf_specheads.cache.draft import DraftCache
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.generation.sampling import DraftSampler, TokenSampler
 
 NO_PROCESSORS = LogitsProcessorList()

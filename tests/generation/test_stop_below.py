@@ -12,7 +12,7 @@ from support.trees import TREES
 
 from hf_specheads import DraftTreeConfig
 from hf_specheads.cache.draft import DraftCache
-from hf_specheads.generation.drafting import gives_up, grow_tree
+from hf_specheads.generation.drafting.grow import gives_up, grow_tree
 
 
 @pytest.mark.parametrize("kind", TREES)

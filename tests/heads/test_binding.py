@@ -16,7 +16,7 @@ from support.trees import TREES
 from transformers import CompileConfig
 
 from hf_specheads.errors import UnsupportedGenerationError, WrongTargetError
-from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.pace.pace import PLAIN, Pace
 
 KEPT = torch.arange(3, 99, 3)
 NEW = 12

@@ -13,7 +13,7 @@ from support.targets import deep_target, plain, prompt, shared_target
 
 from hf_specheads import AutoDraftHead, DFlashHeadConfig, DraftHead, DraftTreeConfig, HeadLoadError, load_heads
 from hf_specheads.errors import CheckpointKeysError, HeadConfigError
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.heads.block_config import spread_layers
 from hf_specheads.unroll.rows import TrainingRows, row_positions
 

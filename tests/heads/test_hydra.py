@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from hf_specheads import AutoDraftHead, HydraHead, WrongTargetError, load_heads
 from hf_specheads.errors import UnsupportedGenerationError, WarmStartError
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 VARIANTS = [

@@ -7,8 +7,8 @@ from support.heads import random_heads
 from support.targets import own_target, plain, prompt
 
 from hf_specheads import load_heads
-from hf_specheads.generation.lessons import ROUNDS_OF_A_LESSON
-from hf_specheads.generation.pace import PLAIN, Pace
+from hf_specheads.generation.pace.lessons import ROUNDS_OF_A_LESSON
+from hf_specheads.generation.pace.pace import PLAIN, Pace
 from hf_specheads.tree.default import machine_key
 
 

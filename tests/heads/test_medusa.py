@@ -15,7 +15,7 @@ from torch import nn
 from hf_specheads import AutoDraftHead, MedusaHead, MedusaHeadConfig, load_heads
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.errors import UnsupportedGenerationError, WarmStartError
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.target.projection import output_weight
 from hf_specheads.tree.published import MEDUSA_CHOICES
 from hf_specheads.unroll.rows import TrainingRows

@@ -15,7 +15,7 @@ from support.published import save_with_facts
 from hf_specheads import PossHead
 from hf_specheads.publishing.card.facts import CardFacts, collect_facts
 from hf_specheads.publishing.card.render import BEGIN, END, render_card, write_card
-from hf_specheads.trainer.losses import LOSSES
+from hf_specheads.trainer.unroll.losses import LOSSES
 
 RESULTS = {
     "task": "held-out functions", "acceptance_length": 3.214, "pos_acc": [0.9, 0.75], "speed_up": 1.834, "prompts": 24,

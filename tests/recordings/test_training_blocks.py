@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from hf_specheads import load_heads
 from hf_specheads.target.borrowed import as_embedding
 from hf_specheads.trainer import unroll_losses
-from hf_specheads.trainer.losses import LOSSES, DraftedRows, TargetDistribution
 from hf_specheads.trainer.methods import method_defaults
+from hf_specheads.trainer.unroll.losses import LOSSES, DraftedRows, TargetDistribution
 from hf_specheads.unroll.rows import TrainingRows, row_positions
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"

@@ -11,7 +11,7 @@ from hf_specheads import load_heads
 from hf_specheads.checkpoints.layouts.fields import Source
 from hf_specheads.checkpoints.layouts.hydra import read as hydra
 from hf_specheads.trainer import Unroll
-from hf_specheads.trainer.losses import IGNORED
+from hf_specheads.trainer.unroll.losses import IGNORED
 
 FOLDER = Path(__file__).resolve().parents[1] / "recordings" / "goldens" / "training_hydra_prefix"
 # The recorded config of the heads, plus what their file does not tell about the prefix layer.

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_specheads import MedusaHead, MedusaHeadConfig
 from hf_specheads.trainer import Unroll
-from hf_specheads.trainer.losses import IGNORED
+from hf_specheads.trainer.unroll.losses import IGNORED
 
 FOLDER = Path(__file__).resolve().parents[1] / "recordings" / "goldens" / "training_medusa"
 HEADS, HIDDEN, VOCAB = 5, 48, 64

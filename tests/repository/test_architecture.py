@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from .test_imports import STEPS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines
+MOST_MODULES = 25  # in a folder; `heads` has one for every method
 PLACES = sorted(set(re.findall(r"\b((?:\w+/)*\w+\.py):(\w+(?:\.\w+)?)", PAGE)))
 
 
@@ -79,3 +81,21 @@ def test_files_and_functions_are_short(folder: str) -> None:
                  if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]  # fmt: skip
     lengths = {f"{path}:{node.name}": node.end_lineno - node.lineno + 1 for path, node in functions}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+
+
+@pytest.mark.parametrize("folder", ["hf_specheads", "trainer", "benchmarks"])
+def test_no_folder_is_a_heap(folder: str) -> None:
+    modules = Counter(path.parent for path in (ROOT / folder).rglob("*.py") if not path.name.startswith("__"))
+    assert {str(room): number for room, number in modules.items()
+            if number > MOST_MODULES and room.name != "heads"} == {}  # fmt: skip
+
+
+def test_every_room_within_a_room_is_on_the_map() -> None:
+    rooms = [
+        path.parent
+        for folder in ("generation", "../trainer")
+        for path in (ROOT / "hf_specheads" / folder).glob("*/__init__.py")
+    ]
+    for room in rooms:
+        name = f"`{room.parent.name}/{room.name}/`"
+        assert name in PAGE or room.name == "shipped_pair", f"{name} is not on the map of docs/architecture.md"

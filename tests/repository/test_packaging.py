@@ -39,7 +39,7 @@ print(json.dumps({
     "recipes": sorted(p.name for p in resources.files("hf_specheads.trainer").joinpath("recipes").iterdir()),
     "data": [resources.files("hf_specheads").joinpath(name).is_file()
              for name in ("py.typed", "publishing/card/template.md", "cli/demo_prompts.jsonl",
-                          "generation/few_rows.c")],
+                          "generation/kernels/few_rows.c")],
     "plain_trainer": "trainer" in sys.modules,
 }))
 """
@@ -161,7 +161,7 @@ def test_what_is_imported_is_declared() -> None:
             used |= names
             extras = () if top == "hf_specheads" and at_once else ("train",)
             extras = ("app",) if file.startswith("hf_specheads/app/") else extras
-            extras += ("zero3",) if file == "trainer/sharding.py" else ()
+            extras += ("zero3",) if file == "trainer/devices/sharding.py" else ()
             if not names & (declared(*extras) | COME_WITH_TORCH):
                 missing.append(f"{file} imports {package} of {sorted(names)}")
     assert not missing, "add to pyproject.toml: " + "; ".join(missing)

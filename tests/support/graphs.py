@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_specheads.generation.compiled import CompiledRounds
+from hf_specheads.generation.compiled.rounds import CompiledRounds
 
 GARBAGE = {torch.bool: True}
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specheads import load_heads
 from hf_specheads.generation import loop
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace.pace import Pace
 from support.clock import Clock
 
 

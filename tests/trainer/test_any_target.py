@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from hf_specheads import AutoDraftHead
-from hf_specheads.trainer import building, sharding
+from hf_specheads.trainer import building
 from hf_specheads.trainer.__main__ import main
+from hf_specheads.trainer.devices import sharding
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_specheads.trainer import DraftHeadTrainingArguments
-from hf_specheads.trainer.losses import LOSSES
+from hf_specheads.trainer.unroll.losses import LOSSES
 
 
 @pytest.mark.parametrize(

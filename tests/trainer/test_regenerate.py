@@ -13,8 +13,8 @@ import torch
 from support import completions_server as _server
 from support.tokenizers import byte_tokenizer
 
+from hf_specheads.trainer.data.regeneration import Chat, RegenerationOptions, Regenerator, parse_reply
 from hf_specheads.trainer.regenerate import main
-from hf_specheads.trainer.regeneration import Chat, RegenerationOptions, Regenerator, parse_reply
 
 from .conftest import make_heads
 
@@ -93,7 +93,7 @@ def test_heads_make_it_faster_and_leave_the_text(pair, tmp_path: Path, target, c
 
 
 def test_it_goes_on_where_it_stopped(pair, tmp_path: Path, capsys, monkeypatch) -> None:
-    from hf_specheads.trainer.answering import TargetInProcess
+    from hf_specheads.trainer.data.answering import TargetInProcess
 
     whole, out = tmp_path / "whole", tmp_path / "out"
     sampled = [*pair, "--temperature", "0", "0.7", "1.0", "--json"]

@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 
 from hf_specheads.trainer.__main__ import main
+from hf_specheads.trainer.devices.utilisation import count_operations, known_peak, peak_flops
 from hf_specheads.trainer.evaluation import AgreementMeter, LossMeter, Throughput
-from hf_specheads.trainer.losses import DraftedRows, TargetDistribution, agreement
-from hf_specheads.trainer.utilisation import count_operations, known_peak, peak_flops
+from hf_specheads.trainer.unroll.losses import DraftedRows, TargetDistribution, agreement
 
 from .conftest import make_examples
 

@@ -25,7 +25,7 @@ from hf_specheads.trainer.identity import OtherRunError
 from hf_specheads.trainer.methods import complete_arguments
 from hf_specheads.trainer.probes import ProbeError, packing_problem, refuse_other_logits
 from hf_specheads.trainer.recipe import read_recipe, shipped_recipes
-from hf_specheads.trainer.target_features import FrozenTarget
+from hf_specheads.trainer.unroll.target_features import FrozenTarget
 
 from .conftest import make_examples, make_heads
 

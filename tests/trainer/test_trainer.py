@@ -9,7 +9,7 @@ from support.targets import own_target, training_target
 
 from hf_specheads import AutoDraftHead, WrongTargetError, load_heads
 from hf_specheads.trainer import DraftHeadTrainer, PackedCollator, PaddedCollator
-from hf_specheads.trainer.target_features import FrozenTarget, unroll_inputs
+from hf_specheads.trainer.unroll.target_features import FrozenTarget, unroll_inputs
 
 from .conftest import make_examples, make_heads
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import DraftHeadTrainer, upkeep
-from hf_specheads.trainer.target_features import FrozenTarget
+from hf_specheads.trainer.unroll.target_features import FrozenTarget
 
 from .conftest import make_examples, make_heads
 

@@ -14,8 +14,8 @@ import transformers
 
 from hf_specheads.trainer import DraftHeadTrainer, building
 from hf_specheads.trainer.__main__ import main
+from hf_specheads.trainer.data.sources import DataSource, is_path
 from hf_specheads.trainer.recipe import RecipeError, read_recipe
-from hf_specheads.trainer.sources import DataSource, is_path
 
 CHAT = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}
 # Changes to the recipe, with {folder} for the workspace's, and words of the error.

@@ -8,7 +8,7 @@ from support.heads import METHODS_BY_KIND, random_heads
 from support.targets import plain, prompt, shared_target
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.generation.drafting import grow_tree
+from hf_specheads.generation.drafting.grow import grow_tree
 from hf_specheads.target.features import asked_hidden_states, select_hidden_states
 from hf_specheads.tuning.replay import (
     NOT_DRAFTED,

@@ -9,7 +9,7 @@ from support.heads import random_heads
 from support.stubs import counted
 from support.targets import own_target, plain, prompt, shared_target
 
-from hf_specheads.generation.pace import Pace
+from hf_specheads.generation.pace.pace import Pace
 from hf_specheads.tree.config import DraftTreeConfig
 from hf_specheads.tuning.warmup import _capacities
 

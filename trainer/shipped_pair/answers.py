@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data import PackedCollator
+from ..data.batches import PackedCollator
 from .chat import chat_tokens, prompt_tokens
 from .costs import add_costs
 from .right_answers import generate_ids

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..target_features import FrozenTarget
+from ..unroll.target_features import FrozenTarget
 from .answers import AnswerBlocks, read_answers
 from .costs import add_costs
 

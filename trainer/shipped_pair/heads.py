@@ -29,8 +29,8 @@ from hf_specheads.trainer import (
     frequent_tokens,
 )
 
+from ..devices.utilisation import count_operations
 from ..facts import FACTS, write_facts
-from ..utilisation import count_operations
 from .answers import AnswerBlocks, corpus_answer, read_answers
 from .chat import prompt_tokens
 from .costs import read_costs

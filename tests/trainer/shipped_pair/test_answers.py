@@ -28,7 +28,7 @@ from hf_specheads.trainer.shipped_pair.feature_cache import CachedBlocks, stack_
 from hf_specheads.trainer.shipped_pair.heads import HeadTraining, chosen_runs
 from hf_specheads.trainer.shipped_pair.runs import RELEASED, RUNS, STUDIES
 from hf_specheads.trainer.shipped_pair.target import build_target
-from hf_specheads.trainer.target_features import FrozenTarget
+from hf_specheads.trainer.unroll.target_features import FrozenTarget
 
 BLOCK = 512
 

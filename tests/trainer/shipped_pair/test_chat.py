@@ -9,7 +9,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specheads.trainer.chats import tokenize_chat
+from hf_specheads.trainer.data.chats import tokenize_chat
 from hf_specheads.trainer.shipped_pair.chat import answer_text, chat_tokens, prompt_tokens
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, Example, Family, answer_problem, examples
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from hf_specheads import load_heads
 from hf_specheads.trainer import prepare_dataset
 from hf_specheads.trainer.__main__ import main as train
-from hf_specheads.trainer.preparing import DataReport
+from hf_specheads.trainer.data.preparing import DataReport
+from hf_specheads.trainer.data.sources import DataSource
 from hf_specheads.trainer.regenerate import main as regenerate
 from hf_specheads.trainer.shipped_pair.chat import chat_tokens
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, Example, examples
-from hf_specheads.trainer.sources import DataSource
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Steps of a round that are compiled whole, and kept."""

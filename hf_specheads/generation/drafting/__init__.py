@@ -1,0 +1,1 @@
+"""Growing draft trees, and how far it pays to."""

@@ -1,0 +1,1 @@
+"""How forwards of a few rows are computed: products, attention, and what runs around them."""

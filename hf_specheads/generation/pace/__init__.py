@@ -1,0 +1,1 @@
+"""What the next round drafts where nobody has chosen: what rounds cost, and what they give."""

@@ -1,0 +1,178 @@
+"""Looked-up tokens: found where naive search finds them, and exact in every kind of round."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import alone_texts, assert_rows, batch_of, greedy
+from support.distributions import chi_square, critical_value, five_token_target, sample, target_distribution
+from support.heads import random_heads
+from support.stubs import StubHead
+from support.targets import plain, prompt, shared_target
+from support.trees import TREES
+from transformers import CompileConfig, set_seed
+
+from hf_specheads import DraftTreeConfig, UnsupportedGenerationError
+from hf_specheads.generation.drafting.lookup import TextIndex, TextLookup
+
+NEW = 24
+LOOKUP = 5
+
+
+def naive_match(text: list[int], longest: int, shortest: int) -> int | None:
+    for size in range(longest, shortest - 1, -1):
+        places = [end for end in range(size, len(text)) if text[end - size : end] == text[len(text) - size :]]
+        if places and size <= len(text):
+            return places[-1]
+    return None
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.lists(st.integers(0, 3), max_size=40), longest=st.integers(1, 4), cuts=st.integers(0, 40))
+def test_the_last_place_of_the_longest_ngram(text, longest, cuts):
+    index = TextIndex(text[:cuts], longest, min(2, longest))
+    index.extend(text[cuts:])
+    expected = naive_match(text, longest, min(2, longest))
+    assert index.match() == expected
+    if expected is None:
+        assert index.continuation(4) is None
+        return
+    continued = list(text)
+    for token in index.continuation(50):  # a text in a loop goes on as it went on before
+        assert token == continued[expected + len(continued) - len(text)]
+        continued.append(token)
+
+
+def test_padding_is_no_text_and_sequences_leave():
+    lookup = TextLookup(2, 2)
+    lookup.begin(
+        torch.tensor([[0, 0, 1, 2], [5, 6, 5, 6], [0, 0, 0, 0]]), torch.tensor([[0, 0, 1, 1], [1] * 4, [1] * 4])
+    )
+    assert [text.token_ids for text in lookup.texts] == [[1, 2], [5, 6, 5, 6], [0] * 4]
+    assert lookup.continuations(3, torch.device("cpu")).tolist() == [[2, 2, 2], [5, 6, 5], [0, 0, 0]]
+    lookup.select_sequences([0])
+    assert not lookup.found and lookup.continuations(3, torch.device("cpu")) is None
+    lookup.extend([[1, 2]])
+    assert lookup.continuations(2, torch.device("cpu")).tolist() == [[1, 2]]
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Texts that a call finds before its own, as if the prompt had held them."""
+    texts: list[list[int]] = []
+    begin = TextLookup.begin
+
+    def after_known_texts(lookup: TextLookup, token_ids: torch.Tensor, *args: Any) -> None:
+        begin(lookup, token_ids, *args)
+        lookup.texts = [TextIndex([*itertools.chain(*texts), *text.token_ids]) for text in lookup.texts]
+
+    monkeypatch.setattr(TextLookup, "begin", after_known_texts)
+    return texts
+
+
+def emitted_before(num_accepted: list[int]) -> list[int]:
+    """New tokens before every round, the first being the prefill's; so many are left that trees are whole, or not."""
+    return list(itertools.accumulate((number + 1 for number in num_accepted[:-1]), initial=1))
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_greedy_text_is_the_targets(kind, known):
+    """Drafts are wrong, right or in the middle of the tree, and the copied path with them."""
+    target, ids = shared_target("llama"), prompt()
+    expected = plain(target, ids, NEW)
+    text = expected[0].tolist()
+    known += [text[:-8], [5, *text[-12:-3], 7]]  # right for a while, then wrong
+    tree = TREES[kind].replace(lookup=LOOKUP)
+    for ranks in ((None,), (0, 1, None, 0, 2)):
+        heads = StubHead(target, expected, ranks, **tree.to_dict())
+        heads.trace = True
+        assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+        rounds = zip(heads.last_stats.trees, emitted_before(heads.last_stats.num_accepted[0]), strict=True)
+        sizes = {drafted.num_nodes for drafted, emitted in rounds if NEW - emitted > tree.depth}
+        assert sizes <= {1, tree.num_nodes, tree.most_nodes} and tree.most_nodes in sizes
+        assert max(heads.last_stats.num_accepted[0]) >= LOOKUP
+
+
+@pytest.mark.parametrize("method", ["eagle", "lookup"])
+def test_a_batch(method):
+    target = shared_target("llama")
+    inputs, alone = batch_of((19, 4, 12))
+    heads = random_heads(target, method, kind="chain", depth=2, lookup=3)
+    heads.adaptive = False
+    got = greedy(target, inputs, assistant_model=heads, max_new_tokens=24)
+    assert_rows(got, inputs["input_ids"].shape[1], alone_texts(target, alone, max_new_tokens=24))
+
+
+@pytest.mark.slow
+def test_compiled_rounds(known):
+    target, ids = shared_target("llama"), prompt()
+    expected = plain(target, ids, NEW)
+    known += [expected[0].tolist()]
+    heads = random_heads(target, "eagle", kind="chain", depth=2, lookup=3)
+    heads.compiled, heads.adaptive = True, False
+    got = plain(target, ids, NEW, assistant_model=heads, compile_config=CompileConfig(backend="eager", mode=None))
+    assert torch.equal(got, expected)
+    assert max(heads.last_stats.num_accepted[0]) >= 3
+
+
+@pytest.mark.parametrize("method", ["eagle", "lookup"])
+def test_seeded_samples(method, known):
+    target, ids = shared_target("llama"), prompt()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.3}
+    set_seed(5)
+    expected = target.generate(ids, **options)
+    known += [expected[0].tolist()]
+    heads = random_heads(target, method, lookup=LOOKUP)
+    set_seed(5)
+    assert torch.equal(target.generate(ids, assistant_model=heads, **options), expected)
+    assert max(heads.last_stats.num_accepted[0]) >= LOOKUP
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [
+        ("eagle", {"depth": 1, "top_k": 2, "total_tokens": 3, "lookup": 2}),
+        pytest.param("lookup", {"kind": "chain", "depth": 3, "children": "sampled"}, marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_distribution(method, tree):
+    """Of a vocabulary of five, copies are found in most rounds."""
+    samples, length, setting = 80, 4, {"temperature": 0.8, "top_k": 4}
+    target = five_token_target()
+    heads = random_heads(target, method, **tree)
+    heads.exact_seed = heads.adaptive = False
+    late, expected = slice(-3, -1), {}
+    for output, probability in target_distribution(target, setting, length).items():
+        expected[output[late]] = expected.get(output[late], 0.0) + probability
+    torch.manual_seed(77)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for _ in range(samples):
+        counts[tuple(sample(target, heads, length, **setting)[late].tolist())] += 1
+        accepted += sum(heads.last_stats.num_accepted[0])
+    assert accepted > samples / 4
+    statistic, freedom = chi_square(counts, expected, samples)
+    assert freedom >= 4
+    assert statistic < critical_value(freedom)
+
+
+# ---------------------------------------------------------------------- settings
+def test_drawn_children_are_refused():
+    with pytest.raises(ValueError, match="copied, not drawn"):
+        DraftTreeConfig(kind="chain", children="sampled", lookup=2)
+    with pytest.raises(ValueError, match="`lookup` of a draft tree must be an integer of at least 0"):
+        DraftTreeConfig(lookup=-1)
+
+
+def test_the_other_loop_and_targets_without_trees_are_refused():
+    target, ids = shared_target("llama"), prompt()
+    heads = random_heads(target, "eagle", kind="chain", depth=2, lookup=2)
+    heads.loop = "transformers"
+    with pytest.raises(UnsupportedGenerationError, match=r"a chain tree with looked-up tokens.*lookup=0"):
+        plain(target, ids, NEW, assistant_model=heads)

@@ -1,0 +1,1 @@
+"""From any data set to batches of token ids and loss masks."""

@@ -1,0 +1,164 @@
+"""Features of the target on disk: sharded safetensors in bf16, read like a data set.
+
+A shard holds its examples one after the other: `input_ids` int32 [N], `loss_mask` uint8 [N], `lengths` int64 [E],
+`features` bf16 [N, F], and `final_features` bf16 [N, H] where heads read other hidden states than the last.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from hf_specheads.heads.base import DraftHead
+from hf_specheads.target.identity import fingerprints_match, target_identity
+
+from ..arguments import DraftHeadTrainingArguments
+from .batches import PaddedCollator
+from .packing import Examples
+from .shards import ShardFolder, read_manifest
+
+KIND = "features"
+BYTES = 2  # of bf16
+
+
+class StoredFeatures(Dataset):
+    """Examples with their features, from a folder that `specheads features` wrote.
+
+    Args:
+        folder: Complete or not; its complete shards are read.
+        indices: Which examples, default all.
+
+    Attributes:
+        manifest: How they were made: target, `layers`, `max_length`.
+
+    Raises:
+        ValueError: if no shard is complete.
+    """
+
+    def __init__(self, folder: str | os.PathLike, indices: Sequence[int] | None = None):
+        self.folder, self.manifest = Path(folder), read_manifest(folder)
+        records = sorted(self.folder.glob("shard-*.json"))
+        counts = [json.loads(path.read_text(encoding="utf-8"))["examples"] for path in records]
+        if not sum(counts):
+            raise ValueError(f"{folder} holds no complete shard of features; call `specheads features` again.")
+        self._paths = [path.with_suffix(".safetensors") for path in records]
+        self._starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+        self._indices = range(self._starts[-1]) if indices is None else indices
+        self._offsets: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def select(self, indices: Sequence[int]) -> StoredFeatures:
+        """Some of the examples."""
+        return StoredFeatures(self.folder, [self._indices[index] for index in indices])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        place = self._indices[index]
+        shard = bisect.bisect_right(self._starts, place) - 1
+        while self._starts[shard] == self._starts[shard + 1]:  # a shard without examples
+            shard += 1
+        with safe_open(self._paths[shard], "pt") as tensors:
+            if shard not in self._offsets:
+                self._offsets[shard] = torch.cat(
+                    [torch.zeros(1, dtype=torch.long), tensors.get_tensor("lengths").cumsum(0)]
+                )
+            within = place - self._starts[shard]
+            start, end = self._offsets[shard][within : within + 2].tolist()
+            example = {name: tensors.get_slice(name)[start:end] for name in tensors.keys() if name != "lengths"}  # noqa: SIM118
+        example["input_ids"], example["loss_mask"] = example["input_ids"].long(), example["loss_mask"].long()
+        example.setdefault("final_features", example["features"])
+        return example
+
+    def refuse_other(self, identity: Mapping[str, Any], layers: Sequence[int]) -> None:
+        """Refuses features of another target, or of other hidden states than the heads read.
+
+        Args:
+            identity: Of the target, see [`hf_specheads.target.identity.target_identity`].
+            layers: `DraftHead.feature_layers`.
+
+        Raises:
+            ValueError: naming both sides.
+        """
+        theirs = self.manifest["target"]
+        if not fingerprints_match(theirs["fingerprint"], identity["fingerprint"]):
+            raise ValueError(
+                f"the features in {self.folder} are of {theirs['name']!r}, and the target is {identity['name']!r} "
+                "(fingerprints of the token embedding differ); write them anew with `specheads features`."
+            )
+        if list(layers) != list(self.manifest["layers"]):
+            raise ValueError(
+                f"the features in {self.folder} are the hidden states {self.manifest['layers']}, and these heads read "
+                f"{list(layers)}; write them anew with `specheads features --method ...`."
+            )
+
+
+class FeatureCollator(PaddedCollator):
+    """One example per sequence, its features padded with zeros: adds `features` [B, T, F] and `final_features`
+    [B, T, H]. Examples without any are left to the target."""
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(examples)
+        if not all("features" in example for example in examples):  # of another data set, e.g. for evaluation
+            return batch
+        for name in ("features", "final_features"):
+            rows = [example[name][: self.max_length] for example in examples]
+            batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return batch
+
+
+def write_shard(folder: ShardFolder, index: int, examples: Sequence[Mapping[str, Any]], features: list[tuple]) -> None:
+    """Writes a shard, whole or not at all.
+
+    Args:
+        folder: Where.
+        index: Of the shard.
+        examples: With `input_ids` and `loss_mask`.
+        features: What heads read [T, F] and the final features [T, H] of each, `None` for the latter if they are the
+            same.
+    """
+    tensors = {
+        "input_ids": torch.tensor([token for e in examples for token in e["input_ids"]], dtype=torch.int32),
+        "loss_mask": torch.tensor([bit for e in examples for bit in e["loss_mask"]], dtype=torch.uint8),
+        "lengths": torch.tensor([len(e["input_ids"]) for e in examples]),
+        "features": torch.cat([read for read, _ in features]).bfloat16().cpu().contiguous(),
+    }
+    if features[0][1] is not None:
+        tensors["final_features"] = torch.cat([final for _, final in features]).bfloat16().cpu().contiguous()
+    path = folder.data_path(index, ".safetensors")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    save_file(tensors, partial)
+    os.replace(partial, path)
+    folder.finish(index, {"examples": len(examples), "tokens": len(tensors["input_ids"])})
+
+
+def collator_of(
+    datasets: Sequence[Dataset | Examples],
+    heads: DraftHead,
+    target: PreTrainedModel,
+    pad_token_id: int,
+    args: DraftHeadTrainingArguments,
+) -> FeatureCollator | None:
+    """The collator for data sets some of which are stored features, after looking at these; `None` if none is.
+
+    Raises:
+        ValueError: for features of another target or of other hidden states, and for `packing`.
+    """
+    stored = [dataset for dataset in datasets if isinstance(dataset, StoredFeatures)]
+    if not stored:
+        return None
+    if args.packing:
+        raise ValueError("packing=True cannot be used with stored features; set packing=False.")
+    for dataset in stored:
+        dataset.refuse_other(target_identity(target), heads.feature_layers)
+    return FeatureCollator(pad_token_id, args.max_length)

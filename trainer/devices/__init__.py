@@ -1,0 +1,1 @@
+"""What devices hold, share and add up while heads are trained."""
