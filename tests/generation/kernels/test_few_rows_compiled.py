@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from generation.test_products import Layer
 from support.heads import random_heads
 from support.targets import own_target, plain, prompt
 
@@ -16,6 +15,8 @@ from hf_specheads.generation.compiled import guards
 from hf_specheads.generation.kernels import few_rows, few_rows_compiled
 from hf_specheads.generation.kernels.few_rows_compiled import BY_KERNEL, ROWS_FIRST, WEIGHT_FIRST
 from hf_specheads.generation.kernels.products import OneKernelForSiblings
+
+from .test_products import Layer
 
 
 @pytest.fixture(params=[WEIGHT_FIRST, BY_KERNEL], ids=["weight first", "kernel"])
