@@ -18,6 +18,7 @@ from hf_specheads.target.statistics import FeatureStatistics
 from .acceptance import AcceptanceEvaluation
 from .arguments import DraftHeadTrainingArguments
 from .checkpoints import AtomicCheckpoints
+from .data.anchors import anchors_of, count_rounds
 from .data.collators import choose_collator
 from .data.packing import Examples
 from .data.preparing import DataReport, endless, prepare_for
@@ -30,7 +31,6 @@ from .identity import run_identity
 from .methods import complete_arguments, progress_of, resolve_num_passes
 from .probes import refuse_leaking_packing, refuse_other_features, refuse_other_logits
 from .publishing import HubCards
-from .unroll.anchors import anchors_of, count_rounds
 from .unroll.noise import feature_noise, noisy_embedding
 from .unroll.target_features import FrozenTarget, unroll_inputs
 from .unroll.unroll import DEFAULT_LOSSES, PassLosses, Unroll

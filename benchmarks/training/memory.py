@@ -12,7 +12,7 @@ import argparse
 import itertools
 from typing import Any
 
-from hf_specheads.trainer.devices.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
+from hf_specheads.trainer.memory import LayerSizes, TargetSizes, TrainingSizes, training_bytes, unroll_bytes
 
 from ..results import Result, column_table, footnote, markdown_table, number, percent
 from .step import CHUNK, FAMILIES, SIZES, peak_apart

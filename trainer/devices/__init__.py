@@ -1,1 +1,1 @@
-"""What devices hold, share and add up while heads are trained."""
+"""What several devices share and add up while heads are trained."""

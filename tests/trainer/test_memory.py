@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specheads import AutoDraftHead
 from hf_specheads.trainer import Unroll
-from hf_specheads.trainer.devices.memory import (
+from hf_specheads.trainer.memory import (
     LayerSizes,
     TargetSizes,
     TrainingSizes,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..unroll.chunks import CHUNK_ROWS
-from .gradients import BUCKET_BYTES
+from .devices.gradients import BUCKET_BYTES
+from .unroll.chunks import CHUNK_ROWS
 
 CHUNK_TENSORS = 3  # fp32 over the vocabulary: draft logits, in which their gradient is written, p, and one on its way
 GATHERED_LAYERS = 2  # of a sharded target: the one that computes, and the next

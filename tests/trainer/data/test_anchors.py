@@ -11,8 +11,8 @@ import torch
 from hf_specheads import DFlashHead, EagleHead, load_heads
 from hf_specheads.cli import main as specheads
 from hf_specheads.trainer import DraftHeadTrainingArguments, Unroll
+from hf_specheads.trainer.data.anchors import count_rounds, sample_anchors
 from hf_specheads.trainer.methods import progress_of
-from hf_specheads.trainer.unroll.anchors import count_rounds, sample_anchors
 
 from ..conftest import VOCAB, make_heads
 
