@@ -1,8 +1,9 @@
-"""Builds the documents as a site, warnings as errors: `make docs`, or `python docs/build.py [--output FOLDER]`.
+"""Builds the documents as a site and treats warnings as errors: `make docs`, or `python docs/build.py [--output
+FOLDER]`.
 
-The pages are those that GitHub shows. Links to files outside of `docs/`, which a site does not have, become their
-words; everything else has to be there. Docstrings are read from `hf_specheads` with `trainer/` in its place, as it is
-installed.
+The pages are the ones that GitHub shows. A link to a file outside `docs/`, which the site does not contain, is
+replaced by its text; all other links must resolve. Docstrings are read from `hf_specheads` with `trainer/` inside it,
+as the package is installed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?://|#)[^)\s]+)\)")
 
 
 def without_links_out(text: str, page: Path) -> str:
-    """A page's text; links to files of the repository outside of `docs/` are replaced by their words.
+    """Replaces links to files of the repository outside `docs/` by their texts.
 
     Args:
         text: Markdown.
-        page: Where it lies; links are relative to it. What does not exist is left, for the build to complain about.
+        page: Path of the page; links are relative to it. Links to missing files stay, so that the build reports them.
     """
 
     def words_or_link(link: re.Match[str]) -> str:
@@ -38,7 +39,7 @@ def without_links_out(text: str, page: Path) -> str:
 
 
 def copy_pages(folder: Path) -> None:
-    """Configuration, pages and pictures, and the package as it is installed, side by side."""
+    """Copies configuration, pages and pictures into a folder, with links to the package as it is installed."""
     shutil.copy(DOCS / "mkdocs.yml", folder)
     shutil.copy(Path(__file__).with_name("docstrings.py"), folder)
     shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("*.py", "mkdocs.yml", "__pycache__"))
@@ -54,7 +55,8 @@ def copy_pages(folder: Path) -> None:
 
 
 def build(output: Path) -> int:
-    """Builds into a folder, which is replaced; returns the builder's exit code, not 0 after any warning."""
+    """Builds the site into `output`, which is replaced. Returns the builder's exit code, which is not 0 after any
+    warning."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_pages(folder)

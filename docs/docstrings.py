@@ -1,4 +1,4 @@
-"""References in docstrings, [`Name`] as in transformers, become links of the site: an extension of griffe."""
+"""An extension of griffe that turns references in docstrings, written [`Name`] as in transformers, into links."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import griffe
 
 REFERENCE = re.compile(r"\[`([\w.]+)`\](?![\[(])")
-PAGES = ("hf_specheads", "hf_specheads.trainer")  # packages whose public names have entries
+PAGES = ("hf_specheads", "hf_specheads.trainer")  # packages whose public names have entries on the site
 
 
 class References(griffe.Extension):
-    """Public names become links to their entries; of other names the words stay."""
+    """Turns references to public names into links to their entries, and other references into plain code."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Goes through everything once the package is read."""
+        """Rewrites the docstrings of the whole package after griffe has read it."""
         public = {}
         for package in (pkg, pkg.members["trainer"]):
             for alias in package.members.values():

@@ -1,10 +1,10 @@
-"""Find out why heads accept little, and mend what a setting can mend.
+"""Find out why heads accept few drafts, and fix the cause if a setting can fix it.
 
     python examples/diagnose.py
     python examples/diagnose.py --target org/model --heads org/heads-for-it --prompts mine.jsonl
 
-Without arguments it plants a mistake that checkpoints bring along in shipped EAGLE-3 heads: the three hidden states
-they read are listed in the other order. Your own heads are taken as they are.
+Without arguments, the script takes shipped EAGLE-3 heads and plants a mistake that real checkpoints have: it lists the
+three hidden states that the heads read in reverse order. Your own heads are diagnosed as they are.
 """
 
 import argparse
@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     if tokenizer.chat_template:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     found = diagnose(target, heads, prompts, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens)
-    print(found)  # the whole page; `found.to_dict()` for programs
+    print(found)  # the full report; programs can use `found.to_dict()`
 
     if found.changes:
-        found.write(args.output)  # saves the heads with the setting that mends them
+        found.write(args.output)  # saves the heads with the corrected setting
         print(f"\nmended by {found.changes}, saved in {args.output}; looking again:")
         mended = load_heads(args.output, dtype=torch.float32)
         print(diagnose(target, mended, prompts, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens).verdict)

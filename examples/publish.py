@@ -1,10 +1,10 @@
-"""Measure heads and publish them: weights, a model card with the numbers, and code with which they load themselves.
+"""Measure heads and publish them: weights, a model card with the measurements, and code that loads them.
 
     python examples/publish.py
     python examples/publish.py --target org/model --heads runs/heads --repository you/heads --license apache-2.0
 
-Without `--repository` everything is written to a folder and nobody is asked; with it the same is uploaded to the Hub
-(`hf auth login` first). The commands run here are those of a shell: `specheads eval` and `specheads push`.
+Without `--repository`, everything is written to a folder and nothing is uploaded. With it, the same files are uploaded
+to the Hub (run `hf auth login` first). The script runs the shell commands `specheads eval` and `specheads push`.
 """
 
 import argparse
@@ -35,14 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     args.output.mkdir(parents=True, exist_ok=True)
 
-    # Prompts as `specheads eval` reads them: `messages` where the target has a chat template.
+    # Write the prompts as `specheads eval` reads them: as `messages` if the target has a chat template.
     entries = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     if tokenizer.chat_template:
         entries = [{"messages": [{"role": "user", "content": entry["prompt"]}]} for entry in entries]
     prompts, results = args.output / "prompts.jsonl", args.output / "measured.json"
     prompts.write_text("\n".join(map(json.dumps, entries)), encoding="utf-8")
 
-    # Acceptance, speed-up, and whether every text is plain `generate`'s.
+    # Measure acceptance and speed-up, and check that every text equals that of plain `generate`.
     tokens = str(args.max_new_tokens)
     with results.open("w", encoding="utf-8") as stream, redirect_stdout(stream):
         specheads(["eval", "--target", args.target, "--heads", args.heads, "--prompts", str(prompts),
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     options = ["--results", str(results), "--license", args.license, "--custom-generate"]
     specheads(["push", args.heads, *where, *options])
 
-    # Anybody who has the package installed generates with the repository alone.
+    # Anyone who has the package installed can now generate with the repository, without importing the package.
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
     inputs = tokenizer("def add(a, b):", return_tensors="pt")
     source = {"custom_generate": args.repository or str(folder), "trust_remote_code": True}

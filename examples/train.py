@@ -1,10 +1,10 @@
-"""Train draft heads on what the target itself writes, and see them accept more.
+"""Train draft heads on texts that the target writes, and measure how much more they accept afterwards.
 
     python examples/train.py
     python examples/train.py --target org/model --method eagle3 --prompts mine.jsonl --steps 5000
 
-Without arguments it trains EAGLE heads for the target in `model_cards/` for a few minutes, offline. Heads worth having
-need thousands of texts: `specheads regenerate` writes them in batches, or through a server (docs/training.md).
+Without arguments, the script trains EAGLE heads for the target in `model_cards/` for a few minutes, offline. Useful
+heads need thousands of texts, which `specheads regenerate` writes in batches or through a server (docs/training.md).
 """
 
 import argparse
@@ -33,7 +33,7 @@ parser.add_argument("--output", type=Path, default=Path("runs/example-heads"))
 
 
 def write_texts(target, tokenizer, prompts: list[str], per_prompt: int, text_tokens: int) -> list[dict]:
-    """Rows of `input_ids`, and a `loss_mask` with 1 where the target wrote a token: those the heads learn."""
+    """Returns rows of `input_ids` and `loss_mask`, which is 1 at tokens the target wrote; the heads learn these."""
     ends = target.generation_config.eos_token_id
     rows, ends = [], torch.tensor([] if ends is None else ends, device=target.device)
     for prompt in tqdm(prompts, desc="the target writes"):
@@ -48,7 +48,7 @@ def write_texts(target, tokenizer, prompts: list[str], per_prompt: int, text_tok
         options = {"do_sample": True, "num_return_sequences": per_prompt, "max_new_tokens": text_tokens}
         for text in target.generate(**inputs.to(target.device), **options):
             stops = torch.isin(text[given:], ends).nonzero()
-            end = given + int(stops[0]) + 1 if len(stops) else len(text)  # what follows is padding
+            end = given + int(stops[0]) + 1 if len(stops) else len(text)  # padding follows the end
             rows.append({"input_ids": text[:end].tolist(), "loss_mask": [0] * given + [1] * (end - given)})
     return rows
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
             str(args.output),
             max_steps=args.steps,
             per_device_train_batch_size=4,
-            learning_rate=1e-3,  # for a hundred steps; a long training wants 3e-5 to 1e-4
+            learning_rate=1e-3,  # for a hundred steps; use 3e-5 to 1e-4 for a long training
             warmup_steps=args.steps // 10,
             logging_steps=max(1, args.steps // 10),
             save_strategy="no",

@@ -1,10 +1,10 @@
-"""Find the draft tree that gives most tokens per second here, and keep it with the heads.
+"""Find the draft tree that gives the most tokens per second on this machine, and save it with the heads.
 
     python examples/tune.py
     python examples/tune.py --target org/model --heads org/heads-for-it --dtype bfloat16 --prompts mine.jsonl
 
-What is fastest depends on heads, target, texts and machine, so it is measured: trees are compared by replaying
-recorded drafts, and the best of them run against each other and against plain generation (docs/tuning.md).
+The fastest tree depends on heads, target, texts and machine, so it has to be measured. Trees are first compared by
+replaying recorded drafts; the best ones are then timed against each other and plain generation (docs/tuning.md).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     target.to("cuda" if torch.cuda.is_available() else "cpu")
     heads = load_heads(args.heads, dtype=args.dtype)
 
-    # Prompts like those to come: strings, or chats where the target has a template.
+    # Use prompts like those you will generate from: strings, or chats if the target has a chat template.
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     if tokenizer.chat_template:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     print(result)
     print(f"{result.candidates} trees considered, {result.seconds:.0f} s; {result.speed_up:.2f}x plain generation")
 
-    # The tree is saved for this machine, type and number of threads; elsewhere the heads draft as before.
+    # The tree is used only on this machine with this dtype and number of threads; elsewhere heads draft as before.
     heads.save_pretrained(args.output)
     again = load_heads(args.output, dtype=args.dtype).bind(target)
     print(f"saved in {args.output}; loaded again they draft", again.tree_config)

@@ -1,9 +1,9 @@
-"""Generate with draft heads: the text is plain `generate`'s own, in fewer forwards of the target.
+"""Generate with draft heads: the same text as plain `generate`, in fewer forwards of the target.
 
     python examples/use.py
     python examples/use.py --target org/model --heads org/heads-for-it --dtype bfloat16 --prompt "Who was Ada?"
 
-Without arguments it runs the pair in `model_cards/`, offline.
+Without arguments, the script runs the pair in `model_cards/`, offline.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         inputs = tokenizer(args.prompt, return_tensors="pt")
     inputs = inputs.to(target.device)
 
-    # Draft heads go where an assistant model would; everything else of `generate` stays as it is.
+    # Pass the draft heads as `assistant_model`; all other arguments of `generate` work as usual.
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     print(args.prompt, end="\n\n" if tokenizer.chat_template else "")
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{stats.acceptance_length:.2f} tokens per round (tau), {stats.target_forwards} forwards of the target")
     print("accepted at draft position 1, 2, ...:", " ".join(f"{share:.2f}" for share in stats.pos_acc))
 
-    # Plain decoding says the same. Timed after a first call of each, which pays for what happens once.
+    # Plain decoding gives the same text. A first call of each is not timed, because it includes one-time costs.
     seconds = {}
     for name, assistant in (("plain", None), ("with heads", heads)):
         target.generate(**inputs, assistant_model=assistant, **{**options, "max_new_tokens": 8})

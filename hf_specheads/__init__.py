@@ -3,9 +3,9 @@
     heads = load_heads("user/poss-heads")
     out = target.generate(**inputs, assistant_model=heads)
 
-Importing the package lets `AutoConfig` and `AutoModel` know the heads, and `generate` take them as `assistant_model`.
-It loads neither torch nor transformers: public names are imported when they are first asked for, and so is the hook in
-`generate`, which no call can need before there are heads ([`registration`], [`dispatch`]).
+After importing the package, `AutoConfig` and `AutoModel` load draft heads, and `generate` accepts them as
+`assistant_model`. The import loads neither torch nor transformers: public names are imported on first access, and the
+hook in `generate` is installed when the first name needs the classes of draft heads ([`registration`], [`dispatch`]).
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .registration import expect_heads
 from .version import __version__
 
-if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and editors
+if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
     from .checkpoints.load import load_heads as load_heads
     from .checkpoints.write import Exported as Exported
     from .checkpoints.write import export_heads as export_heads
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = value  # asked once
+    globals()[name] = value  # so that Python does not call this function for the name again
     return value
 
 

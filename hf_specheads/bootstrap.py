@@ -1,4 +1,4 @@
-"""Intervals of means over texts, by drawing texts anew; differences of two sides are paired."""
+"""Bootstrap confidence intervals over texts: of means, and of paired differences between two sides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 DRAWS = 1000
-NORMAL = 1.96  # of which 95 % of a normal distribution are within
+NORMAL = 1.96  # 95 % of a normal distribution lie within this many standard deviations of its mean
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -24,16 +24,18 @@ class Interval:
 
 
 def careful(interval: Interval, units: int) -> Interval:
-    """As wide as few units ask for: draws of few know less of the spread than Student's distribution allows for.
+    """Widens an interval for a small number of units, according to Student's t-distribution.
+
+    Bootstrap draws of few units underestimate the spread.
 
     Args:
         interval: The middle 95 % of draws.
-        units: What was drawn; of fewer than two nothing is known.
+        units: Number of units that were drawn from. With fewer than two the interval is infinite.
     """
     if units < 2:
         return Interval(interval.mean, -torch.inf, torch.inf)
     freedom = units - 1
-    # Cornish and Fisher's expansion of Student's quantile in that of the normal distribution.
+    # Cornish-Fisher expansion of Student's quantile in terms of the normal quantile.
     z, z3, z5, z7 = (NORMAL**power for power in (1, 3, 5, 7))
     terms = ((z3 + z) / 4, (5 * z5 + 16 * z3 + 3 * z) / 96, (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / 384)
     quantile = z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
@@ -43,12 +45,14 @@ def careful(interval: Interval, units: int) -> Interval:
 
 
 def ratio_draws(sums: Sequence[float], counts: Sequence[float], draws: int = DRAWS) -> torch.Tensor:
-    """fp64 [draws], sum over count with texts drawn with replacement, the same ones for the same number of texts.
+    """Returns bootstrap draws of sum(sums) / sum(counts), fp64 [draws], with texts drawn with replacement.
+
+    For an equal number of texts always the same texts are drawn, so that draws can be paired.
 
     Args:
-        sums: Per text.
-        counts: Per text; texts without any weigh nothing.
-        draws: How often all texts are drawn.
+        sums: Numerator of each text.
+        counts: Denominator of each text; a text with count 0 has no weight.
+        draws: Number of draws.
     """
     each = torch.tensor([list(sums), list(counts)], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -58,19 +62,19 @@ def ratio_draws(sums: Sequence[float], counts: Sequence[float], draws: int = DRA
 
 
 def interval_of(draws: torch.Tensor, mean: float) -> Interval:
-    """The middle 95 % of draws."""
+    """Returns the mean with the middle 95 % of the draws."""
     low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
     return Interval(mean, low, high)
 
 
 def ratio_interval(sums: Sequence[float], counts: Sequence[float]) -> Interval:
-    """Of a ratio of sums over texts: tau is (accepted + rounds) / rounds."""
+    """Returns the interval of a ratio of sums over texts, such as tau, which is (accepted + rounds) / rounds."""
     return interval_of(ratio_draws(sums, counts), sum(sums) / max(sum(counts), 1e-12))
 
 
 def difference_interval(
     ours: tuple[Sequence[float], Sequence[float]], theirs: tuple[Sequence[float], Sequence[float]]
 ) -> Interval:
-    """Of the difference of two ratios over the same texts, which are drawn together."""
+    """Returns the interval of the difference between two ratios over the same texts, which are drawn in pairs."""
     means = [sum(sums) / max(sum(counts), 1e-12) for sums, counts in (ours, theirs)]
     return interval_of(ratio_draws(*ours) - ratio_draws(*theirs), means[0] - means[1])

@@ -1,4 +1,4 @@
-"""What a draft head is made of: [`DraftHeadConfig`], the base of every family's configuration."""
+"""[`DraftHeadConfig`], the base class of every family's configuration."""
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
@@ -18,27 +18,29 @@ class DraftHeadConfig(PreTrainedConfig):
     r"""Base configuration of all draft heads.
 
     Args:
-        vocab_size: Vocabulary of the **target**, V (also the width of its `lm_head`).
+        vocab_size: Vocabulary size V of the **target** (also the width of its `lm_head`).
         hidden_size: Width h of the draft head's residual stream.
-        feature_size: Width H of one target feature (the target's hidden size).
-        embedding_size: Width of the target's token embedding (differs from H in a few families).
-        tree_config: Fields of [`DraftTreeConfig`], the default tree of these heads; `None` for that of the device.
-        tuned: Trees that `heads.tune` found, one entry per `machine`, `dtype` and `threads`; there they come before
-            `tree_config`.
-        target: Identity of the target the heads were made for: `name`, `revision`, `model_type`, `num_hidden_layers`
-            and `fingerprint` (see [`target.identity.target_fingerprint`]); `None` in files that do not say.
-        target_adapter: Of heads trained together with a LoRA adapter of their target, which lies in `target_adapter/`
-            beside them: its `fingerprint`, `None` while it is being trained. `None` for a target as it is.
-        feature_statistics: Scale and centre of the target's features in training, see [`target.statistics`]; `None`
-            in files that do not say.
-        method: Published method the heads follow, for cards and messages.
-        train_max_length: Longest training sequence in tokens, `None` if unknown.
-        pruned_vocab_size: Tokens the heads are pruned to (`heads.prune_draft_vocabulary`), `None` if they are not; the
-            ids lie with the weights.
+        feature_size: Width H of one hidden state of the target (the target's hidden size).
+        embedding_size: Width E of the target's token embedding (differs from H in a few model families).
+        tree_config: Fields of [`DraftTreeConfig`] that make up the default tree of these heads; `None` for the default
+            of the device.
+        tuned: Trees that `heads.tune` found, one entry per `machine`, `dtype` and `threads`. Where an entry applies,
+            it takes precedence over `tree_config`.
+        target: Identity of the target that the heads were made for: `name`, `revision`, `model_type`,
+            `num_hidden_layers` and `fingerprint` (see [`target.identity.target_fingerprint`]); `None` if unknown.
+        target_adapter: For heads trained together with a LoRA adapter of their target, which is stored in
+            `target_adapter/` beside them: a dict with the adapter's `fingerprint` (`None` during training). `None` if
+            the heads were trained for the unadapted target.
+        feature_statistics: Scale and centre of the target's features in training (see [`target.statistics`]); `None`
+            if unknown.
+        method: Published method that the heads follow, for model cards and messages.
+        train_max_length: Length of the longest training sequence in tokens; `None` if unknown.
+        pruned_vocab_size: Number of tokens that drafts are restricted to (`heads.prune_draft_vocabulary`); `None` if
+            there is no restriction. The token ids are stored with the weights.
     """
 
     model_type = "specheads"
-    # Fields a saved config must have: their defaults are another model's.
+    # Fields that a saved config must have, because their defaults are the sizes of some other model.
     required_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "feature_size", "embedding_size")
     keys_to_ignore_at_inference = ("past_key_values",)
 
@@ -68,15 +70,14 @@ class DraftHeadConfig(PreTrainedConfig):
 
     @classmethod
     def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
-        """Fields of heads made for a loaded target, before the caller's own options; see `AutoDraftHead.from_target`.
-
-        Families add their architecture here.
+        """Config fields of heads made for a loaded target, which the caller's options override; see
+        `AutoDraftHead.from_target`. Families add the fields of their architecture here.
         """
         sizes = target_sizes(target)
         return {**sizes, "hidden_size": sizes["feature_size"], "method": method}
 
     def validate_architecture(self) -> None:
-        """Part of `@strict`'s validation at construction."""
+        """Validates the fields; `@strict` calls this at construction."""
         trees = [] if self.tree_config is None else [self.tree_config]
         for tree in (*trees, *(entry.get("tree_config") for entry in self.tuned or ())):
             DraftTreeConfig().replace(**tree)

@@ -1,11 +1,11 @@
-"""What `custom_generate/generate.py` of a pushed repository calls: generation with its heads, without an import.
+"""The code behind `custom_generate/generate.py` of a pushed repository: draft heads without an import.
 
     target.generate(**inputs, custom_generate="org/heads", trust_remote_code=True)
 
-transformers fetches `custom_generate/generate.py` of the repository, checks `requirements.txt` beside it, and calls
-its `generate` with the target and every argument as the user gave it, before anything is prepared. The file therefore
-only says which repository it is of; what it does is here, and is what `assistant_model=load_heads("org/heads")` does:
-streamers, stop strings, processors and criteria go where they always go.
+transformers downloads `custom_generate/generate.py` from the repository, checks the `requirements.txt` beside it, and
+calls its `generate` with the target and all arguments as the user gave them, before it prepares anything. That file
+only names its repository and calls [`generate_with`], which does the same as
+`assistant_model=load_heads("org/heads")`: streamers, stop strings, logits processors and stopping criteria all work.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def generate_with(
     token: str | bool | None = None,
     **arguments: Any,
 ) -> Any:
-    """`model.generate` with the heads of a repository, which are loaded once.
+    """Calls `model.generate` with the draft heads of a repository, which are kept in memory between calls.
 
     Args:
         source: Hub id or folder of the heads.
-        code: The `generate.py` that runs: transformers keeps it in a folder named after the commit it is of, and the
-            heads are taken from the same commit.
+        code: Path of the `generate.py` that calls this function. transformers keeps that file in a folder named after
+            its commit; the heads are loaded from the same commit.
         model: The target.
-        inputs, arguments: As `generate` was given them.
-        assistant_model: Refused; the heads are the assistant.
-        revision, token: Of the repository, as `generate` was given them for fetching the code.
+        inputs, arguments: Arguments of `generate`, as the user gave them.
+        assistant_model: Must be `None`, because the heads are the assistant.
+        revision, token: Arguments of `generate` for downloading the code; they also apply to the heads.
 
     Returns:
-        What `generate` returns.
+        The result of `generate`.
 
     Raises:
         UnsupportedGenerationError: if the call also names an `assistant_model`.
@@ -66,13 +66,13 @@ def generate_with(
     else:
         version = _commit_of(code) or revision
     kept = _load(source, version, token, model.dtype, BorrowedModules.of(model).device).bind(model)
-    heads = kept.with_tree()  # settings and statistics of a call are its own
+    heads = kept.with_tree()  # a copy, so that every call has its own settings and statistics
     return model.generate(inputs, assistant_model=heads, **arguments)
 
 
 @functools.lru_cache(maxsize=1)
 def _load(source: str, version: Any, token: str | bool | None, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """The heads last asked for."""
+    """Loads heads, and keeps those requested last."""
     from .checkpoints.load import load_heads
 
     revision = version if isinstance(version, str) else None
@@ -80,6 +80,6 @@ def _load(source: str, version: Any, token: str | bool | None, dtype: torch.dtyp
 
 
 def _commit_of(code: str) -> str | None:
-    """Commit in the path `.../<commit>/custom_generate/generate.py`; `None` for a local repository."""
+    """Returns the commit in the path `.../<commit>/custom_generate/generate.py`; `None` for a local repository."""
     folder = Path(code).parent.parent.name
     return folder if re.fullmatch(r"[0-9a-f]{40}", folder) else None

@@ -1,16 +1,19 @@
-"""The hook: `generate(assistant_model=heads)` on unmodified transformers.
+"""The hook that makes `generate(assistant_model=heads)` work with unmodified transformers.
 
-transformers has no registry for candidate generators; it looks up one decoding method on `GenerationMixin`. Importing
-`heads`, which everybody does who has any, wraps three of its methods and a function of pipelines, once:
+transformers has no registry for candidate generators: it looks up one decoding method on `GenerationMixin`. Importing
+the package `heads`, which creating or loading draft heads requires, wraps three methods of `GenerationMixin` and one
+function of transformers' pipelines, once:
 
-* `_assisted_decoding`: an assistant that keeps the [`DraftingContract`] is handled by us, every other call goes on
-  untouched;
-* `_validate_generation_mode`: a call that draft heads cannot serve is refused before any cache or forward;
-* `_get_candidate_generator`: transformers' own loop gets our candidate generator when the heads ask for that loop;
-* `load_assistant_model`: a pipeline compares the special tokens of an assistant's config with the target's to tell
-  whether they share a tokenizer. Heads read the target's tokens, and most published ones do not repeat its config.
+* `_assisted_decoding`: runs our rounds if the assistant implements [`DraftingContract`], and passes every other call
+  on unchanged;
+* `_validate_generation_mode`: refuses a call that draft heads cannot serve, before any cache or forward;
+* `_get_candidate_generator`: gives transformers' own loop our candidate generator when the heads ask for that loop;
+* `load_assistant_model`: pipelines compare the special tokens in the assistant's and the target's configs to find out
+  whether the two share a tokenizer. Draft heads always read the target's tokens, and most published ones do not repeat
+  its special tokens in their config, so the wrapper skips the comparison.
 
-It also registers an `sdpa` that is faster under the masks of trees on a CPU ([`generation.attention`]).
+The hook also registers an `sdpa` that is faster with the masks of draft trees on a CPU
+([`generation.kernels.attention`]).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from .generation.refusals import refuse_prepared_call
 from .target.recurrence import is_recurrent
 
 MINIMUM_TRANSFORMERS = "5.23.0"
-OPTIONS = "draft_options"  # under this name the settings of a call travel from its first hook to its second
+OPTIONS = "draft_options"  # keyword argument that carries a call's settings from validation to decoding
 EXPECTED_PARAMETERS = {
     "_assisted_decoding": {
         "input_ids",
@@ -50,10 +53,10 @@ EXPECTED_PARAMETERS = {
 
 
 def install() -> None:
-    """Installs the dispatch; calling it again changes nothing.
+    """Installs the hook; calling it again changes nothing.
 
     Raises:
-        ImportError: if this transformers does not have the methods the dispatch was written for.
+        ImportError: if the installed transformers does not have the methods that the hook was written for.
     """
     if getattr(GenerationMixin._assisted_decoding, "_specheads_original", None) is not None:
         return
@@ -66,7 +69,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the dispatch out again."""
+    """Removes the hook and restores the original functions."""
     for owner, name in (
         *((GenerationMixin, name) for name in EXPECTED_PARAMETERS),
         (pipelines, "load_assistant_model"),
@@ -94,7 +97,7 @@ def _check_transformers() -> None:
 def _wrap(owner: Any, name: str, ours: Callable) -> None:
     original = getattr(owner, name)
 
-    @functools.wraps(original)  # generate() inspects the signature
+    @functools.wraps(original)  # `generate` inspects the signatures of these methods
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return ours(original, *args, **kwargs)
 
@@ -119,19 +122,20 @@ def _validate_generation_mode(
     original: Callable, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict
 ) -> None:
     head = generation_mode_kwargs.get("assistant_model")
-    if isinstance(head, str | os.PathLike):  # transformers would ask it for its `config`
+    if isinstance(head, str | os.PathLike):  # transformers would fail less clearly, on a missing `config`
         raise TypeError(
             f"assistant_model={str(head)!r} is a name, and `generate` takes models that are loaded; of draft heads "
             f"pass `assistant_model=load_heads({str(head)!r})`."
         )
     if isinstance(head, DraftingContract):
-        # generate() hands this dict on to the decoding method.
+        # `generate` passes this dict on to the decoding method.
         generation_mode_kwargs[OPTIONS] = begin_call(target, head, generation_mode, generation_config)
-        # transformers compares sizes of vocabularies, which a draft model may have padded otherwise; we have checked.
+        # transformers insists on equal vocabulary sizes, but a draft model may pad its vocabulary differently. We have
+        # checked the vocabulary already, so transformers validates the call without the assistant.
         if head.config.vocab_size != target.config.get_text_config().vocab_size:
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
-        # transformers refuses every assistant for recurrent targets, of which we restore states that were kept, and
-        # for several sequences of a prompt, which are a batch like any other here.
+        # transformers refuses assistants for recurrent targets and for several returned sequences. Our rounds serve
+        # both: they restore saved recurrent states, and several sequences are an ordinary batch.
         if is_recurrent(target) or (generation_config.num_return_sequences or 1) > 1:
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     original(target, generation_mode, generation_config, generation_mode_kwargs)

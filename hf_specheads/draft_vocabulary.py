@@ -1,13 +1,13 @@
 """Draft vocabularies: the part of the target's vocabulary that draft heads draft over.
 
-Heads trained with one (EAGLE-3) have an `lm_head` of that many rows of their own. It is stored as the authors store
-it, in two tensors next to the weights: `d2t` int64 [Vd] holds **offsets**, draft id i stands for token `i + d2t[i]`;
-`t2d` bool [V] says which tokens can be drafted. Token ids ascend with draft ids, so that `logits[..., t2d]` are the
-target's logits in the order of the draft's.
+Heads trained with a draft vocabulary (EAGLE-3) have their own `lm_head` with one row per draft token. The vocabulary
+is stored as in the authors' code, in two tensors next to the weights. `d2t` int64 [Vd] holds **offsets**: draft id i
+stands for token `i + d2t[i]`. `t2d` bool [V] says which tokens can be drafted. Token ids ascend with draft ids, so
+`logits[..., t2d]` are the target's logits in the order of the draft logits.
 
-Any other heads can be *pruned* to one after training (FR-Spec, arXiv 2502.14856, section 3.2): only the rows of the
-chosen tokens of whatever projects to draft logits are multiplied. Fewer tokens can be drafted, none is verified
-otherwise, so the text stays the target's.
+All heads can be *pruned* to a smaller draft vocabulary after training (FR-Spec, arXiv 2502.14856, section 3.2): the
+projection to draft logits is then computed for the rows of the chosen tokens only. Fewer tokens can be drafted, but
+verification is unchanged, so the text is still the target's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TokenIds = torch.Tensor | Sequence[int]  # in any order
+TokenIds = torch.Tensor | Sequence[int]  # token ids of the target, in any order
 
 
 def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
-    """Why token ids are no draft vocabulary of a target with `vocab_size` tokens, `None` if they are one.
+    """Says why token ids are not a draft vocabulary of a target with `vocab_size` tokens; `None` if they are one.
 
     Args:
         token_ids: int64 [Vd], in the order of the draft logits.
-        vocab_size: V.
+        vocab_size: V of the target.
     """
     if token_ids.dim() != 1 or not 1 <= len(token_ids) <= vocab_size:
         return f"a draft vocabulary holds 1 to {vocab_size} token ids, got a tensor of shape {list(token_ids.shape)}"
@@ -44,7 +44,7 @@ def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
 
 
 def mapping_problem(d2t: torch.Tensor, t2d: torch.Tensor) -> str | None:
-    """Why `d2t` [Vd] and `t2d` [V] contradict each other or are no draft vocabulary, `None` if they fit."""
+    """Says why `d2t` [Vd] and `t2d` [V] contradict each other or are no draft vocabulary; `None` if they are one."""
     token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
     if problem := draft_ids_problem(token_ids, len(t2d)):
         return problem
@@ -57,7 +57,7 @@ def mapping_problem(d2t: torch.Tensor, t2d: torch.Tensor) -> str | None:
 
 
 def mapping_of(token_ids: TokenIds, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`d2t` int64 [Vd] and `t2d` bool [V] of a draft vocabulary, given in any order.
+    """Returns `d2t` int64 [Vd] and `t2d` bool [V] of a draft vocabulary, whose ids may be given in any order.
 
     Raises:
         ValueError: for ids that repeat or that the target does not have.
@@ -75,12 +75,12 @@ def mapping_of(token_ids: TokenIds, vocab_size: int) -> tuple[torch.Tensor, torc
 def count_tokens(
     texts: Iterable[Text], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """How often every token occurs, int64 [V].
+    """Counts how often every token occurs, int64 [V].
 
     Args:
-        texts: Token ids, of any shape; with a tokenizer also strings and chats.
+        texts: Token ids of any shape; with a tokenizer also strings and chats.
         vocab_size: V of the target.
-        tokenizer: The target's.
+        tokenizer: Tokenizer of the target.
 
     Raises:
         ValueError: for token ids the target does not have, or strings without a tokenizer.
@@ -103,8 +103,8 @@ def count_tokens(
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
-    """The most frequent tokens by their counts [V], ascending int64 [Vd]; of equally frequent ones, those never seen
-    included, lower ids win.
+    """Returns the most frequent tokens by their counts [V], int64 [Vd] with ids ascending. Lower ids win ties, also
+    among tokens that never occur.
 
     Raises:
         ValueError: for a size that is not between 1 and V.

@@ -1,26 +1,26 @@
-"""Errors of this package. Each message names the value, what was expected, and how to mend it."""
+"""Errors of this package. Each message names the value, what was expected, and how to fix it."""
 
 from __future__ import annotations
 
 
 class HeadLoadError(ValueError):
-    """Draft heads could not be loaded; base class of the more particular reasons below."""
+    """Draft heads could not be loaded. Base class of the more specific errors below."""
 
 
 class UnknownFormatError(HeadLoadError):
-    """The files are no draft heads in a layout this package reads; the message says what they look like."""
+    """The files are not draft heads in a layout this package reads. The message says what they look like."""
 
 
 class CorruptCheckpointError(HeadLoadError):
-    """A file is truncated, not parseable, or holds something else than plain tensors. Nothing of it was executed."""
+    """A file is truncated, not parseable, or holds something other than plain tensors. Nothing in it was executed."""
 
 
 class CheckpointKeysError(HeadLoadError):
-    """Tensors are missing from a checkpoint, or it holds tensors that nothing accounts for."""
+    """Tensors are missing from a checkpoint, or it holds unexpected tensors."""
 
 
 def refuse_wrong_keys(*, missing: set[str], unknown: set[str]) -> None:
-    """Raises [`CheckpointKeysError`] if there is a missing or an unknown key, naming them."""
+    """Raises a [`CheckpointKeysError`] that names the missing and unknown keys, if there are any."""
     problems = [
         f"{what} {sorted(keys)[:6]}{' ...' if len(keys) > 6 else ''}"
         for what, keys in (("missing", missing), ("unknown", unknown))
@@ -34,19 +34,19 @@ def refuse_wrong_keys(*, missing: set[str], unknown: set[str]) -> None:
 
 
 class CheckpointShapeError(HeadLoadError):
-    """Sizes of tensors contradict one another, the config, or what draft heads can be."""
+    """Tensor shapes contradict one another or the config, or are impossible for draft heads."""
 
 
 class CheckpointValueError(HeadLoadError):
-    """A tensor holds NaN, infinities, or numbers of a type no weight has."""
+    """A tensor holds NaN or infinities, or has a dtype that no weight has."""
 
 
 class HeadConfigError(HeadLoadError):
-    """`config.json` lacks a field that nothing else tells, or has an impossible value."""
+    """`config.json` has an impossible value, or lacks a field that cannot be derived from anything else."""
 
 
 class MissingArgumentError(HeadConfigError):
-    """`load_heads` must be told something that neither the files nor their names say; the message says what."""
+    """`load_heads` needs an argument that neither the files nor their names provide. The message says which."""
 
 
 class WarmStartError(ValueError):
@@ -54,12 +54,12 @@ class WarmStartError(ValueError):
 
 
 class WrongTargetError(ValueError):
-    """The heads were made for another target than the one they were handed to."""
+    """The heads were made for another target than the one they are used with."""
 
 
 class ExportError(ValueError):
-    """A destination cannot represent the heads; the message says why, and what to do instead."""
+    """The export format cannot represent the heads. The message says why, and what to do instead."""
 
 
 class UnsupportedGenerationError(ValueError):
-    """Draft heads cannot serve this call of `generate`; the message says what to change."""
+    """Draft heads cannot serve this call of `generate`. The message says what to change."""

@@ -1,4 +1,4 @@
-"""What a generation bought: accepted tokens per round, acceptance length, pos-acc. The only definitions of these."""
+"""Statistics of a `generate` call: accepted tokens per round, acceptance length, pos-acc. Defined only here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ NOT_TIMED: AbstractContextManager[None] = nullcontext()
 
 
 def devices_of(*models: torch.nn.Module) -> tuple[torch.device, ...]:
-    """Devices that hold weights of models."""
+    """Devices that hold weights of the models, each once."""
     return tuple({weight.device: None for model in models for weight in model.parameters()})
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Waits until devices have done all they were given, so that a clock of the host can be read."""
+    """Waits until the devices have finished their queued work, so that timing on the host includes it."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
 
 
 def acceptance_length(num_accepted: list[list[int]]) -> float:
-    """tau: mean over rounds of accepted draft tokens **plus the bonus token**; 0.0 without rounds."""
+    """tau: mean number of accepted draft tokens per round **plus the bonus token**; 0.0 without rounds."""
     rounds = [n for row in num_accepted for n in row]
     return sum(n + 1 for n in rounds) / len(rounds) if rounds else 0.0
 
@@ -38,8 +38,9 @@ def position_acceptance(num_accepted: list[list[int]], offered: list[list[int]])
     A round counts for position i if it drafted that deep (`offered`) and accepted the first i - 1 positions.
 
     Args:
-        num_accepted: Accepted draft tokens, per row and round.
-        offered: Draft positions that could have been accepted, per row and round (fewer near the length limit).
+        num_accepted: Number of accepted draft tokens, per batch row and round.
+        offered: Number of draft positions that could have been accepted, per batch row and round (fewer near the
+            length limit).
     """
     pairs = [(n, d) for row, depth in zip(num_accepted, offered, strict=True) for n, d in zip(row, depth, strict=True)]
     deepest = max((d for _, d in pairs), default=0)
@@ -57,23 +58,24 @@ class GenerationStats:
     """Statistics of one `generate` call.
 
     Attributes:
-        num_accepted: Per batch row, the accepted draft tokens of each round (bonus token not counted).
-        offered: Per batch row, the draft positions each round could have accepted.
-        plain_steps: Forwards over a single token, in between rounds, because drafting did not pay
-            (`heads.adaptive`); no rounds, so without effect on the numbers above.
-        plain_because: Why there were some, in one sentence.
-        new_tokens: Tokens emitted, the mean over the sequences of a batch.
-        target_forwards: Forwards of the target, the prefill included; those of the probe are not.
-        probe_seconds: Wall seconds of trying drafts on the target (`heads.probe`), in the first call of a process.
+        num_accepted: Per batch row, the number of accepted draft tokens of each round (bonus token not counted).
+        offered: Per batch row, the number of draft positions that each round could have accepted.
+        plain_steps: Number of forwards over a single token, taken between rounds when drafting does not pay
+            (`heads.adaptive`). They are not rounds, so the numbers above do not include them.
+        plain_because: Reason for the plain steps, in one sentence; `None` without plain steps.
+        new_tokens: Tokens emitted, averaged over the sequences of a batch.
+        target_forwards: Forwards of the target, including the prefill but not the probe.
+        probe_seconds: Wall seconds of probing the target (`heads.probe`), in the first call of a process.
         draft_forwards: Forwards of the draft head's specialists that computed outputs.
-        host_syncs: Times the engine made the host wait for the device: to read what was accepted, and in draws that
-            check their distribution. What processors and criteria of the call wait for, plain `generate` does too,
-            and is not among them; nor is the waiting that `heads.profile` asks for.
+        host_syncs: Number of times the engine made the host wait for the device: to read what was accepted, and in
+            draws that check their distribution. Waits of the call's logits processors and stopping criteria, which
+            plain `generate` has as well, and waits due to `heads.profile` are not counted.
         lossy: Whether the text may differ from what the target alone would have generated (typical acceptance with
             `do_sample=True`); otherwise it has exactly the target's distribution.
-        seconds: Wall seconds by stage, filled when `heads.profile` is set: `prefill`, `draft`, `target`, `total`, ...
-        trees: One draft tree per round, on the CPU, when `heads.trace` is set.
-        devices: Devices of target and heads, which every stage waits for when profiling.
+        seconds: Wall seconds by stage, filled if `heads.profile` is set: `prefill`, `draft`, `target`, `total`, ...
+        trees: The draft tree of every round, on the CPU, if `heads.trace` is set.
+        profile: Whether stages are timed.
+        devices: Devices of the target and the heads; when profiling, every stage waits for them.
     """
 
     num_accepted: list[list[int]] = field(default_factory=list)
@@ -93,26 +95,26 @@ class GenerationStats:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the longest row."""
+        """Number of rounds of the batch row with the most rounds."""
         return max((len(row) for row in self.num_accepted), default=0)
 
     @property
     def acceptance_length(self) -> float:
-        """tau, with the bonus token."""
+        """tau, including the bonus token."""
         return acceptance_length(self.num_accepted)
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens of a sequence per forward of the target, prefill and plain steps included; 0.0 without any."""
+        """New tokens of a sequence per target forward, prefill and plain steps included; 0.0 without forwards."""
         return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
 
     @property
     def pos_acc(self) -> list[float]:
-        """Conditional acceptance per draft position, position 1 first."""
+        """Conditional acceptance rate per draft position, position 1 first; see [`position_acceptance`]."""
         return position_acceptance(self.num_accepted, self.offered)
 
     def record_round(self, row: int, num_accepted: int, offered: int) -> None:
-        """Adds one verified round of one batch row."""
+        """Records one verified round of one batch row."""
         while len(self.num_accepted) <= row:
             self.num_accepted.append([])
             self.offered.append([])
@@ -120,7 +122,7 @@ class GenerationStats:
         self.offered[row].append(offered)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Adds the wall time of a block to `seconds[name]` when profiling, until the devices are done with it."""
+        """Context manager that, when profiling, adds a block's wall time to `seconds[name]`, device work included."""
         return self._timed(name) if self.profile else NOT_TIMED
 
     @contextmanager

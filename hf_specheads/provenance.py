@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, commit, processor, accelerators; for results, trainings and bug reports."""
+"""Versions, commit, processor and accelerators, to record with results, training runs and bug reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# What decides how fast matrices are multiplied, by the flag that Linux gives it, the widest first.
+# Instruction sets that decide how fast matrices are multiplied, by their flag in /proc/cpuinfo, the widest first.
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX-512 with bf16",
@@ -30,8 +30,10 @@ INSTRUCTIONS = {
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and, in their order, of those of the packages that are installed; of those that run, as they
-    say themselves: torch's tells the build as well."""
+    """Returns the versions of Python and of those packages that are installed, in the order given.
+
+    An imported package is asked for its `__version__`, because that of torch includes the build.
+    """
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -43,7 +45,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git answers in a folder; `None` without git, or if the folder lies in no checkout."""
+    """Runs git in a folder and returns its output; `None` if git is missing or fails, e.g. outside a checkout."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=30
@@ -54,13 +56,13 @@ def git(folder: Path, *arguments: str) -> str | None:
 
 
 def architecture() -> str:
-    """What Python knows of the processor without asking the system's files, e.g. `x86_64`."""
+    """Returns Python's own description of the processor, which needs no system files, e.g. `x86_64`."""
     return platform.processor() or platform.machine()
 
 
 @functools.cache
 def processor() -> str:
-    """Model, widest instructions and number of logical cores, e.g. `AMD EPYC, AVX2, 2 logical cores`."""
+    """Returns model, widest instruction set and number of logical cores, e.g. `AMD EPYC, AVX2, 2 logical cores`."""
     try:
         described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -69,9 +71,10 @@ def processor() -> str:
 
 
 def _named(described: str) -> str:
-    """Model and widest instructions in what Linux says of a processor; the architecture where it tells no model.
+    """Returns model and widest instruction set from /proc/cpuinfo; the architecture if it names no model.
 
-    Hypervisors hide the model behind its maker's name, and processors of one name may be several times apart.
+    The instruction set is included because hypervisors may replace the model by its vendor's name, and processors with
+    the same name can differ in speed by several times.
     """
     facts = dict(re.findall(r"^(model name|flags|Features)[ \t]*:[ \t]*(.*)$", described, re.MULTILINE))
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
@@ -81,8 +84,7 @@ def _named(described: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What tells machines apart on which the same code is fast in different ways: the accelerator, or the processor
-    with its instructions and number of cores."""
+    """Returns a name that distinguishes machines by speed: the accelerator's, or for a CPU that of [`processor`]."""
     if device.type == "cpu":
         return processor()
     import torch
@@ -92,7 +94,7 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerators() -> str:
-    """Names of the CUDA devices, or `none`."""
-    import torch  # here, so that commands that need no device answer without it
+    """Returns the names of the CUDA devices, or `none`."""
+    import torch  # imported here so that commands that need no device start without loading torch
 
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none"

@@ -1,9 +1,9 @@
-"""`AutoConfig` knows draft heads from `import hf_specheads` on, and that import loads neither torch nor transformers.
+"""Makes `AutoConfig` know draft heads from `import hf_specheads` on, without loading torch or transformers.
 
-The classes of heads need both, and transformers' models on top: seconds that `specheads --help`, or a program that
-only may meet draft heads, should not wait. So `AutoConfig` is given stand-ins, as soon as it is imported itself; the
-first configuration that is asked of one imports `heads`, which registers the classes proper in their place, with
-`AutoModel` too, and installs the dispatch ([`heads`]).
+The classes of draft heads need torch, transformers and some of its models. Importing these takes seconds, which
+`specheads --help`, or a program that may never meet draft heads, should not spend. So `AutoConfig` receives stand-ins
+as soon as it is imported itself. The first configuration requested from a stand-in imports [`heads`], which registers
+the real classes in their place, with `AutoModel` as well, and installs the hook in `generate` ([`dispatch`]).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
-# Of every family: `heads.auto.HEADS` has the classes.
+# The `model_type` of every family; `heads.auto.HEADS` maps each of them to its class.
 MODEL_TYPES = (
     "specheads_dflash",
     "specheads_dflash2",
@@ -38,15 +38,15 @@ MODEL_TYPES = (
 
 
 def expect_heads() -> None:
-    """Registers the stand-ins, now or once `AutoConfig` is imported; harmless when repeated."""
+    """Registers the stand-ins now, or as soon as `AutoConfig` is imported; harmless when repeated."""
     if AUTO_CONFIG in sys.modules:
-        register_stand_ins(importlib.import_module(AUTO_CONFIG))  # waits for a thread that is importing it
+        register_stand_ins(importlib.import_module(AUTO_CONFIG))  # `import_module` waits if a thread is importing it
     elif not any(isinstance(finder, _AfterAutoConfig) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterAutoConfig())
 
 
 def register_stand_ins(module: ModuleType) -> None:
-    """Makes `module.AutoConfig` know every family that it does not know yet."""
+    """Registers a stand-in with `module.AutoConfig` for every family that is not registered yet."""
     for model_type in MODEL_TYPES:
         if model_type not in module.CONFIG_MAPPING:
             module.AutoConfig.register(model_type, _stand_in(model_type))
@@ -54,12 +54,12 @@ def register_stand_ins(module: ModuleType) -> None:
 
 def _stand_in(model_type: str) -> type:
     def config_class() -> Any:
-        from .heads.auto import HEADS  # registers all classes
+        from .heads.auto import HEADS  # this import registers the real classes
 
         return HEADS[model_type].config_class
 
     class StandIn:
-        """What `AutoConfig` asks of a configuration class, answered by the class proper."""
+        """Forwards what `AutoConfig` calls on a configuration class to the real class."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return config_class()(*args, **kwargs)
@@ -77,7 +77,7 @@ def _stand_in(model_type: str) -> type:
 
 
 class _AfterAutoConfig(importlib.abc.MetaPathFinder):
-    """Finds one module as Python would, registers the stand-ins when it has been executed, and goes."""
+    """Import hook for one module: loads it as usual, registers the stand-ins afterwards, and removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Texts as users have them, strings, chats or token ids, as token ids."""
+"""Converting texts (strings, chats or token ids) to token ids."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Text = str | torch.Tensor | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def token_ids_of(text: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> torch.Tensor:
-    """Token ids int64 [T] of one text.
+    """Returns the token ids of one text, int64 [T].
 
     Args:
-        text: A string; a chat, as a list of messages, which the tokenizer's template turns into the beginning of a
-            reply; or token ids, a list or [1, T].
-        tokenizer: The target's, for strings and chats; token ids need none.
+        text: A string; or a chat, as a list of messages, which is rendered with the tokenizer's template up to where
+            the reply begins; or token ids, as a list or [1, T].
+        tokenizer: The target's tokenizer, required for strings and chats.
 
     Raises:
-        ValueError: for a string or a chat without a tokenizer, or no tokens at all.
+        ValueError: if there is no tokenizer for a string or chat, or the text has no tokens.
     """
     is_chat = isinstance(text, Sequence) and not isinstance(text, str) and bool(text) and isinstance(text[0], Mapping)
     if isinstance(text, str) or is_chat:
@@ -48,15 +48,17 @@ def _tokenized(text: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: Any) -> list[int]:
-    """Token ids of a chat as its template writes it, special tokens once, up to where a reply begins.
+    """Returns the token ids of a chat as rendered by the chat template, up to where the reply begins.
+
+    Special tokens are not added a second time to those of the template.
 
     Args:
-        chat: Its messages.
-        tokenizer: The target's.
-        **options: Of `apply_chat_template`.
+        chat: Messages of the chat.
+        tokenizer: The target's tokenizer.
+        **options: Options of `apply_chat_template`.
 
     Raises:
-        ValueError: without a template, or for a chat that the template refuses, with its reason.
+        ValueError: if the tokenizer has no chat template, or the template refuses the chat; the message says why.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -70,24 +72,25 @@ def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options:
     try:
         options = {"add_generation_prompt": True, **options, "return_dict": True}
         return list(tokenizer.apply_chat_template(as_template_takes(chat, written), **options)["input_ids"])
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise errors of any type
         raise ValueError(f"the chat template refuses a chat: {error}; give it messages that it takes.") from error
 
 
 def as_template_takes(chat: Sequence[Any], written: Callable[[list[Any]], str]) -> list[Any]:
-    """The messages of a chat in the form that a chat template takes, of those in which data write the same.
+    """Converts the messages of a chat to the form that a chat template expects.
 
-    The arguments of tool calls are objects, or JSON in a string, as in OpenAI's interface: templates that turn an
-    object into JSON put a string into quotes once more; those that take a string write an object in Python's way, or
-    fail. A content is a string, or parts of type text: templates for strings write those in Python's way, leave them
-    out, or fail. All of that would be text that the target never sees.
+    Data sets store the same messages in different forms. The arguments of tool calls are objects, or JSON strings as
+    in OpenAI's API. Templates that serialise objects to JSON put a string into quotes again; templates that expect
+    strings render an object as a Python literal, or fail. Likewise a content is a string or a list of parts of type
+    text; templates that expect strings render such a list as a Python literal, drop it, or fail. The rendered text
+    would then be unlike anything the target was trained on.
 
     Args:
         chat: Messages, `{role, content, tool_calls}` each.
-        written: Renders messages by the template.
+        written: Renders messages with the template.
 
     Returns:
-        The messages as they were, unless the template takes them in other forms alone.
+        The messages, unchanged unless the template renders them correctly only in another form.
     """
     messages = list(chat)
     contents: list[Change] = [_as_given, _as_one_text]
@@ -113,7 +116,7 @@ def _as_given(value: Any) -> Any:
 
 
 def _parts_of(message: Any) -> list[str] | None:
-    """Texts of a content that is parts of type text alone; `None` of any other."""
+    """Returns the texts of a content that consists only of parts of type text; `None` for any other content."""
     parts = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(parts, list) or not parts:
         return None
@@ -122,13 +125,13 @@ def _parts_of(message: Any) -> list[str] | None:
 
 
 def _as_one_text(message: Any) -> Any:
-    """A message whose content is one string, parts on lines of their own, as servers join them."""
+    """Returns the message with its text parts joined to one string by newlines, as inference servers do."""
     texts = _parts_of(message)
     return message if texts is None else {**message, "content": "\n".join(texts)}
 
 
 def _functions_of(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
-    """What is called, call by call."""
+    """Yields the called function of every tool call in the messages."""
     for message in messages:
         for call in (message.get("tool_calls") or ()) if isinstance(message, Mapping) else ():
             if isinstance(call, Mapping):
@@ -163,11 +166,13 @@ def _as_string(arguments: Any) -> Any:
 
 
 def _num_written(messages: list[Any], asked: list[str], written: Callable[[list[Any]], str]) -> int:
-    """How many parts of what was asked a template writes, in whatever letters, spaces and marks; -1 if it fails, or
-    writes objects in Python's way or JSON in quotes."""
+    """Counts the texts in `asked` that a template renders, ignoring case, spaces and punctuation.
+
+    Returns -1 if the template fails, renders objects or text parts as Python literals, or puts JSON into quotes.
+    """
     try:
         text = written(messages)
-    except Exception:  # templates raise what they like
+    except Exception:  # templates may raise errors of any type
         return -1
     for arguments in (function.get("arguments") for function in _functions_of(messages)):
         wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
@@ -188,10 +193,10 @@ def _letters_of(text: str) -> str:
 
 
 def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None) -> list[torch.Tensor]:
-    """Token ids [1, T] of several texts, as [`token_ids_of`].
+    """Returns the token ids [1, T] of each of several texts, see [`token_ids_of`].
 
     Raises:
-        ValueError: for a single string, whose letters would be taken for texts.
+        ValueError: if `texts` is a single string, whose characters would be taken for texts.
     """
     if isinstance(texts, str):
         raise ValueError(f"expected a list of texts, got the string {texts[:40]!r}; put it into a list.")
@@ -199,12 +204,12 @@ def all_token_ids(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | No
 
 
 def pad_token_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What batches are filled up with, also of tokenizers without a token for that."""
+    """Returns the token id to pad batches with: the padding token, else the end-of-sequence token, else 0."""
     return next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Texts of token ids as a batch of `generate`: `input_ids` and `attention_mask`, int64 [B, longest]."""
+    """Returns token ids as a left-padded batch for `generate`: `input_ids`, `attention_mask`, int64 [B, longest]."""
     missing = [max(map(len, rows)) - len(row) for row in rows]
     ids = [[pad_token_id] * more + list(row) for more, row in zip(missing, rows, strict=True)]
     mask = [[0] * more + [1] * len(row) for more, row in zip(missing, rows, strict=True)]

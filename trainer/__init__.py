@@ -1,13 +1,13 @@
 """Training of draft heads: the multi-position unroll, its losses, and a `transformers.Trainer` around them.
 
 Installed as `hf_specheads.trainer`; run as `python -m hf_specheads.trainer --config recipe.yaml key=value ...`. Public
-names are imported when they are first asked for: a wrong recipe is told before transformers' trainer is loaded.
+names are imported at first use, so that errors in a recipe are reported before transformers' Trainer is loaded.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what `_MODULES` says to Python, for type checkers and editors
+if TYPE_CHECKING:  # type checkers and editors cannot follow the lazy imports of `_MODULES`
     from .arguments import DraftHeadTrainingArguments as DraftHeadTrainingArguments
     from .data.batches import PackedCollator as PackedCollator
     from .data.batches import PaddedCollator as PaddedCollator
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = value  # asked once
+    globals()[name] = value  # later look-ups do not come here again
     return value
 
 

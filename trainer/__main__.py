@@ -3,9 +3,9 @@
     specheads train --config poss3 target=org/model output_dir=runs/poss3 learning_rate=1e-5
     accelerate launch -m hf_specheads.trainer --config my_recipe.yaml
 
-`--config` is a YAML file or the name of a recipe that comes with the package; `key=value` changes recipe keys and
+`--config` is a YAML file or the name of a recipe that comes with the package. `key=value` overrides recipe keys and
 training arguments, `a.b=value` fields of a mapping (`heads.num_specialists=3 train_data.split=train[:5%]`).
-Goes on from the newest checkpoint in `output_dir` unless `resume=false`.
+Training resumes from the newest checkpoint in `output_dir` unless `resume=false`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the recipe, trains, writes.
+    """Reads the recipe, trains, and writes draft heads and facts.
 
     Returns:
-        The exit code: 2, and one line on stderr, for whatever is wrong before the first step; 130 when interrupted.
+        The exit code: 0; 2, with one line on stderr, for errors before the first step; 130 if interrupted.
     """
     options = parse_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The same, until it is interrupted."""
+    """Does the work of [`main`]; lets `KeyboardInterrupt` pass."""
     try:
         recipe = read_recipe(options.config, options.changes)
         if options.quiet:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
             trainer = build_trainer(recipe)
             checkpoint = newest_checkpoint(trainer, recipe)
-    except Exception as error:  # of any class: libraries that load models and data have many
+    except Exception as error:  # libraries that load models and data raise errors of many classes
         return failed("train", options, error)
     if options.quiet:
         from transformers import PrinterCallback
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
             facts = train(trainer, recipe, checkpoint)
-    except Exception as error:  # optimizers, schedulers and memory speak up when training begins
+    except Exception as error:  # errors of optimizer, scheduler or memory appear only when training starts
         if trainer.state.global_step > 0:
             raise
         return failed("train", options, error)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def hide_progress(recipe: Recipe) -> None:
-    """No bars of whoever loads, tokenises and trains."""
+    """Switches off the progress bars of loading, tokenizing and training."""
     import datasets
     from transformers.utils import logging
 
@@ -93,7 +93,7 @@ def hide_progress(recipe: Recipe) -> None:
 
 
 def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
-    """Where to go on from, `None` to begin.
+    """Returns the checkpoint to resume from, `None` to start from scratch.
 
     Raises:
         OtherRunError: for a checkpoint of another recipe.
@@ -108,7 +108,8 @@ def newest_checkpoint(trainer: DraftHeadTrainer, recipe: Recipe) -> str | None:
 
 
 def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = None) -> dict[str, Any] | None:
-    """Trains, from a checkpoint if there is one, and writes heads and facts; returns these on the main process."""
+    """Trains, from a checkpoint if there is one, and writes draft heads and facts; returns the facts on the main
+    process, `None` on the others."""
     from .building import describe
     from .facts import write_facts
 
@@ -120,7 +121,7 @@ def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = No
     hours = (time.time() - started) / 3600
     metrics = final_metrics(trainer)
     trainer.run_facts = {"recipe": recipe.to_dict(), "metrics": metrics, "hours": hours}
-    trainer.save_model(output)  # and pushes, under push_to_hub=true
+    trainer.save_model(output)  # also pushes under push_to_hub=true
     if not trainer.is_world_process_zero():
         return None
     facts = trainer.facts()
@@ -132,8 +133,8 @@ def train(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None = No
 
 
 def final_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
-    """Metrics of the heads that training ended with: of the evaluation at its last step, which those by epochs have,
-    else of one now; empty without evaluation data."""
+    """Returns the metrics of the final draft heads: those of an evaluation at the last step (epoch-wise evaluation has
+    one), else of an evaluation now; empty without evaluation data."""
     if trainer.eval_dataset is None:
         return {}
     state = trainer.state

@@ -1,7 +1,8 @@
-"""Acceptance while training: measured by `generate` itself, tried before the first step, and never a reason to stop.
+"""Measures acceptance during training with `generate` itself.
 
-What `generate` refuses is known when training begins, because one short call is made then. A target that takes no
-trees is measured with chains; where nothing can be generated, evaluation is of losses alone, and says so.
+One short call of `generate` before the first step shows what it refuses. For a target that supports no draft trees,
+chains are measured. If nothing can be generated, a warning says so, and evaluation is restricted to losses. Failures
+of generation never stop a training that has begun.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from .data.batches import cut_prompts
 from .data.images import ImageChats
 from .devices.sharding import led_by_the_first, share_here
 
-TRIED_TOKENS = 3  # the prompt's own, and at least one of a round
-GENERATED = ("acceptance_length", "pos_acc_")  # what metrics of generation are called
+TRIED_TOKENS = 3  # enough for the token from the prompt's forward and at least one round
+GENERATED = ("acceptance_length", "pos_acc_")  # names, or their beginnings, of metrics measured by generation
 
 Prompt = dict[str, torch.Tensor]  # arguments of `generate` for one sequence
 Rounds = tuple[list[list[int]], list[list[int]]]  # accepted and offered draft tokens of every round, per sequence
 
 
 class AcceptanceEvaluation:
-    """Acceptance of greedy generation with the heads being trained.
+    """Measures the acceptance of greedy generation with the draft heads being trained.
 
     Args:
-        heads: That are trained.
-        target: Their target, whole on every process, sharded over them, or spread over devices.
-        args: Of the run.
-        prompts: Token ids of prompts to continue; default: cut from the data that are evaluated.
+        heads: The draft heads being trained.
+        target: Their target: whole on every process, sharded over processes, or spread over devices.
+        args: Training arguments of the run.
+        prompts: Token ids of prompts to continue. Default: prompts cut from the evaluation data.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class AcceptanceEvaluation:
 
     @torch.no_grad()
     def rehearse(self, dataset: Any) -> None:
-        """Generates a few tokens, once, and warns of what evaluation will leave out or measure otherwise.
+        """Tries generation once with a few tokens, and warns of metrics that evaluation will leave out or measure with
+        chains.
 
         Args:
-            dataset: To be evaluated, or several by name; the longest prompt is tried.
+            dataset: Evaluation data set, or a dict of them, of which the first is used. The longest prompt is tried.
 
         Raises:
-            ValueError: if the best checkpoint is to be chosen by what cannot be measured.
+            ValueError: if `metric_for_best_model` is a metric that cannot be measured.
         """
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()))
@@ -88,13 +90,13 @@ class AcceptanceEvaluation:
 
     @torch.no_grad()
     def measure(self, dataset: Any) -> dict[str, float]:
-        """Acceptance pooled over the rounds of all prompts: the code of `generate`, nothing else.
+        """Measures acceptance with `generate`, pooled over the rounds of all prompts.
 
         Args:
-            dataset: Prepared examples. Their prompts are shared out over processes that hold a whole target each.
+            dataset: Prepared examples. If every process holds a whole target, the prompts are divided among processes.
 
         Returns:
-            `acceptance_length` and `pos_acc_1`, ...; empty without prompts, and where generation fails.
+            `acceptance_length` and `pos_acc_1`, ...; empty without prompts, or if generation fails.
         """
         self.rehearse(dataset)
         if not self._possible or not (prompts := self._prompts_of(dataset)):
@@ -118,12 +120,12 @@ class AcceptanceEvaluation:
         return [as_prompt(ids) for ids in cut_prompts(dataset, count, self.args.eval_prompt_length)]
 
     def _problem(self, prompt: Prompt) -> str | None:
-        """Why this prompt cannot be continued on some process, `None` if it can on all."""
+        """Returns why the prompt cannot be continued on some process, `None` if it can be on all."""
         copies = [prompt] * (1 if self._together else self.args.world_size)
         return self._everyones(copies, TRIED_TOKENS)[1]
 
     def _everyones(self, prompts: Sequence[Prompt], at_most: int | None = None) -> tuple[Rounds, str | None]:
-        """Rounds of all prompts on all processes, and the first failure."""
+        """Generates from all prompts on all processes; returns all rounds and the first failure."""
         processes, index = self.args.world_size, self.args.process_index
         if processes <= 1:
             parts = [self._continue(prompts, at_most)]
@@ -137,7 +139,7 @@ class AcceptanceEvaluation:
         return (accepted, offered), next((failed for _, failed in parts if failed is not None), None)
 
     def _continue(self, prompts: Sequence[Prompt], at_most: int | None) -> tuple[Rounds, str | None]:
-        """Rounds of these prompts on this process, and why there are no more of them."""
+        """Generates from the prompts on this process; returns their rounds, and the failure that ended generation."""
         accepted: list[list[int]] = []
         offered: list[list[int]] = []
         was_training = self.heads.training
@@ -147,14 +149,15 @@ class AcceptanceEvaluation:
                 stats = self._generate(prompt, at_most)
                 accepted += stats.num_accepted
                 offered += stats.offered
-        except Exception as error:  # of any class: whatever it is, the training goes on
+        except Exception as error:  # training must go on, whatever the error
             return (accepted, offered), _told(error)
         finally:
             self.heads.train(was_training)
         return (accepted, offered), None
 
     def _generate(self, prompt: Prompt, at_most: int | None) -> Any:
-        """Statistics of a prompt's continuation, of `at_most` tokens or a few more."""
+        """Continues a prompt and returns the statistics; with `at_most`, generation stops after about that many
+        tokens."""
         heads, inputs = self.heads, {name: value.to(self.target.device) for name, value in prompt.items()}
         if self._chain:
             depth = heads.tree_config.depth
@@ -172,7 +175,7 @@ class AcceptanceEvaluation:
 
 
 def as_prompt(ids: Sequence[int]) -> Prompt:
-    """Arguments of `generate` for token ids."""
+    """Returns arguments of `generate` for token ids."""
     row = torch.tensor([list(ids)])
     return {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
@@ -182,7 +185,8 @@ def _length(prompt: Prompt) -> int:
 
 
 class _Enough(StoppingCriteria):
-    """Stops at a length, whatever length the call was checked for."""
+    """Stops generation at a length. Unlike a smaller `max_new_tokens`, this leaves the call's checks of its maximum
+    length as in a full evaluation."""
 
     def __init__(self, length: int):
         self.length = length
@@ -192,6 +196,6 @@ class _Enough(StoppingCriteria):
 
 
 def _told(error: Exception) -> str:
-    """What `generate` refuses says it in a sentence; anything else is named by its class."""
+    """Returns the message of a refusal (`ValueError`) as it is, and that of any other error with its class."""
     words = " ".join(str(error).split())
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"

@@ -1,4 +1,4 @@
-"""`DraftHeadTrainingArguments`: transformers' `TrainingArguments` plus what the unroll, data and evaluation need."""
+"""`DraftHeadTrainingArguments`: transformers' `TrainingArguments` with options for the unroll, data and evaluation."""
 
 from __future__ import annotations
 
@@ -23,64 +23,71 @@ class DraftHeadTrainingArguments(TrainingArguments):
     """Arguments of [`DraftHeadTrainer`].
 
     Args:
-        num_passes: Draft positions the unroll trains, the depth. Default: `trained_positions` of the heads' config,
-            else the method's: EAGLE trains 1 pass, HASS 3, POSS `num_specialists * positions_per_specialist`.
-        feature_loss_weight: Weight of the SmoothL1 loss to the target's features (EAGLE: 1.0). Weights that are left
-            out, and `pass_decay`, are the method's; see [`methods.DEFAULTS`].
+        num_passes: Number of draft positions to train, one pass of the unroll each. Default: `trained_positions` of
+            the draft heads' config, else the method's: EAGLE trains 1 pass, HASS 3, POSS
+            `num_specialists * positions_per_specialist`.
+        feature_loss_weight: Weight of the SmoothL1 loss between drafted and target features (EAGLE: 1.0). This and
+            every other loss weight, and `pass_decay`, default to the method's value; see [`methods.DEFAULTS`].
         token_loss_weight: Weight of the cross-entropy against the target's distribution (EAGLE: 0.1).
         top_k_loss_weight: Weight of the top-K cross-entropy (HASS: 1.0; EAGLE and PosS train with 0.0).
         next_token_loss_weight: Weight of the cross-entropy against the token that follows in the data (Medusa: 1.0).
-        total_variation_loss_weight: Weight of 1 - a, for a the probability that a sampled draft token is accepted.
+        total_variation_loss_weight: Weight of 1 - a, where a is the probability that a sampled draft token is
+            accepted.
         acceptance_loss_weight: Weight of -log a.
-        lk_loss_weight: Weight of the LK loss, KL(p, q) that turns into 1 - a. All losses: [`trainer.losses`].
-        confidence_loss_weight: Weight of the loss of predicted acceptance (DSpark: 1.0).
-        selector_loss_weight: Weight of the loss of selected candidates (DFlash 2: 0.5).
-        base_loss_weight: Share, from 0 to 1, of the loss of drafts before they are corrected, when training begins
-            (Domino: 1.0); it falls evenly to 0 at the end, and the other losses count what it leaves.
-        lk_decay: How fast it does so: KL counts `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
-        pass_decay: Losses of draft position i (0-based) count `pass_decay ** i` times (EAGLE-3: 0.8; Medusa's paper:
-            0.8; the others: 1).
+        lk_loss_weight: Weight of the LK loss, which moves from KL(p, q) to 1 - a. [`unroll.losses`] describes every
+            loss.
+        confidence_loss_weight: Weight of the loss on the predicted acceptance (DSpark: 1.0).
+        selector_loss_weight: Weight of the loss on the choice among candidates (DFlash 2: 0.5).
+        base_loss_weight: Weight, from 0 to 1, of the loss on drafts before they are corrected (Domino: 1.0). This is
+            the weight at the start; it falls linearly to 0 at the end of training. The other losses are multiplied by
+            1 minus the current weight.
+        lk_decay: Decay of the KL term of the LK loss, whose weight is `exp(-lk_decay * a)` (arXiv 2602.23881: 3).
+        pass_decay: The losses of draft position i (0-based) are multiplied by `pass_decay ** i` (EAGLE-3: 0.8;
+            Medusa's paper: 0.8; most other methods: 1).
         top_k: K of the top-K loss (HASS: 10).
-        num_anchors: Rows per sequence at which block drafters (DFlash, JetSpec) are trained; the others are trained
-            at all rows (DFlash: 512).
-        feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the targets.
-            EAGLE's paper (section 4.1) gives 0.1; the default 0.0 adds none.
+        num_anchors: Rows per sequence at which block drafters (DFlash, JetSpec) are trained (DFlash: 512). All other
+            draft heads are trained at every row.
+        feature_noise: Half width a of the uniform noise U(-a, a) added to the input features, never to the features
+            that the losses compare with. EAGLE's paper (section 4.1) uses 0.1; the default 0.0 adds no noise.
         feature_noise_scaling: `"none"` as in EAGLE's paper; `"eagle"` as in the authors' code, which multiplies the
             noise by 512 / length of the document in tokens; `"neftune"` divides it by sqrt(length * width).
-        embedding_noise: alpha of the NEFTune noise U(-1, 1) * alpha / sqrt(length * width) added to the embeddings of
-            the tokens that heads read (Hydra, arXiv 2402.05109; for Hydra without a prefix layer, give `feature_noise`
-            the same value, scaled `"neftune"`). The default 0.0 adds none, as in Hydra's published recipe.
-        backward: `"summed"` runs one backward through all passes, and computes what the target says once; `"per_pass"`
-            runs one backward per pass and frees its graph, as HASS and PosS do, and computes what the target says for
-            every pass. The gradients are equal, because what a pass hands on is detached (where it is not, in
-            EAGLE-3, the backward is always summed). `per_pass` needs less memory and more time.
-        max_nonfinite_steps: Steps in a row whose loss or gradients are infinite or no numbers, after which training
-            gives up. Each of them is skipped and counted in the log (`skipped_steps`).
+        embedding_noise: alpha of the NEFTune noise U(-1, 1) * alpha / sqrt(length * width) added to the token
+            embeddings that the draft heads read (Hydra, arXiv 2402.05109; for Hydra without a prefix layer, set
+            `feature_noise` to the same value with scaling `"neftune"`). The default 0.0 adds no noise, as in Hydra's
+            published recipe.
+        backward: `"summed"` runs one backward through all passes and computes the target's distribution once.
+            `"per_pass"` runs one backward per pass and frees its graph, as HASS and PosS do, and computes the target's
+            distribution once per pass: it needs less memory and more time. The gradients are equal, because passes
+            exchange detached tensors. Where they do not (EAGLE-3), the backward is always summed.
+        max_nonfinite_steps: Number of consecutive steps with infinite or NaN loss or gradients after which training
+            stops with an error. Each such step is skipped and counted in the log (`skipped_steps`).
         max_grad_value: Clip every gradient to [-max_grad_value, max_grad_value], after `max_grad_norm` (the authors of
-            EAGLE, HASS and PosS clip by value, at 0.5, and not by norm: `max_grad_norm=0`). Default: not by value.
-        peak_tflops: TFLOP/s that the device can do, for `mfu` in the log; default: what its data sheet says of 16-bit
-            products, for devices that [`utilisation`] knows, and no `mfu` for others.
-        loss_chunk_rows: Rows of which all logits exist at a time: memory of the losses is a few times that times the
-            vocabulary.
-        pass_reduction: `"sum"` over passes, as the authors' gradients; `"mean"` divides by `num_passes`, which keeps
-            the effective learning rate when the depth changes.
+            EAGLE, HASS and PosS clip by value, at 0.5, and not by norm: `max_grad_norm=0`). Default: no clipping by
+            value.
+        peak_tflops: Peak TFLOP/s of the device, from which `mfu` in the log is computed. Default: the data sheet's
+            value for 16-bit products, for devices listed in [`utilisation`]; other devices log no `mfu`.
+        loss_chunk_rows: Number of rows whose full logits exist at the same time. The losses need a few times
+            `loss_chunk_rows` * vocabulary size numbers of memory.
+        pass_reduction: `"sum"` adds up the losses of all passes, which gives the authors' gradients; `"mean"` divides
+            the sum by `num_passes`, which keeps the effective learning rate when the depth changes.
         upstream_masking: Train with the attention of the HASS and PosS training code, in which masked scores count
-            as 0. For parity experiments only: drafting has a true mask.
-        max_length: Longest training example in tokens; longer chats are cut, longer texts split.
-        packing: Put several examples in one sequence of up to `max_length` tokens, with no attention across them.
-            The target is tried with two documents first, and refused if one of them sees the other.
-        shard_target: Shard the decoder layers of the frozen target over the processes; heads stay data-parallel.
-        target_sharding: By what: `"fsdp2"`, or `"zero3"` (DeepSpeed, which has to be installed).
-        packing_strategy: `"best_fit"` packs the data set, so that a batch holds `per_device_train_batch_size` rows of
-            nearly `max_length` tokens; `"batch"` packs the examples of every batch.
-        chat_template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`; those in a column
-            `chat_template_kwargs` of the data go before.
-        dataset_num_proc: Processes that tokenise, default as many as there are cores and work for.
-        eval_acceptance_prompts: Prompts of the evaluation set to generate from for `eval_acceptance_length` and
-            `eval_pos_acc_i`; 0 leaves both out. Tried before the first step: chains are drafted for a target that
-            takes no trees, and a warning says if nothing can be generated.
-        eval_prompt_length: Longest prompt cut from a plain text, in tokens (a chat is cut where its first reply
-            begins).
+            as 0. For parity experiments only, because drafting uses a true mask.
+        max_length: Longest training example in tokens. Longer chats are cut, longer texts are split.
+        packing: Put several examples into one sequence of up to `max_length` tokens, with no attention between them.
+            The target is first probed with two documents, and refused if one of them sees the other.
+        shard_target: Shard the decoder layers of the frozen target over the processes. Draft heads stay data-parallel.
+        target_sharding: What shards the target: `"fsdp2"`, or `"zero3"` (DeepSpeed, which has to be installed).
+        packing_strategy: `"best_fit"` packs the whole data set, so that a batch holds `per_device_train_batch_size`
+            rows of nearly `max_length` tokens; `"batch"` packs the examples within each batch.
+        chat_template_kwargs: Arguments for the chat template, e.g. `{"enable_thinking": False}`. Values in a
+            `chat_template_kwargs` column of the data take precedence.
+        dataset_num_proc: Number of tokenizing processes. Default: chosen from the number of cores and of rows.
+        eval_acceptance_prompts: Number of prompts of the evaluation set to generate from, for
+            `eval_acceptance_length` and `eval_pos_acc_i`; 0 leaves out both metrics. Generation is tried before the
+            first step: a target that supports no draft trees is evaluated with chains, and a warning is issued if
+            nothing can be generated.
+        eval_prompt_length: Longest prompt cut from a plain text, in tokens. A chat is cut where its first reply
+            begins.
         eval_max_new_tokens: Tokens to generate per prompt.
 
     Raises:
@@ -157,7 +164,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         _one_of("backward", self.backward, BACKWARDS)
         _one_of("target_sharding", self.target_sharding, SHARDINGS)
         _one_of("packing_strategy", self.packing_strategy, PACKING_STRATEGIES)
-        if isinstance(self.chat_template_kwargs, str):  # from a command line
+        if isinstance(self.chat_template_kwargs, str):  # a command line passes JSON text
             self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
         _one_of("pass_reduction", self.pass_reduction, PASS_REDUCTIONS)
         _one_of("feature_noise_scaling", self.feature_noise_scaling, NOISE_SCALINGS)
@@ -169,17 +176,17 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of every loss, by name; 0 for one that is left to the method, which a trainer fills in."""
+        """Weight of every loss, by name; 0 for weights left to the method, until a trainer fills them in."""
         return {loss: getattr(self, f"{loss}_loss_weight") or 0.0 for loss in LOSSES}
 
     def loss_weights_at(self, progress: float) -> dict[str, float]:
-        """The weights when a share `progress` of the training is done: that of the uncorrected drafts has fallen, the
-        others count what it leaves."""
+        """Loss weights when a share `progress` (0 to 1) of training is done: the weight b of the loss on uncorrected
+        drafts falls linearly, and the other weights are multiplied by 1 - b."""
         base = (self.base_loss_weight or 0.0) * (1 - progress)
         return {loss: base if loss == "base" else weight * (1 - base) for loss, weight in self.loss_weights.items()}
 
     def decay_at(self, position: int) -> float:
-        """Factor of the losses of a draft position, 0-based."""
+        """Factor of the losses of a draft position (0-based)."""
         return (1.0 if self.pass_decay is None else self.pass_decay) ** position
 
 

@@ -1,4 +1,4 @@
-"""A trainer from a recipe: everything that is wrong with the recipe is said here, the cheap things first."""
+"""Builds a trainer from a recipe. Errors of the recipe are reported here, those that are cheap to detect first."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
-    """Training arguments of a recipe; evaluation at every epoch's end unless the recipe says otherwise.
+    """Returns the training arguments of a recipe. Evaluation runs at the end of every epoch unless the recipe changes
+    that.
 
     Raises:
-        RecipeError: if there is no `output_dir`.
+        RecipeError: if the recipe has no `output_dir`.
     """
     if not recipe.training.get("output_dir"):
         raise RecipeError("the recipe does not say where to write; pass output_dir=...")
@@ -57,14 +58,14 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
     if chosen.get("bf16") and not chosen.get("use_cpu") and not is_torch_bf16_gpu_available():
         logger.warning("no accelerator here has bf16: training in fp32, as with bf16=false.")
         chosen["bf16"] = False
-    if chosen.get("use_cpu") or not torch.accelerator.is_available():  # torch warns of memory pinned for nobody
+    if chosen.get("use_cpu") or not torch.accelerator.is_available():  # torch warns if it pins memory in vain
         chosen.setdefault("dataloader_pin_memory", False)
     return arguments(**chosen)
 
 
 def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
-    """Training data, one per source, and evaluation data; without `eval_data`, evaluation takes the first examples of
-    the first source."""
+    """Loads the training data, one data set per source, and the evaluation data (without `eval_data`, the first
+    examples of the first source)."""
     sources = [source.load() for source in recipe.train_sources]
     if recipe.eval_data is not None:
         held_out = recipe.eval_data.load()
@@ -87,17 +88,19 @@ def load_datasets(recipe: Recipe) -> tuple[list[Any], Any]:
 
 
 def _read(stream: Any, count: int) -> Any:
-    """The first examples of a stream as a data set, which every evaluation reads again."""
+    """Reads the first examples of a stream into a data set, so that every evaluation sees the same examples."""
     from datasets import Dataset
 
     return Dataset.from_list(list(stream.take(count)))
 
 
 def mix(datasets: Sequence[Examples], weights: Sequence[float | None], seed: int) -> Examples:
-    """Prepared data sets as one: by weights, drawn until every example of all has come; else all of them.
+    """Combines prepared data sets into one. With weights, examples are drawn from the data sets in these proportions
+    until every example has been drawn at least once; without weights, the data sets are concatenated.
 
     Raises:
-        RecipeError: if some have a weight and others none, or some are streams and others not.
+        RecipeError: if only some data sets have a weight, if only some are streams, or if stored features would be
+            mixed with other data.
     """
     from datasets import concatenate_datasets, interleave_datasets
 
@@ -124,7 +127,7 @@ def prepare_sources(
     args: DraftHeadTrainingArguments,
     report: DataReport,
 ) -> Examples:
-    """All training data as examples, mixed."""
+    """Prepares the examples of all sources and mixes them."""
     prepared = [
         prepare_dataset(
             source,
@@ -145,10 +148,10 @@ def prepare_sources(
 
 
 def refuse_wrong_recipe(recipe: Recipe) -> None:
-    """What can be told before anything is loaded.
+    """Refuses a recipe with errors that can be detected before anything is loaded.
 
     Raises:
-        RecipeError: for an unknown method or type, or a place on this machine where nothing fitting lies.
+        RecipeError: for an unknown method or dtype, or a local path that does not exist or holds something else.
     """
     if recipe.method not in METHODS:
         raise RecipeError(f"`method` must be one of {sorted(METHODS)}, got {recipe.method!r}.")
@@ -164,10 +167,10 @@ def refuse_wrong_recipe(recipe: Recipe) -> None:
 
 
 def torch_dtype(key: str, name: str) -> torch.dtype:
-    """The torch dtype of that name.
+    """Returns the torch dtype called `name`; `key` is the recipe key that error messages refer to.
 
     Raises:
-        RecipeError: if there is none.
+        RecipeError: if there is no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -176,10 +179,12 @@ def torch_dtype(key: str, name: str) -> torch.dtype:
 
 
 def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The target's tokenizer, which is the first that is asked for of the target; its processor for images.
+    """Loads the target's tokenizer, or its processor if the data hold images. This is the first access to the target,
+    so errors of its name appear here.
 
     Raises:
-        RecipeError: if it cannot be loaded, or if some data are chats and it has no chat template.
+        RecipeError: if it cannot be loaded, if the data hold images and the target has no processor, or if the data
+            hold chats and there is no chat template.
     """
     hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
     try:
@@ -203,10 +208,10 @@ def load_tokenizer(recipe: Recipe, *datasets: Examples) -> PreTrainedTokenizerBa
 
 
 def load_target(recipe: Recipe, images: bool = False) -> PreTrainedModel:
-    """The target, placed and quantised as the recipe says; with its reader of images if there are some.
+    """Loads the target with the recipe's placement and quantisation; with `images`, including its vision model.
 
     Raises:
-        RecipeError: for an option that is no argument, or whose library is missing.
+        RecipeError: for an unknown option, or a quantisation whose library is missing.
     """
     hub = {"revision": recipe.target_revision} if recipe.target_revision else {}
     dtype: Any = recipe.target_dtype
@@ -227,7 +232,8 @@ def load_target(recipe: Recipe, images: bool = False) -> PreTrainedModel:
 
 
 def load_for(recipe: Recipe, args: DraftHeadTrainingArguments, images: bool = False) -> PreTrainedModel:
-    """The target, in shares where it is to be sharded and nothing but its weights decides how it is loaded."""
+    """Loads the target. If it is to be sharded and `target_options` do not affect how weights are loaded, only the
+    first process reads the weights and the others receive their shares."""
     plain = set(recipe.target_options) <= {"trust_remote_code", "attn_implementation"}
     if not (args.shard_target and plain and args.world_size > 1) or recipe.trains_target:
         return load_target(recipe, images)
@@ -242,11 +248,11 @@ def load_for(recipe: Recipe, args: DraftHeadTrainingArguments, images: bool = Fa
 
 
 def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
-    """Loads data, tokenizer and target, makes the heads, and puts them into a trainer.
+    """Loads data, tokenizer and target, creates the draft heads, and builds a trainer from them.
 
     Raises:
-        RecipeError: for what is wrong with the recipe.
-        ValueError, OSError: for what is wrong with models and data, as those who load them say it.
+        RecipeError: for errors in the recipe.
+        ValueError, OSError: for errors in models and data, as raised by the code that loads them.
     """
     refuse_wrong_recipe(recipe)
     args = training_arguments(recipe)
@@ -289,10 +295,10 @@ def build_trainer(recipe: Recipe) -> DraftHeadTrainer:
 
 @contextmanager
 def naming_the_hub(args: DraftHeadTrainingArguments) -> Iterator[None]:
-    """A trainer that will push makes its repository at once; says so where the Hub does not answer or refuses.
+    """Explains errors of the Hub while a trainer is created, which with `push_to_hub` creates a repository at once.
 
     Raises:
-        RecipeError: with the Hub's reason.
+        RecipeError: if the Hub does not answer or refuses, with its reason.
     """
     try:
         yield
@@ -304,7 +310,7 @@ def naming_the_hub(args: DraftHeadTrainingArguments) -> Iterator[None]:
 
 
 def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) -> str:
-    """What was decided, one line per fact."""
+    """Describes the run that is about to start, one line per fact."""
     args, config = trainer.args, trainer.model.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -314,7 +320,7 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
     placed = "" if share is None else f", {share:.0%} of the layers' weights on each process".replace("%", " %")
     sizes = f"{(config.target or {}).get('model_type')}, H = {config.feature_size}, V = {config.vocab_size}"
     specialists = getattr(config, "num_specialists", 1)
-    # Packed by best fit, the rows of the data set are no examples any more.
+    # Best-fit packing turns examples into rows of several examples each.
     unit = "packed rows" if args.packing and args.packing_strategy == "best_fit" else "examples"
     rows = [
         ("target", f"{recipe.target} ({sizes}){placed}"),
@@ -340,7 +346,8 @@ def describe(trainer: DraftHeadTrainer, recipe: Recipe, checkpoint: str | None) 
 
 
 def _length_of(args: DraftHeadTrainingArguments, examples: int | str, per_step: int) -> str:
-    """How long it trains, and that the learning rate never arrives where the warm-up takes all of it."""
+    """Describes the length of the training, and warns of a warm-up as long as the training, in which the learning rate
+    never reaches its peak."""
     steps, told = args.max_steps, f"{args.max_steps} steps"
     if steps <= 0:
         steps = math.ceil(args.num_train_epochs * examples / per_step) if isinstance(examples, int) else 0
@@ -352,7 +359,7 @@ def _length_of(args: DraftHeadTrainingArguments, examples: int | str, per_step: 
 
 
 def first_example(trainer: DraftHeadTrainer) -> str:
-    """The first example as text, what is supervised in `[[ ]]`."""
+    """Returns the first training example as text, with supervised parts in `[[ ]]`."""
     example = next(iter(trainer.train_dataset))
     return marked_example(example, tokenizer_of(trainer.processing_class))
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent: written beside, then renamed."""
+"""Atomic checkpoints, which are written to a temporary folder and then renamed."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from .guards import refuse_nonfinite_weights
 from .identity import refuse_other_run, write_identity
 from .upkeep import StepUpkeep
 
-PARTIAL = "_partial-checkpoint"  # pushes leave out what begins with an underscore
+PARTIAL = "_partial-checkpoint"  # pushes to the Hub leave out names that begin with an underscore
 
 
 class AtomicCheckpoints(StepUpkeep):
-    """A `Trainer` that, killed while saving, leaves the previous checkpoint the newest.
+    """A `Trainer` whose checkpoints are complete even if the process is killed while saving.
 
-    Trainer writes into `<output_dir>/_partial-checkpoint/`, a name that resuming does not look at; the finished folder
-    is then renamed to `checkpoint-<step>`. `train(resume_from_checkpoint=True)` therefore finds complete folders only.
-    Each says which recipe it belongs to, and a run with another one does not go on from it.
+    Trainer writes into `<output_dir>/_partial-checkpoint/`, which resuming ignores. The finished folder is then
+    renamed to `checkpoint-<step>`, so `train(resume_from_checkpoint=True)` finds complete folders only. Each
+    checkpoint records the recipe it belongs to, and runs with another recipe refuse to resume from it.
     """
 
     _writing_partial = False
 
     def identity(self) -> dict[str, Any]:
-        """Which run this is, see [`identity.run_identity`]."""
+        """Returns what identifies this run, see [`identity.run_identity`]."""
         raise NotImplementedError
 
     def refuse_checkpoint(self, checkpoint: str | os.PathLike) -> None:
         """Refuses a checkpoint of another recipe.
 
         Raises:
-            OtherRunError: naming both sides.
+            OtherRunError: naming the values that differ, old and new.
         """
         refuse_other_run(checkpoint, self.identity())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in Trainer, which goes one step too far when all steps of a run have been taken already."""
+        """Trains as Trainer does, but takes no step if the checkpoint has already taken all steps of the run; Trainer
+        would take one more."""
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
@@ -91,7 +92,7 @@ class AtomicCheckpoints(StepUpkeep):
             super()._push_from_checkpoint(str(run / name))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes once the checkpoint has its final name."""
+        """Pushes as Trainer does, but only after the checkpoint has its final name."""
         if not self._writing_partial:
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -101,7 +102,7 @@ class AtomicCheckpoints(StepUpkeep):
             self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
         for path in [*partial.rglob("*"), partial]:
             _flush(path)
-        if final.exists():  # the same step saved before
+        if final.exists():  # an earlier checkpoint of the same step
             shutil.rmtree(final)
         os.replace(partial, final)
         shutil.rmtree(partial.parent, ignore_errors=True)
@@ -113,7 +114,7 @@ class AtomicCheckpoints(StepUpkeep):
 
 
 def _finished(path: Path, max_steps: int) -> TrainerState | None:
-    """The state of a run if all its steps have been taken."""
+    """Returns the saved state of a run if all its steps have been taken, else `None`."""
     if max_steps <= 0 or not path.is_file():
         return None
     state = TrainerState.load_from_json(str(path))
@@ -121,7 +122,7 @@ def _finished(path: Path, max_steps: int) -> TrainerState | None:
 
 
 def _flush(path: Path) -> None:
-    """Writes a file or folder entry through to the disk, where the system offers that."""
+    """Flushes a file or a folder to disk, if the operating system supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:  # folders cannot be opened on Windows

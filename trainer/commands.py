@@ -1,4 +1,4 @@
-"""What the trainer's commands share: output options, errors in one line, and the way to go on of those that write."""
+"""Shared parts of the trainer's commands: output options, one-line errors, and running commands that can resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Counts = dict[str, int]
 def add_output_options(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, printed: str = "counts", hidden: str = "no progress"
 ) -> None:
-    """`--json`, `--quiet` and `--debug`, to a parser or a group of one."""
+    """Adds `--json`, `--quiet` and `--debug` to a parser or an argument group."""
     parser.add_argument(
         "--json", action="store_true", help=f"print the {printed} as JSON, and nothing else, to stdout"
     )
@@ -23,7 +23,7 @@ def add_output_options(
 
 
 def add_folder_options(parser: argparse.ArgumentParser, data: str) -> None:
-    """The data a command reads, described by `data`, and the folder it writes."""
+    """Adds the options for the data a command reads (`data` is the help of `--data`) and the folder it writes."""
     parser.add_argument("--data", required=True, help=data)
     parser.add_argument("--name", help="configuration of a Hub data set")
     parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
@@ -32,7 +32,7 @@ def add_folder_options(parser: argparse.ArgumentParser, data: str) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line; its class where that says more than the message."""
+    """Returns an error's message on one line, preceded by its class unless the message is meant for users."""
     message = " ".join(str(error).split())
     if isinstance(error, ValueError | OSError | ImportError) and message:
         return message
@@ -40,7 +40,7 @@ def one_line(error: Exception) -> str:
 
 
 def failed(command: str, args: argparse.Namespace, error: Exception) -> int:
-    """Says on stderr what went wrong, and returns the exit code 2; under `--debug` the error is raised again."""
+    """Prints the error to stderr and returns exit code 2; raises the error instead under `--debug`."""
     if args.debug:
         raise error
     print(f"specheads {command}: error: {one_line(error)}", file=sys.stderr)
@@ -50,23 +50,23 @@ def failed(command: str, args: argparse.Namespace, error: Exception) -> int:
 def write_folder(
     command: str, args: argparse.Namespace, write: Callable[[argparse.Namespace], Counts]
 ) -> Counts | int:
-    """Writes the folder `args.out`, and prints the counts if JSON was asked for.
+    """Runs a command that writes the folder `args.out`, and prints its counts if `--json` is set.
 
     Args:
-        command: Name in front of errors.
-        args: With `out` and the [`add_output_options`].
+        command: Name of the command, shown in front of errors.
+        args: Parsed options, with `out` and those of [`add_output_options`].
         write: Does the work and returns its counts.
 
     Returns:
-        The counts; or an exit code, after a line on stderr: 130 when it was interrupted, 2 for errors, which are
-        raised under `--debug`.
+        The counts; or, after a line on stderr, an exit code: 130 if interrupted, 2 for errors. Errors are raised
+        under `--debug`.
     """
     try:
         counts = write(args)
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on in {args.out}", file=sys.stderr)
         return 130
-    except Exception as error:  # of any class: libraries that load models and data have many
+    except Exception as error:  # libraries that load models and data raise errors of many classes
         return failed(command, args, error)
     if args.json:
         print(json.dumps({"out": str(args.out), **counts}))

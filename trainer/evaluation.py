@@ -1,4 +1,4 @@
-"""Running means of the loss components, agreement with the target, tokens per second and use of the device."""
+"""Meters of loss components, agreement with the target, tokens per second and device utilisation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class AgreementMeter:
-    """Counts of [`losses.agreement`] per draft position, over batches and processes."""
+    """Sums of [`losses.agreement`] per draft position, over batches and processes."""
 
     def __init__(self, num_passes: int, device: torch.device | str):
         self.sums = torch.zeros(num_passes, 3, dtype=torch.float32, device=device)
 
     def drain(self) -> dict[str, float]:
-        """`accuracy_i` and `acceptance_i` of draft position i, and what a chain would accept of them in a round,
-        plus 1 (`expected_acceptance_length`); empty without rows. Starts anew."""
+        """Returns `accuracy_i` and `acceptance_i` of each draft position i, and `expected_acceptance_length`: 1 plus
+        the draft tokens that a chain would have accepted per round. Empty without rows. Resets the sums."""
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sums)
         counts = self.sums.tolist()
@@ -42,23 +42,23 @@ class AgreementMeter:
 
 
 class Throughput:
-    """Tokens per second between two entries of the log, evaluations left out, and how well the device is used.
+    """Measures tokens per second between two log entries, evaluations excluded, and device utilisation.
 
     Args:
-        peak: Operations per second the device can do; `None` if nobody knows.
+        peak: Peak operations per second of the device; `None` if unknown.
     """
 
     def __init__(self, peak: float | None = None) -> None:
         self.tokens = torch.zeros((), dtype=torch.float32)
         self.peak = peak
-        self._places, self._batches = 0, 0  # of tokens, padding included
-        self._operations = 0.0  # of a place
+        self._places, self._batches = 0, 0  # `_places` counts token positions, padding included
+        self._operations = 0.0  # operations per token position
         self._since: float | None = None
         self._paused = 0.0
 
     def of(self, batch: Mapping[str, torch.Tensor], work: Callable[[], T]) -> T:
-        """Does the work of a batch, and counts it. Operations are counted in the second batch (what is compiled was
-        compiled by then), and taken to be in proportion to the size of the others."""
+        """Runs the work of a batch, and counts its tokens. Operations are counted in the second batch only, when
+        compilation is over; other batches are assumed to need operations in proportion to their size."""
         self.add(batch)
         self._batches += 1
         if self.peak is None or self._batches != 2:
@@ -68,8 +68,8 @@ class Throughput:
         return result
 
     def add(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Counts the tokens of a batch that is about to be trained on, padding left out."""
-        if self._since is None:  # what came before the first step is no training
+        """Counts the tokens of a batch that is about to be trained on, padding excluded."""
+        if self._since is None:  # the clock starts with the first step, not with loading
             self._since = time.perf_counter()
         real = batch.get("attention_mask", batch["input_ids"])
         self.tokens = self.tokens.to(real.device) + real.ne(0).sum()
@@ -77,15 +77,15 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here does not count."""
+        """Excludes the time spent inside the context."""
         started, counting = time.perf_counter(), self._since is not None
         yield
-        if counting:  # an evaluation before the first step is not a part of any interval
+        if counting:  # an evaluation before the first step belongs to no interval
             self._paused += time.perf_counter() - started
 
     def drain(self) -> dict[str, float]:
-        """`tokens_per_second` of all processes; `mfu` and `peak_memory_gib` of this one's device, where known. Starts
-        anew."""
+        """Returns `tokens_per_second` of all processes and, where known, `mfu` and `peak_memory_gib` of the device of
+        this process. Resets the counts."""
         tokens = self.tokens.float()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens)
@@ -104,7 +104,7 @@ class LossMeter:
     """Sums of each loss component per draft position, over batches and processes.
 
     Attributes:
-        steps: What to divide the sums by when they are read: optimizer steps, or rows.
+        steps: Divisor of the sums in [`drain`]: optimizer steps, or rows.
     """
 
     def __init__(self, num_passes: int, device: torch.device | str, names: Sequence[str] = DEFAULT_LOSSES):
@@ -121,25 +121,26 @@ class LossMeter:
         self.sums[position] += torch.stack([losses.values.get(name, zero).detach().float() for name in self.names])
 
     def mark(self) -> None:
-        """Remembers the sums, for [`roll_back`]."""
+        """Saves the current sums for [`roll_back`]."""
         self._marked = self.sums.clone()
 
     def roll_back(self) -> None:
-        """Takes out what was added since [`mark`]: the losses of a step that is not taken."""
+        """Removes what was added since [`mark`], because the step is skipped."""
         self.sums.copy_(self._marked)
 
     def drain(self, per_step_of_all: bool = False) -> dict[str, float]:
-        """Means since the last call, `feature_loss_1` first, summed over processes; starts anew.
+        """Returns the mean losses since the last call, e.g. `feature_loss_1`, summed over processes; resets the sums.
 
         Args:
-            per_step_of_all: Whether `steps` is summed over processes too (rows) or the same on all (optimizer steps).
+            per_step_of_all: Whether `steps` counts rows and is summed over processes too, instead of optimizer steps,
+                which are the same on all processes.
         """
         steps = torch.tensor(float(self.steps), dtype=torch.float32, device=self.sums.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sums)
             if per_step_of_all:
                 dist.all_reduce(steps)
-        # Others may have seen losses where this process had no batch.
+        # Other processes may have seen losses while this process had no batch.
         columns = zip(self.names, self.sums.T.tolist(), strict=True)
         seen = self.seen | {name for name, column in columns if any(column)}
         means = (self.sums / steps.clamp_min(1)).tolist()

@@ -1,4 +1,4 @@
-"""Facts about a training run, written next to the weights; the model card is rendered from them."""
+"""Facts about a training run, which are saved beside the weights and rendered in the model card."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ PACKAGES = ("hf-specheads", "torch", "transformers", "accelerate", "datasets")
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, `-dirty` if files differ; `None` for an installed package."""
+    """Returns the commit of the checkout this package runs from, with `-dirty` if files differ; `None` if the package
+    is installed."""
     here = Path(__file__).resolve().parent
-    if git(here, "rev-parse", "--show-prefix") != "trainer/":  # another repository that this package is installed in
+    if git(here, "rev-parse", "--show-prefix") != "trainer/":  # the package is installed inside another repository
         return None
     return git(here, "describe", "--always", "--abbrev=40", "--dirty") or None
 
 
 def hardware(args: TrainingArguments) -> dict[str, Any]:
-    """Device, number of processes and CPU threads of a run."""
+    """Returns device, number of processes, and CPU cores and threads of a run."""
     device = args.device
     return {
         "device": f"{device.type} ({device_name(device) if device.type == 'cuda' else architecture()})",
@@ -48,17 +49,17 @@ def training_facts(
     metrics: dict[str, float],
     hours: float | None,
 ) -> dict[str, Any]:
-    """What was trained, on what, how long and to what end, as plain values.
+    """Returns the facts about a run as plain values: draft heads, data, hardware, duration and metrics.
 
     Args:
-        heads: After training.
-        args: The run's.
-        state: Of the trainer, at the end.
-        num_passes: Draft positions that were trained.
-        train_examples: How many there are, `None` where nobody knows.
+        heads: The draft heads after training.
+        args: Training arguments of the run.
+        state: State of the trainer at the end.
+        num_passes: Number of draft positions that were trained.
+        train_examples: Number of training examples, `None` if unknown.
         recipe: The recipe in force, see [`recipe.Recipe.to_dict`].
         metrics: Final metrics.
-        hours: Wall hours of training.
+        hours: Wall-clock hours of training, `None` if unknown.
     """
     return {
         "command": " ".join(sys.argv),
@@ -84,7 +85,7 @@ def training_facts(
 
 
 def write_facts(facts: dict[str, Any], folder: str | os.PathLike) -> Path:
-    """Writes `training_facts.json` into a folder, whole or not at all; returns its path."""
+    """Writes `training_facts.json` into a folder atomically; returns its path."""
     path = Path(folder) / FACTS
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")

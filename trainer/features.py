@@ -1,11 +1,11 @@
-"""Writes the target's features of a data set to disk, for training that does not run the target.
+"""Writes the target's features of a data set to disk, so that training does not have to run the target.
 
     specheads features --target org/model --data runs/data --out runs/features --method eagle
     specheads train --config eagle target=org/model train_data=runs/features output_dir=runs/eagle
 
-Seldom worth it: at H = 4096 a token takes 8 KiB, four times that for EAGLE-3, and the trainer computes features in
-process as fast as it needs them. The size is said first, and asked for (--yes) above a limit. The command goes on
-where it stopped.
+This is seldom worth it: at H = 4096 a token takes 8 KiB, and four times that for EAGLE-3, while the trainer computes
+features in process as fast as it needs them. The command first prints the total size, and requires --yes above a
+limit. Called again, it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes shards until all examples are there; 0, or 2 for wrong input."""
+    """Writes shards until all examples are stored; returns exit code 0, 2 for wrong input, or 130 if interrupted."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     counts = write_folder("features", args, write_features)
     if isinstance(counts, int):
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_features(args: argparse.Namespace) -> dict[str, int]:
-    """Does what the arguments say; returns `examples`, `tokens` and `bytes` of the whole folder.
+    """Writes the features that the arguments describe; returns `examples`, `tokens` and `bytes` of the whole folder.
 
     Raises:
         ValueError: for wrong arguments or data, a folder begun with other settings, or more than `--limit-gib`.
@@ -90,10 +90,10 @@ def write_features(args: argparse.Namespace) -> dict[str, int]:
 
 
 def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
-    """The target, and the hidden states that heads of the method read.
+    """Loads the target, and determines the hidden states that draft heads of the method read.
 
     Raises:
-        ValueError: for an unknown method, or one whose heads read none.
+        ValueError: for an unknown method, or one whose draft heads read no hidden states.
     """
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
 def fill(
     folder: ShardFolder, data: Examples, frozen: FrozenTarget, layers: tuple[int, ...], args: argparse.Namespace
 ) -> None:
-    """Writes the shards that are not there yet; several processes share them out."""
+    """Writes the missing shards. Several processes (`RANK`, `WORLD_SIZE`) divide them among themselves."""
     from tqdm import tqdm
 
     from .data.batches import PaddedCollator

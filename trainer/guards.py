@@ -1,4 +1,4 @@
-"""Steps that must not be taken: those whose loss or gradients are infinite or no numbers."""
+"""Guards against steps and checkpoints with infinite or NaN values."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import nn
 
 
 class NonFiniteError(FloatingPointError):
-    """Training that has left the numbers; the newest checkpoint is from before."""
+    """Losses, gradients or weights are infinite or NaN; the newest checkpoint was saved before that."""
 
 
 class StepGuard:
-    """Counts steps that are skipped, and gives up after several in a row.
+    """Decides whether a step is skipped, counts skipped steps, and raises after several in a row.
 
-    A step is skipped on every process or on none. Skipping leaves weights and optimiser as they are, so a checkpoint
-    that is written meanwhile is good.
+    A step is skipped on all processes or on none. Skipping leaves weights and optimizer unchanged, so checkpoints
+    written meanwhile are valid.
 
     Args:
-        limit: Steps in a row after which [`passes`] raises.
+        limit: Number of consecutive skipped steps at which [`passes`] raises.
 
     Attributes:
-        skipped: Steps skipped so far.
+        skipped: Number of steps skipped so far.
     """
 
     def __init__(self, limit: int):
@@ -32,16 +32,16 @@ class StepGuard:
         self._in_a_row = 0
 
     def passes(self, loss: torch.Tensor, parameters: Iterable[nn.Parameter], *, step: int, processes: int) -> bool:
-        """Whether a step may be taken.
+        """Returns whether loss and gradients of a step are finite, so that the step may be taken.
 
         Args:
-            loss: The step's, scalar.
-            parameters: With the gradients of the whole step; of none, for a gradient scaler that looks at them itself.
-            step: For the message.
-            processes: That train together.
+            loss: Loss of the step, a scalar.
+            parameters: Parameters with the gradients of the whole step; empty if a gradient scaler checks them itself.
+            step: Number of the step, for the error message.
+            processes: Number of processes that train together.
 
         Raises:
-            NonFiniteError: if too many steps in a row may not.
+            NonFiniteError: if `limit` steps in a row were skipped.
         """
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         finite = torch.isfinite(loss.detach().float())
@@ -66,10 +66,10 @@ class StepGuard:
 
 
 def refuse_nonfinite_weights(model: nn.Module) -> None:
-    """Before a checkpoint is written, and another one for it deleted.
+    """Refuses a model with infinite or NaN weights, before it is saved and replaces an older checkpoint.
 
     Raises:
-        NonFiniteError: naming the first weight that is infinite or no number.
+        NonFiniteError: naming the first weight that is infinite or NaN.
     """
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter.detach()).all()):

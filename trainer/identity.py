@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: written into it, and compared before a run goes on from it."""
+"""Identity of a run, which is written into every checkpoint and compared before a run resumes from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specheads.heads.base import DraftHead
 from .arguments import DraftHeadTrainingArguments
 
 RUN_IDENTITY = "run_identity.json"
-# What a run may change and still be the same: how long it is, where it runs, what it logs and saves.
+# Arguments that identify a run. All others (length, devices, logging, saving) may change on resuming.
 TRAINING = (
     *("pass_reduction", "top_k", "lk_decay", "pass_decay", "feature_noise", "feature_noise_scaling"),
     *("embedding_noise", "upstream_masking", "max_length", "packing", "chat_template_kwargs", "seed", "data_seed"),
@@ -35,7 +35,7 @@ HEADS = ("method", "num_specialists", "positions_per_specialist", "hidden_size",
 
 
 class OtherRunError(ValueError):
-    """A checkpoint of another recipe than the one that is to go on from it."""
+    """The checkpoint belongs to another recipe than the run that should resume from it."""
 
 
 def run_identity(
@@ -45,14 +45,14 @@ def run_identity(
     data: object,
     custom_optimizer: str | None = None,
 ) -> dict[str, Any]:
-    """What makes a run the same run, as plain values, with their digest.
+    """Returns the plain values that identify a run, and their digest.
 
     Args:
-        heads: That are trained.
-        args: Complete.
-        num_passes: Draft positions.
+        heads: The draft heads to train.
+        args: Training arguments, completed with the method's defaults.
+        num_passes: Number of draft positions.
         data: The prepared training data.
-        custom_optimizer: Class of an optimiser that was handed to the trainer.
+        custom_optimizer: Class name of an optimizer that was passed to the trainer.
     """
     values: dict[str, Any] = {"num_passes": num_passes}
     values |= {name: getattr(heads.config, name) for name in HEADS if hasattr(heads.config, name)}
@@ -70,7 +70,7 @@ def run_identity(
 
 
 def data_identity(data: object) -> str | None:
-    """Length and digest of the first and last examples; `None` where nobody knows (a stream)."""
+    """Returns length and digest of the first two and the last example; `None` for data of unknown length (streams)."""
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__") or not len(data):
         return None
     ends = [data[index] for index in dict.fromkeys((0, 1 % len(data), len(data) - 1))]
@@ -79,20 +79,20 @@ def data_identity(data: object) -> str | None:
 
 
 def digest(values: object) -> str:
-    """16 hexadecimal digits."""
+    """Returns a digest of plain values, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_identity(folder: str | os.PathLike, identity: Mapping[str, Any]) -> None:
-    """Writes it into a checkpoint."""
+    """Writes the identity of a run into a checkpoint."""
     (Path(folder) / RUN_IDENTITY).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_other_run(checkpoint: str | os.PathLike, identity: Mapping[str, Any]) -> None:
-    """Refuses to go on from the checkpoint of another recipe.
+    """Refuses to resume from the checkpoint of another recipe.
 
     Raises:
-        OtherRunError: naming everything that differs, on both sides; also for a checkpoint that does not say.
+        OtherRunError: naming all values that differ, old and new; also for a checkpoint without a recorded identity.
     """
     path = Path(checkpoint) / RUN_IDENTITY
     mend = "write into another output_dir, or begin anew with resume=false"

@@ -1,7 +1,8 @@
-"""Joint training of heads and a LoRA adapter of their target (Medusa-2, arXiv 2401.10774, section 2.2.2).
+"""Joint training of draft heads and a LoRA adapter of their target (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
-The target's own weights stay as they are. Its adapter learns to keep saying what the target says (or what the data
-says) while its features become easier to draft from: the gradient of the heads' losses flows into it.
+The target's own weights stay fixed. The gradient of the draft heads' losses flows into the adapter, so that the
+target's features become easier to draft from. The target's own loss keeps the adapted target close to the original
+target, or fits it to the data.
 """
 
 from __future__ import annotations
@@ -35,30 +36,31 @@ from .trainer import DraftHeadTrainer
 from .unroll.losses import masked_mean
 from .unroll.unroll import PassLosses
 
-IN_TRAINING = {"fingerprint": None}  # `target_adapter` of heads whose adapter still changes
+IN_TRAINING = {"fingerprint": None}  # config's `target_adapter` while the adapter is being trained
 
 
 @dataclass
 class JointTrainingArguments(DraftHeadTrainingArguments):
-    """Arguments of [`JointTrainer`]; the loss is the heads' as in [`DraftHeadTrainingArguments`] plus the target's.
+    """Arguments of [`JointTrainer`], whose loss is that of [`DraftHeadTrainingArguments`] plus a loss of the target.
 
-    (The paper's weights: 1 for the target, 0.2 * 0.8^k for the next-token loss of head k.)
+    The paper's weights are 1 for the target and 0.2 * 0.8^k for the next-token loss of head k.
 
     Args:
-        target_lora_rank: r of the adapter.
-        target_lora_alpha: The adapter's product counts alpha / r times.
-        target_lora_modules: Names of the adapted modules, separated by commas; `"all-linear"` for all but the
-            `lm_head`.
+        target_lora_rank: Rank r of the adapter.
+        target_lora_alpha: The adapter's product is scaled by alpha / r.
+        target_lora_modules: Names of the adapted modules, separated by commas; `"all-linear"` adapts all linear
+            modules except the `lm_head`.
         target_loss_weight: Weight of the target's own loss.
-        self_distillation: The target's loss is KL(p_0, p) against the target with its adapter switched off, so that it
-            stays what it was (section 2.3.2); otherwise the cross-entropy against the next token of the data, which
-            also fits the target to them.
-        target_learning_rate: Peak learning rate of the adapter, default a quarter of the heads'.
-        heads_warmup_steps: Optimizer steps at the start in which only the heads are trained: gradients of fresh heads
-            would spoil the target.
-        target_gradient_checkpointing: Keep of every decoder layer of the target its input only, and compute the layer
-            again in the backward: memory of the graph falls by an order, time of a step grows by about a third.
-        backward: `"summed"`; the heads share the target's graph.
+        self_distillation: If `True`, the target's loss is KL(p_0, p), where p_0 is the distribution with the adapter
+            switched off, so that the target stays what it was (section 2.3.2). If `False`, it is the cross-entropy
+            against the next token of the data, which also fits the target to the data.
+        target_learning_rate: Peak learning rate of the adapter. Default: a quarter of `learning_rate`.
+        heads_warmup_steps: Optimizer steps at the start that train only the draft heads, because gradients of
+            untrained draft heads would spoil the target.
+        target_gradient_checkpointing: Keep only the input of every decoder layer of the target and compute the layer
+            again in the backward. The graph's memory falls by an order of magnitude; a step takes about a third
+            longer.
+        backward: Must be `"summed"`, because all passes share the target's graph.
 
     Raises:
         ValueError: if a value is out of range.
@@ -95,11 +97,12 @@ class JointTrainingArguments(DraftHeadTrainingArguments):
 
 
 class JointTrainer(DraftHeadTrainer):
-    """Trains heads of any family, and an adapter of their target with them.
+    """Trains draft heads of any family together with an adapter of their target.
 
-    The adapter is put on the target **in place**, and is saved in `target_adapter/` beside the heads; see
-    `DraftHead.load_target_adapter`. Heads that come with one go on with theirs (load it on the target first). Logs
-    `target_loss` besides the heads' losses; evaluation adds `eval_target_loss` to `eval_loss` with its weight.
+    The adapter is put on the target **in place**, and is saved in `target_adapter/` beside the draft heads; see
+    `DraftHead.load_target_adapter`. Draft heads that already have an adapter continue with it; load it on the target
+    first. The log holds `target_loss` besides the losses of the draft heads. Evaluation reports `eval_target_loss`
+    and adds it, weighted, to `eval_loss`.
 
     Args:
         model, target, args: As in [`DraftHeadTrainer`], with [`JointTrainingArguments`].
@@ -107,7 +110,7 @@ class JointTrainer(DraftHeadTrainer):
 
     Raises:
         ValueError: if the target has other adapters.
-        WrongTargetError: if the heads do not fit the target.
+        WrongTargetError: if the draft heads do not fit the target.
     """
 
     args: JointTrainingArguments
@@ -141,14 +144,14 @@ class JointTrainer(DraftHeadTrainer):
 
     @property
     def in_heads_warmup(self) -> bool:
-        """Whether the next optimizer step trains the heads alone."""
+        """Whether the next optimizer step trains only the draft heads."""
         return self.state.global_step < self.args.heads_warmup_steps
 
     # ------------------------------------------------------------------ loss
     def features_of(
         self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in [`DraftHeadTrainer`], but they know how they came about; computes the target's own loss as well."""
+        """Returns features as [`DraftHeadTrainer`] does, but with their graph; also computes the target's own loss."""
         if "final_features" in batch:
             raise ValueError("joint training changes the target's features; train on batches without stored ones.")
         alone = training and self.in_heads_warmup
@@ -174,17 +177,17 @@ class JointTrainer(DraftHeadTrainer):
         teacher: torch.Tensor | None,
         num_items: torch.Tensor | float | None,
     ) -> torch.Tensor:
-        """The target's own loss over the supervised tokens; scalar.
+        """Returns the target's own loss over the supervised tokens, a scalar.
 
         Args:
-            batch: As the collators make it.
-            final_features: [B, T, H], of the adapted target.
-            teacher: [B, T, H], of the target without its adapter, or `None` to learn from the data.
-            num_items: Divisor, default the number of supervised tokens.
+            batch: Batch from a collator.
+            final_features: [B, T, H], final features of the adapted target.
+            teacher: [B, T, H], final features of the target without its adapter, or `None` to learn from the data.
+            num_items: Divisor of the loss. Default: the number of supervised tokens.
         """
         rows = batch["loss_mask"][:, 1:].flatten().nonzero()[:, 0]
         wanted = batch["input_ids"][:, 1:].flatten() if teacher is None else teacher[:, :-1].flatten(0, 1)
-        # Chunk by chunk, and again in the backward, so that the logits of all rows never exist.
+        # Logits are computed in chunks, and again in the backward, so that those of all rows never exist together.
         chunks = zip(
             final_features[:, :-1].flatten(0, 1)[rows].split(self.args.loss_chunk_rows),
             wanted[rows].split(self.args.loss_chunk_rows),
@@ -194,7 +197,7 @@ class JointTrainer(DraftHeadTrainer):
         return masked_mean(torch.cat(values), num_items)
 
     def _target_losses(self, features: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Losses of rows [R, H], fp32 [R], towards tokens [R] or a teacher's features [R, H]."""
+        """Returns fp32 [R], the losses of features [R, H] against token ids [R] or a teacher's features [R, H]."""
         logits = self.frozen_target.lm_head(features).float()
         if wanted.dim() == 1:
             return F.cross_entropy(logits, wanted, reduction="none")
@@ -204,11 +207,11 @@ class JointTrainer(DraftHeadTrainer):
 
     # ------------------------------------------------------------------ optimizer steps
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Heads, and the adapter once it is trained."""
+        """Returns the parameters of the draft heads, and those of the adapter after the warm-up."""
         return super().trained_parameters() + ([] if self.in_heads_warmup else self.adapter)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in Trainer, with the adapter as a group of its own."""
+        """Creates the optimizer as Trainer does, with the adapter as a parameter group of its own."""
         optimizer = super().create_optimizer(model)
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if id(self.adapter[0]) not in known:
@@ -217,7 +220,7 @@ class JointTrainer(DraftHeadTrainer):
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in [`DraftHeadTrainer`]; Trainer clears the gradients of the heads only."""
+        """Runs the step of [`DraftHeadTrainer`], and clears the adapter's gradients, which Trainer leaves alone."""
         if self._micro_step == 0:
             for parameter in self.adapter:
                 parameter.grad = None
@@ -227,7 +230,7 @@ class JointTrainer(DraftHeadTrainer):
         return loss
 
     def shared_losses(self) -> list[torch.Tensor]:
-        """The target's own loss of the batch, which runs through the graph that the heads' rows come from."""
+        """Returns the target's own weighted loss, which shares a graph with the features that the draft heads read."""
         return [] if self._target_loss is None else [self.args.target_loss_weight * self._target_loss]
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -235,13 +238,13 @@ class JointTrainer(DraftHeadTrainer):
 
     # ------------------------------------------------------------------ logging, evaluation
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in [`DraftHeadTrainer`]; training logs gain `target_loss`."""
+        """Logs as [`DraftHeadTrainer`] does, and adds `target_loss` to training logs."""
         if "loss" in logs:
             logs.update(_renamed(self._train_target_losses.drain()))
         super().log(logs, start_time)
 
     def evaluated_losses(self, meter: LossMeter) -> dict[str, float]:
-        """As in [`DraftHeadTrainer`], with the adapted target's own loss."""
+        """Returns the losses of [`DraftHeadTrainer`], with the adapted target's own loss added."""
         losses = super().evaluated_losses(meter)
         for name, value in _renamed(self._eval_target_losses.drain(per_step_of_all=True)).items():
             losses[name] = value
@@ -250,7 +253,7 @@ class JointTrainer(DraftHeadTrainer):
 
     # ------------------------------------------------------------------ files
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)  # the heads write the adapter beside themselves
+        super()._save(output_dir, state_dict)  # saving the draft heads also saves the adapter beside them
         self.model.config.target_adapter = dict(IN_TRAINING)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -263,12 +266,13 @@ class JointTrainer(DraftHeadTrainer):
 
 
 def _checkpoint_layers(target: PreTrainedModel) -> None:
-    """Has every decoder layer computed again in the backward, by itself.
+    """Makes the backward compute every decoder layer again, one layer at a time.
 
-    (transformers' own way asks for layers in training mode, which this target is not in: its dropout stays off.)
+    The checkpointing of transformers requires layers in training mode; this target stays in evaluation mode, so that
+    its dropout is off.
 
     Raises:
-        ValueError: for a target whose layers nobody finds.
+        ValueError: for a target whose decoder layers cannot be found.
     """
     for layer in decoder_layers(target, "set target_gradient_checkpointing=False"):
         layer.forward = partial(_recomputed, layer.forward)
@@ -281,5 +285,5 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _renamed(losses: dict[str, float]) -> dict[str, float]:
-    """`target_loss_1` of the meter as `target_loss`: the target has no draft positions."""
+    """Renames the meter's `target_loss_1` to `target_loss`, because the target has no draft positions."""
     return {name.removesuffix("_1"): value for name, value in losses.items()}

@@ -1,8 +1,8 @@
-"""How much memory a training takes on each device, before it is started: from sizes alone.
+"""Estimates the memory that a training needs on each device, from sizes alone.
 
-What is counted is there at the same time: weights, what the optimizer keeps, what the unroll keeps for its backward,
-and one chunk of logits. `benchmarks/training/memory.py` compares it with measured peaks. (Without: what an allocator
-keeps, and attention kernels' work space.)
+The estimate is the sum of everything that exists at the same time: weights, optimizer state, what the unroll saves for
+its backward, and one chunk of logits. It leaves out the allocator's cache and the work space of attention kernels.
+`benchmarks/training/memory.py` compares the estimate with measured peaks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from .devices.gradients import BUCKET_BYTES
 from .unroll.chunks import CHUNK_ROWS
 
-CHUNK_TENSORS = 3  # fp32 over the vocabulary: draft logits, in which their gradient is written, p, and one on its way
-GATHERED_LAYERS = 2  # of a sharded target: the one that computes, and the next
+CHUNK_TENSORS = 3  # fp32 tensors over V: draft logits (overwritten by their gradient), p, and one temporary
+GATHERED_LAYERS = 2  # whole layers of a sharded target: the running layer and the next
 OPTIMIZER_BYTES = 8  # AdamW's two moments in fp32
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """A Llama-like decoder layer.
+    """Sizes of a Llama-like decoder layer.
 
     Args:
-        hidden: H.
+        hidden: Hidden size H.
         intermediate: Width of the MLP.
-        queries: Width of all queries together.
-        key_values: Width of all key heads together, and of all value heads.
+        queries: Total width of all query heads.
+        key_values: Total width of all key heads, which is also that of all value heads.
     """
 
     hidden: int
@@ -35,26 +35,26 @@ class LayerSizes:
 
     @property
     def parameters(self) -> int:
-        """Weights of its products."""
+        """Number of weights in the matrices of the layer."""
         return self.hidden * (2 * self.queries + 2 * self.key_values + 3 * self.intermediate)
 
     @property
     def kept(self) -> int:
-        """Numbers that a row leaves for the backward: what goes into both norms and out of them, queries and keys
-        before and after rotation, values, attention's output and sum, the residual; gate, up, and their product with
-        and without the activation."""
+        """Numbers that a row saves for the backward: inputs and outputs of both norms, the residual, queries and keys
+        before and after rotation, values, and the output of attention; in the MLP gate, up, the activation of gate,
+        and its product with up."""
         return 5 * self.hidden + 3 * (self.queries + self.key_values) + 4 * self.intermediate
 
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """A target, all layers alike.
+    """Sizes of a target whose layers all have the same size.
 
     Args:
-        layer: Of each.
-        layers: How many.
-        vocabulary: V.
-        tied: Embedding and `lm_head` are one tensor.
+        layer: Sizes of a layer.
+        layers: Number of layers.
+        vocabulary: Vocabulary size V.
+        tied: Whether embedding and `lm_head` are one tensor.
     """
 
     layer: LayerSizes
@@ -64,23 +64,24 @@ class TargetSizes:
 
     @property
     def shared_parameters(self) -> int:
-        """What every process has whole: embedding and `lm_head`."""
+        """Number of weights that are never sharded: embedding and `lm_head`."""
         return self.vocabulary * self.layer.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
 class TrainingSizes:
-    """A training of heads that are layers like the target's, fed by a projection of feature and embedding.
+    """Sizes of a training of draft heads whose layers are like the target's, after a projection of feature and
+    embedding.
 
     Args:
-        specialists: Layers; each pass runs one.
-        passes: D.
-        batch: Sequences on a device.
-        length: T.
-        chunk_rows: Rows of which logits exist at a time.
-        weight_bytes: Of the heads' numbers: 4 for fp32.
-        state_bytes: Of what the unroll keeps: 2 under bf16, else 4.
-        target_bytes: Of the target's numbers.
+        specialists: Number of layers; each pass runs one of them.
+        passes: Number of draft positions D.
+        batch: Sequences per device.
+        length: Tokens per sequence, T.
+        chunk_rows: Rows whose logits exist at the same time.
+        weight_bytes: Bytes per weight of the draft heads; 4 for fp32.
+        state_bytes: Bytes per number that the unroll saves; 2 under bf16, else 4.
+        target_bytes: Bytes per weight of the target.
     """
 
     specialists: int = 1
@@ -94,15 +95,16 @@ class TrainingSizes:
 
 
 def head_parameters(target: TargetSizes, training: TrainingSizes) -> int:
-    """Weights of the heads: the layers, and the projection [H, 2 H]."""
+    """Returns the number of weights of the draft heads: the layers, and the projection [H, 2 H]."""
     return training.specialists * target.layer.parameters + 2 * target.layer.hidden**2
 
 
 def unroll_bytes(target: TargetSizes, training: TrainingSizes) -> dict[str, int]:
-    """What a step adds to weights: gradients of the heads, what the passes keep, and a chunk of logits.
+    """Returns the bytes that a step needs beyond weights: gradients of the draft heads, what the passes save, and one
+    chunk of logits.
 
-    With a pass there are, besides its layer's, the projection's input (2 H) and output, the drafted features, their
-    gradient and the next stream's.
+    Per row, a pass saves the numbers of its layer, and 6 H more: the input (2 H) and the output of the projection, the
+    drafted features, their gradient, and the input of the next stream.
     """
     rows, width = training.batch * training.length, target.layer.hidden
     chunk = min(training.chunk_rows, rows)
@@ -114,19 +116,19 @@ def unroll_bytes(target: TargetSizes, training: TrainingSizes) -> dict[str, int]
 
 
 def training_bytes(target: TargetSizes, training: TrainingSizes, processes: int, sharded: bool) -> dict[str, int]:
-    """Bytes on each device, by what they hold.
+    """Returns the bytes on each device, by what they hold.
 
     Args:
-        target: The frozen one.
-        training: Of the heads, data-parallel.
-        processes: Devices.
-        sharded: With `shard_target=true`; otherwise each device has the whole target.
+        target: Sizes of the frozen target.
+        training: Sizes of the training; draft heads are data-parallel.
+        processes: Number of devices.
+        sharded: Whether `shard_target=true`; otherwise each device holds the whole target.
     """
     layers = target.layers * target.layer.parameters
     if sharded:
         layers = layers // processes + min(GATHERED_LAYERS, target.layers) * target.layer.parameters
     rows, heads = training.batch * training.length, head_parameters(target, training)
-    # The target's own forward keeps nothing but the features; one layer's numbers are there while it computes.
+    # The target's forward saves nothing but the features; only the numbers of the running layer exist meanwhile.
     forward = rows * (target.layer.kept + 2 * target.layer.hidden) * training.target_bytes
     step = unroll_bytes(target, training)
     step["passes"] = max(step["passes"], forward)

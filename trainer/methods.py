@@ -1,4 +1,4 @@
-"""What a method is trained with when nobody says otherwise: losses, their decay, and draft positions."""
+"""Training defaults of each method: loss weights, their decay over draft positions, and draft positions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .unroll.losses import LOSSES
 
 @dataclass(frozen=True)
 class MethodDefaults:
-    """Defaults of a method.
+    """Training defaults of a method.
 
     Attributes:
-        losses: Weight of each loss that counts.
-        pass_decay: Factor of the losses from one position to the next.
-        num_passes: Draft positions, `None` for what the heads say (`DraftHead.default_passes`).
+        losses: Weights by name of loss; losses that are not listed have weight 0.
+        pass_decay: Factor of the losses from one draft position to the next.
+        num_passes: Number of draft positions; `None` for `DraftHead.default_passes`.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -42,23 +42,23 @@ DEFAULTS: dict[str, MethodDefaults] = {
     "medusa": MethodDefaults({"next_token": 1.0}, pass_decay=0.8),  # arXiv 2401.10774, 2.2.1
     "hydra": MethodDefaults({"next_token": 1.0}),  # arXiv 2402.05109
     "dflash": MethodDefaults({"next_token": 1.0}, pass_decay=0.8669),  # arXiv 2602.06036: exp(-1/7), blocks of 16
-    # arXiv 2607.05147: 0.1 cross-entropy, 0.9 sum |p - q|, which is twice the total variation; exp(-1/4) a position
+    # arXiv 2607.05147: 0.1 cross-entropy + 0.9 sum |p - q|, which is 1.8 total variation; decay exp(-1/4) per position
     "dspark": MethodDefaults({"next_token": 0.1, "total_variation": 1.8, "confidence": 1.0}, pass_decay=0.7788),
     "dflash2": MethodDefaults({"next_token": 1.0, "selector": 0.5}, pass_decay=0.7788),  # exp(-1/4), blocks of 8
     "domino": MethodDefaults({"next_token": 1.0, "base": 1.0}, pass_decay=0.8669),  # arXiv 2605.29707; exp(-1/7)
     "jetspec": MethodDefaults({"token": 1.0}),  # arXiv 2606.18394
     "draft-lm": MethodDefaults({"token": 1.0}),
 }
-HYDRA_PLUS = MethodDefaults({"token": 1.0})  # the "teacher loss" of the same paper
+HYDRA_PLUS = MethodDefaults({"token": 1.0})  # the "teacher loss" of Hydra's paper
 MEDUSA_2 = MethodDefaults({"next_token": 0.2}, pass_decay=0.8)  # arXiv 2401.10774, 2.2.2
 
 
 def method_defaults(heads: DraftHead, joint: bool = False) -> MethodDefaults:
-    """Defaults of heads; those of EAGLE-3 (the target's distribution alone) for a method that has none of its own.
+    """Returns the training defaults of draft heads; a method without an entry trains the token loss alone.
 
     Args:
-        heads: The heads to train.
-        joint: Whether an adapter of the target is trained along.
+        heads: The draft heads to train.
+        joint: Whether an adapter of the target is trained too.
     """
     if heads.config.method == "hydra" and getattr(heads.config, "head_arch", None) == "prefix-mlp":
         return HYDRA_PLUS
@@ -68,17 +68,17 @@ def method_defaults(heads: DraftHead, joint: bool = False) -> MethodDefaults:
 
 
 def progress_of(state: TrainerState) -> float:
-    """Share of a training's steps that are done; all of them outside of one."""
+    """Returns the share, 0 to 1, of the training steps that are done; 1 outside of training."""
     return min(state.global_step / state.max_steps, 1.0) if state.max_steps > 0 else 1.0
 
 
 def complete_arguments(args: DraftHeadTrainingArguments, heads: DraftHead, joint: bool = False) -> None:
-    """Fills in what the arguments leave to the method, in place.
+    """Fills arguments that are `None` with the method's defaults, in place.
 
-    Weights that are given replace the method's one by one; a weight alone adds to the method's losses.
+    Each loss weight that the user gave replaces the method's weight of that loss; all other losses keep theirs.
 
     Raises:
-        ValueError: if nothing would be trained.
+        ValueError: if all loss weights are 0.
     """
     defaults = method_defaults(heads, joint)
     values: dict[str, Any] = {f"{loss}_loss_weight": defaults.losses.get(loss, 0.0) for loss in LOSSES}
@@ -94,10 +94,11 @@ def complete_arguments(args: DraftHeadTrainingArguments, heads: DraftHead, joint
 
 
 def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> int:
-    """Draft positions to train: as the arguments say, else as the heads' config does.
+    """Returns the number of draft positions to train: `args.num_passes`, else `DraftHead.default_passes`.
 
     Raises:
-        ValueError: if some specialist would have no position, or the heads are pruned.
+        ValueError: if the draft heads cannot be trained with that number, for example because a specialist would have
+            no position, or if their draft vocabulary is pruned.
     """
     passes = args.num_passes or heads.default_passes
     if problem := heads.passes_problem(passes):

@@ -1,7 +1,7 @@
-"""What is tried on a target once, before it is trained for: its logit function, and whether it keeps documents apart.
+"""Probes a target once before training: its logit function, its hidden states, and the separation of documents.
 
-Neither can be told from a config. A teacher with another temperature than the target, or documents that read each
-other, train heads without an error and cost acceptance for good.
+None of these can be read from a config. If the losses used logits of another scale than the target's, or if packed
+documents saw each other, training would raise no error, but the draft heads would lose acceptance for good.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hf_specheads.target.identity import spread_over
 from .data.batches import PackedCollator
 from .unroll.target_features import FrozenTarget
 
-PROBE_LENGTHS = (7, 5)  # tokens of two documents
-TOLERANCE = 0.05  # of the spread of what is compared: above rounding to 16 bits, below any other function
+PROBE_LENGTHS = (7, 5)  # lengths in tokens of the two documents of a probe
+TOLERANCE = 0.05  # in standard deviations: above 16-bit rounding, below the effect of any other logit function
 
 
 class ProbeError(ValueError):
-    """A target that cannot be trained for as asked."""
+    """The target does not support the requested training of draft heads."""
 
 
 def refuse_other_logits(frozen: FrozenTarget) -> None:
-    """Compares what the losses take for the target's logits with its own, on a few tokens.
+    """Compares the logits that the losses compute with the target's own logits, on a few tokens.
 
     Raises:
-        ProbeError: if they differ.
+        ProbeError: if they differ, or if the target returns no final hidden state.
     """
     ids = _tokens(frozen)[0][None]
     with torch.no_grad():
@@ -56,15 +56,15 @@ def refuse_other_logits(frozen: FrozenTarget) -> None:
 
 
 def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: int) -> None:
-    """Looks at the hidden states that heads read between layers, on a few tokens.
+    """Checks the hidden states that draft heads read between layers, on a few tokens.
 
     Args:
         frozen: The target.
-        layers: Hidden states that heads read, see `DraftHead.feature_layers`.
-        width: Of a feature.
+        layers: Hidden states that the draft heads read, see `DraftHead.feature_layers`.
+        width: Width F of a feature.
 
     Raises:
-        ProbeError: if they are no features [B, N, H].
+        ProbeError: if the hidden states cannot be used as features.
     """
     if not set(layers) - {-1}:
         return
@@ -79,12 +79,13 @@ def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: 
 
 
 def packing_problem(frozen: FrozenTarget) -> str | None:
-    """Why two documents of one sequence are not told apart by this target, `None` if they are.
+    """Returns why this target does not separate two documents of one sequence, `None` if it does.
 
-    A document has to have the same features whatever stands beside it. In sequences of one shape they are, nearly, to
-    the last bit, which tells a neighbour that is read from rounding; of many layers in 16 bits, that alone can exceed
-    the tolerance. The document by itself is another shape, so there the root mean square counts, not the largest
-    difference: positions that do not begin anew change all features.
+    A document must have the same features whatever stands beside it. Two comparisons are made. The first changes the
+    neighbour and keeps the shape of the sequence: rounding is then nearly the same, so the largest difference reveals
+    a neighbour that is seen. The second compares with the document alone, a sequence of another shape, where rounding
+    of many layers in 16 bits can exceed the tolerance at single features; it uses the root mean square difference,
+    which still reveals positions that do not restart, because these change all features.
     """
     documents, others = _documents(frozen)
     collate = PackedCollator(0, sum(PROBE_LENGTHS))
@@ -101,7 +102,7 @@ def packing_problem(frozen: FrozenTarget) -> str | None:
                     f"a document's features change by {seen:.2g} of their spread when another one stands in the same "
                     "sequence"
                 )
-    except Exception as error:  # whatever a model's code raises for rows it does not know
+    except Exception as error:  # model code may raise anything for packed rows
         return f"its forward of packed documents fails ({type(error).__name__}: {error})"
     return None
 
@@ -110,7 +111,7 @@ def refuse_leaking_packing(frozen: FrozenTarget) -> None:
     """Refuses packed documents for a target that does not keep them apart.
 
     Raises:
-        ProbeError: saying what was seen.
+        ProbeError: with the problem found by [`packing_problem`].
     """
     if (problem := packing_problem(frozen)) is not None:
         raise ProbeError(
@@ -119,17 +120,17 @@ def refuse_leaking_packing(frozen: FrozenTarget) -> None:
 
 
 def _tokens(frozen: FrozenTarget, documents: int = 2) -> list[torch.Tensor]:
-    """Token ids of an even number of documents, spread over the vocabulary, no token twice."""
+    """Returns token ids of an even number of documents, spread over the vocabulary, without repeated tokens."""
     size = frozen.model.config.get_text_config(decoder=True).vocab_size
     device = frozen.model.get_input_embeddings().weight.device
     lengths = PROBE_LENGTHS * (documents // 2)
     ids = 3 + torch.tensor(spread_over(size - 3, sum(lengths)), device=device)
-    order = torch.arange(len(ids)).mul(5).remainder(len(ids))  # not ascending
+    order = torch.arange(len(ids)).mul(5).remainder(len(ids))  # shuffles ids, so that they do not ascend
     return list(ids[order].split(lengths))
 
 
 def _documents(frozen: FrozenTarget) -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
-    """Two documents, and two others of the same lengths."""
+    """Returns two documents, and two other documents of the same lengths."""
     first, second, *others = ({"input_ids": ids.tolist()} for ids in _tokens(frozen, documents=4))
     return [first, second], others
 
@@ -140,7 +141,7 @@ def _features(frozen: FrozenTarget, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _features_among(frozen: FrozenTarget, packed: dict[str, Any], document: dict[str, list[int]]) -> torch.Tensor:
-    """Features of a document in every row of a batch of packed ones, one row after the other."""
+    """Returns the features of a document in every row of a packed batch, concatenated."""
     ids, found = document["input_ids"], []
     for features, row in zip(_features(frozen, packed), packed["input_ids"].tolist(), strict=True):
         start = _place(row, ids)
@@ -153,8 +154,8 @@ def _place(row: list[int], document: list[int]) -> int:
 
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor, largest: bool = True) -> float:
-    """Largest difference, or its root mean square, in units of the spread of what is expected; infinite where it is
-    not a number."""
+    """Returns the largest difference, or the root mean square difference, in standard deviations of `theirs`;
+    infinite if it is NaN."""
     difference = (ours.float() - theirs.float()).abs()
     size = difference.max() if largest else difference.square().mean().sqrt()
     return float((size / theirs.float().std().clamp_min(1e-6)).nan_to_num(float("inf")))

@@ -1,4 +1,4 @@
-"""What a trainer pushes: the heads with the model card, the facts and the figures of draft heads."""
+"""Pushes draft heads from a trainer to the Hub, with their model card, facts and figures."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ MEASURED_IN_TRAINING = "held-out data, at the end of training"
 
 
 class HubCards(Trainer):
-    """A `Trainer` of draft heads whose `push_to_hub`, and whose pushes under `push_to_hub=True`, carry their card.
+    """A `Trainer` whose pushes to the Hub, by `push_to_hub()` or under `push_to_hub=True`, carry our model card.
 
     Attributes:
-        run_facts: What the trainer cannot know of its run, for [`facts.training_facts`]: `recipe`, `metrics`, `hours`.
+        run_facts: Facts that the trainer itself does not know, for [`facts.training_facts`]: `recipe`, `metrics`,
+            `hours`.
     """
 
     model: DraftHead
@@ -39,11 +40,11 @@ class HubCards(Trainer):
 
     @property
     def _folder(self) -> Path:
-        return Path(str(self.args.output_dir))  # which has a value once the arguments are made
+        return Path(str(self.args.output_dir))  # typed as optional, but always set by `TrainingArguments`
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers, without its pickle of the training arguments: nothing reads it, and it would carry a
-        `hub_token` to the Hub. `training_facts.json` says what a run did."""
+        """Saves as Trainer does, but removes the pickled training arguments. Nothing reads them, and they would carry
+        a `hub_token` to the Hub; `training_facts.json` records the run instead."""
         super()._save(output_dir, state_dict)
         ((Path(output_dir) if output_dir else self._folder) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
@@ -57,13 +58,13 @@ class HubCards(Trainer):
         dataset: str | list[str] | None = None,
         **card: Any,
     ) -> None:
-        """Writes facts, figures and the card into `output_dir`; what users wrote into the card, there or on the Hub,
-        stays.
+        """Writes facts, figures and the model card into `output_dir`. Text that users added to the card, in the folder
+        or on the Hub, is kept.
 
         Args:
-            language, license, tags, dataset: For the card's metadata.
-            model_name: Title, if there is no repository to be named after.
-            finetuned_from: Hub id of the target, if it was trained with a copy in a folder.
+            language, license, tags, dataset: Metadata of the card.
+            model_name: Title of the card if there is no Hub repository to take the name from.
+            finetuned_from: Hub id of the target, for training with a local copy of it.
             **card: Other fields of [`hf_specheads.publishing.card.facts.CardFacts`], e.g. `limits`.
         """
         if not self.is_world_process_zero():
@@ -86,7 +87,7 @@ class HubCards(Trainer):
         complete_folder(folder, name, api, revision=self.args.hub_revision, **{**known, **card})
 
     def facts(self) -> dict[str, Any]:
-        """What there is to say of the run; see [`facts.training_facts`]."""
+        """Returns the facts about the run; see [`facts.training_facts`]."""
         logged = [entry["train_runtime"] for entry in self.state.log_history if "train_runtime" in entry]
         hours = sum(logged) / 3600 if logged else None
         data = self.train_dataset
@@ -100,7 +101,7 @@ class HubCards(Trainer):
         )
 
     def _measured(self) -> dict[str, Any] | None:
-        """The last evaluation's acceptance, as `specheads eval --json` writes it."""
+        """Returns the acceptance of the last evaluation in the format of `specheads eval --json`."""
         entries = [entry for entry in self.state.log_history if "eval_acceptance_length" in entry]
         if not entries:
             return None
@@ -112,7 +113,7 @@ class HubCards(Trainer):
         }
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in Trainer, with the card, and with the adapter of a target that is trained along."""
+        """Pushes as Trainer does, with the model card, and with the target's adapter if one is trained too."""
         checkpoint, folder = Path(checkpoint_folder), self._folder
         if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
             shutil.copyfile(checkpoint / CONFIG_NAME, folder / CONFIG_NAME)

@@ -1,4 +1,4 @@
-"""Recipes: one YAML file says target, heads, data and training arguments; `key=value` changes it."""
+"""Recipes: a YAML file describes target, draft heads, data and training arguments; `key=value` overrides it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from .data.sources import DataSource, RecipeError
 
 SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
-EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 3e-5 as a string
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads numbers such as 3e-5 as strings
 TYPES = {"target": str, "method": str, "heads": dict, "from_heads": str, "from_positions_per_specialist": int,
          "target_revision": str, "target_options": dict, "target_dtype": str, "heads_dtype": str,
          "eval_examples": int, "resume": bool, "training": dict}  # fmt: skip
@@ -24,7 +24,7 @@ TYPES = {"target": str, "method": str, "heads": dict, "from_heads": str, "from_p
 
 @cache
 def training_arguments() -> dict[str, Any]:
-    """Types of all training arguments by name, those of joint training included."""
+    """Returns the types of all training arguments by name, those of joint training included."""
     from .joint import JointTrainingArguments
 
     hints = get_type_hints(JointTrainingArguments)
@@ -33,7 +33,7 @@ def training_arguments() -> dict[str, Any]:
 
 @cache
 def joint_arguments() -> frozenset[str]:
-    """Arguments that only joint training knows; a recipe that gives one trains an adapter of the target too."""
+    """Returns the arguments that only joint training has; a recipe with one of them also trains an adapter."""
     from .arguments import DraftHeadTrainingArguments
 
     return frozenset(training_arguments()) - {f.name for f in dataclasses.fields(DraftHeadTrainingArguments)}
@@ -41,27 +41,30 @@ def joint_arguments() -> frozenset[str]:
 
 @dataclass
 class Recipe:
-    """Everything `python -m hf_specheads.trainer` needs to know.
+    """A training run of `python -m hf_specheads.trainer`.
 
     Attributes:
         target: Hub id or folder of the target.
-        train_data: What to train on; a list of sources, with a `weight` each or with none, is mixed.
-        method: `"eagle"`, `"hass"` or `"poss"`.
-        heads: Fields of the heads' config, e.g. `num_specialists`, `positions_per_specialist`, `tree_config`. With
-            `draft_vocab_size` alone (EAGLE-3), the draft vocabulary is what the training data supervises most often.
-        from_heads: Hub id or folder of heads to start from (all specialists start as its layer).
-        from_positions_per_specialist: For `from_heads` in PosS's own layout, which does not say it.
+        train_data: Training data. A list of sources is mixed; either all of them have a `weight` or none.
+        method: Method of the draft heads, e.g. `"eagle"`, `"hass"` or `"poss"`; see `hf_specheads.heads.auto.METHODS`.
+        heads: Fields of the draft heads' config, e.g. `num_specialists`, `positions_per_specialist`, `tree_config`.
+            With `draft_vocab_size` alone (EAGLE-3), the draft vocabulary consists of the tokens that are supervised
+            most often in the training data.
+        from_heads: Hub id or folder of draft heads to start from (every specialist starts as a copy of their layer).
+        from_positions_per_specialist: `positions_per_specialist` of `from_heads` in PosS's own layout, which does not
+            record it.
         target_revision: Revision of a target on the Hub.
-        target_dtype: `"auto"`, or a torch dtype's name.
+        target_dtype: `"auto"`, or the name of a torch dtype.
         target_options: Further arguments of the target's `from_pretrained`: `device_map` (several devices of one
             process), `attn_implementation`, `trust_remote_code`, `max_memory`, `tp_plan`; `quantization_config` as a
-            mapping with `quant_method` (`bitsandbytes`, `torchao`, ...), as a `config.json` holds it.
-        heads_dtype: Type of the heads' weights while training, a torch dtype's name.
-        eval_data: What to evaluate on; default, the first `eval_examples` of `train_data`, then not trained on.
-        eval_examples: Number of evaluation examples; 0 turns evaluation off.
-        resume: Go on from the newest checkpoint in `output_dir`, if there is one.
+            mapping with `quant_method` (`bitsandbytes`, `torchao`, ...), as in a `config.json`.
+        heads_dtype: Dtype of the draft heads' weights during training, as the name of a torch dtype.
+        eval_data: Evaluation data. Default: the first `eval_examples` examples of `train_data`, which are then not
+            trained on.
+        eval_examples: Number of evaluation examples. Without `eval_data`, 0 turns evaluation off.
+        resume: Whether to resume from the newest checkpoint in `output_dir`, if there is one.
         training: Fields of [`DraftHeadTrainingArguments`], or of [`JointTrainingArguments`] to train an adapter of the
-            target together with the heads.
+            target together with the draft heads.
     """
 
     target: str
@@ -81,20 +84,20 @@ class Recipe:
 
     @property
     def train_sources(self) -> list[DataSource]:
-        """What to train on, as a list."""
+        """Sources of the training data, as a list."""
         return self.train_data if isinstance(self.train_data, list) else [self.train_data]
 
     @property
     def trains_target(self) -> bool:
-        """Whether an adapter of the target is trained together with the heads."""
+        """Whether an adapter of the target is trained together with the draft heads."""
         return not joint_arguments().isdisjoint(self.training)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
-        """From plain values.
+        """Builds a recipe from plain values.
 
         Raises:
-            RecipeError: for a missing or unknown key, naming it.
+            RecipeError: for a missing or unknown key, which the message names, or a value of the wrong type.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
@@ -124,21 +127,21 @@ class Recipe:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as a recipe file would hold them."""
+        """Returns the recipe as plain values, as in a recipe file."""
         return dataclasses.asdict(self)
 
 
 def _of_type(name: str, value: Any, hint: Any) -> Any:
-    """A value in the type its key asks for: what YAML writes otherwise (`no`, `1e1`) is turned into it.
+    """Checks the type of a value, and converts values that YAML reads as another type (`no`, `1e1`).
 
     Raises:
-        RecipeError: for a value of another type.
+        RecipeError: for a value of the wrong type.
     """
     if value is False and name.endswith("_strategy"):
-        return "no"  # which YAML 1.1 reads as false
+        return "no"  # YAML 1.1 reads an unquoted `no` as false
     kinds = set(get_args(hint) or (hint,)) - {NoneType}
     if not kinds or kinds - SCALARS.keys() or value is None:
-        return value  # not a plain value: whoever takes it checks it
+        return value  # only scalars are checked here; the consumer of any other value checks it
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
     if type(value) in kinds or (float in kinds and type(value) is int):
@@ -155,20 +158,20 @@ def _source(value: Any) -> DataSource | None:
         return value
     try:
         return DataSource(**({"path": value} if isinstance(value, str) else value))
-    except TypeError as error:  # no mapping, or one with other keys
+    except TypeError as error:  # `value` is no mapping, or has unknown keys
         raise RecipeError(f"data must be a path or a mapping with `path`, `name`, `split`; got {value!r}.") from error
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe from a YAML file and `key=value` changes.
+    """Reads a recipe from a YAML file and applies `key=value` overrides.
 
     Args:
-        path: The file, a bare name of the recipes that come with the package (`poss3`), or `None` for no file.
-        overrides: `key=value`, values in YAML. `a.b=value` goes into a mapping; a key that is a training argument and
-            no recipe key goes into `training`, so that `learning_rate=1e-4` does what it says.
+        path: YAML file, name of a recipe that comes with the package (`poss3`), or `None` for no file.
+        overrides: `key=value` strings whose values are YAML. `a.b=value` sets a field of a mapping. A key that is a
+            training argument and no recipe key is set in `training`, so that `learning_rate=1e-4` works.
 
     Raises:
-        RecipeError: for a file that is missing or no mapping, a change without `=`, or an unknown key.
+        RecipeError: for a file that is missing or holds no mapping, an override without `=`, or an unknown key.
     """
     values = _read_yaml(_find(path)) if path is not None else {}
     recipe_keys = {f.name for f in dataclasses.fields(Recipe)}
@@ -186,7 +189,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name."""
+    """Returns the files of the recipes that come with the package, by name."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 
 
@@ -216,7 +219,7 @@ def _value(text: str, override: str) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Turns `3e-5`, which YAML leaves a string, into a number, at any depth."""
+    """Turns strings such as `3e-5`, which YAML does not read as numbers, into floats, at any depth."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):

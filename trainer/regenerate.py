@@ -1,10 +1,10 @@
-"""The target answers the prompts of a data set; its own words are what draft heads should learn.
+"""Lets the target answer the prompts of a data set, because draft heads should learn from the target's own words.
 
     specheads regenerate --target org/model --data org/prompts --out runs/data
     specheads regenerate --target org/model --data prompts.jsonl --out runs/data --server http://localhost:8000/v1
 
-Every turn is answered against the target's own earlier turns; recorded tool results are put after its calls. Rows hold
-the exact token ids. The command goes on where it stopped; train with train_data=runs/data.
+The target answers every turn after its own earlier replies; recorded tool results follow its tool calls. Rows hold
+the exact token ids. Called again, the command resumes where it stopped. Train with train_data=runs/data.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes shards until all rows are answered; 0 if some row was, 1 if none was, 2 for wrong input."""
+    """Writes shards until all rows are processed; returns exit code 0 if some row was answered, 1 if none was, 2 for
+    wrong input, 130 if interrupted."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     counts = write_folder("regenerate", args, regenerate)
     if isinstance(counts, int):
@@ -66,13 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def regenerate(args: argparse.Namespace) -> dict[str, int]:
-    """Does what the arguments say.
+    """Regenerates the chats that the arguments describe.
 
     Returns:
         Counts over the whole folder; `success`, `error` and `skipped` add up to `rows`.
 
     Raises:
-        ValueError: for arguments or data that are wrong, and for a folder begun with other settings.
+        ValueError: for wrong arguments or data, and for a folder started with other settings.
+        RuntimeError: if no chat of a shard could be answered, for example because the server is down.
     """
     if args.server and args.heads:
         raise ValueError("--heads make this process faster, and --server answers elsewhere; drop one of them.")
@@ -111,10 +113,11 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
 
 
 def load_rows(args: argparse.Namespace) -> Examples:
-    """The data set; any with chats or prompts.
+    """Loads the data set, which must hold chats or prompts.
 
     Raises:
-        RecipeError: if nothing can be read, or no column holds prompts.
+        RecipeError: if the data cannot be read.
+        ValueError: if no column holds prompts.
     """
     rows = DataSource(args.data, args.name, args.split).load_raw()
     if not {"messages", "conversations", "prompt"} & set(rows.column_names):
@@ -126,18 +129,19 @@ def load_rows(args: argparse.Namespace) -> Examples:
 
 
 def settings_of(args: argparse.Namespace, template_kwargs: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What all shards of a folder have in common. Heads, server and batch size may change: the target stays."""
+    """Returns the settings that all shards of a folder must share. Draft heads, server and batch size may change,
+    because the target stays the same."""
     names = ("target", "data", "name", "split", "limit", "temperature", "top_p", "top_k", "max_new_tokens")
     settings = {name: getattr(args, name) for name in (*names, "max_length", "seed", "rows_per_shard")}
     return {**settings, "template_kwargs": template_kwargs, "rows": rows, "retokenized": args.retokenize}
 
 
 def load_chat_tokenizer(args: argparse.Namespace) -> Any:
-    """The target's, before anything is written.
+    """Loads the target's tokenizer, before anything is written.
 
     Raises:
-        FileNotFoundError: for a folder without one.
-        ValueError: for one without a chat template.
+        FileNotFoundError: for a folder without a tokenizer.
+        ValueError: for a tokenizer without a chat template.
     """
     tokenizer = load_tokenizer(args.target)
     if not tokenizer.chat_template:
@@ -150,7 +154,7 @@ def load_chat_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """Who answers: a server, or the target in this process."""
+    """Returns the answerer: a server, or the target in this process."""
     from transformers import AutoModelForCausalLM
 
     from hf_specheads import load_heads
@@ -169,7 +173,7 @@ def load_answerer(args: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 class _progress:
-    """A bar of rows with tokens per second, where somebody looks."""
+    """Progress bar of rows with tokens per second; hidden under `--quiet` or if stderr is no terminal."""
 
     def __init__(self, args: argparse.Namespace, rows: int, done: int):
         import time

@@ -37,36 +37,38 @@ from .unroll.unroll import DEFAULT_LOSSES, PassLosses, Unroll
 from .upkeep import compiling, warn_of_settings
 
 
-# The order counts: what `AtomicCheckpoints` holds back while a checkpoint is unfinished is the push with the card.
+# The order of bases matters: `AtomicCheckpoints` must wrap the push of `HubCards` to delay it until a checkpoint is
+# complete.
 class DraftHeadTrainer(AtomicCheckpoints, HubCards):
-    """Trains draft heads of any family on what a frozen target says.
+    """Trains draft heads of any family on the features and the distribution of a frozen target.
 
-    Logs every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...), position 1
-    first, how the drafts agree with the target (`accuracy_1`, `acceptance_1`, ...), and tokens per second. Evaluation
-    adds `eval_acceptance_length` and `eval_pos_acc_i` of `target.generate(assistant_model=heads)`.
-    What is pushed to the Hub has the model card of draft heads; see [`publishing.HubCards`].
+    The log holds every loss component per draft position (`feature_loss_1`, `token_loss_1`, `top_k_loss_1`, ...;
+    positions count from 1), the agreement of the drafts with the target (`accuracy_1`, `acceptance_1`, ...), and
+    tokens per second. Evaluation adds `eval_acceptance_length` and `eval_pos_acc_i`, measured with
+    `target.generate(assistant_model=heads)`. Pushes to the Hub carry the model card of draft heads; see
+    [`publishing.HubCards`].
 
     Gradients are summed over processes and divided by the number of supervised rows of the whole optimizer step, so a
     step does not depend on how its batch is split over processes and accumulation steps.
 
     Args:
-        model: The heads to train.
-        target: Their target. **Frozen in place**; neither optimized nor saved.
+        model: Draft heads to train.
+        target: Target of the draft heads. **Frozen in place**; neither optimized nor saved.
         args: [`DraftHeadTrainingArguments`].
         train_dataset, eval_dataset: `datasets` with chats, texts or token ids; see [`preparing.prepare_dataset`].
-        processing_class: Tokenizer, needed for all but token ids; a processor for chats with images.
-        data_collator: Default: padded or packed sequences, as `args.packing` says.
-        eval_prompts: Token ids of prompts for the acceptance metrics; default: cut from `eval_dataset`.
+        processing_class: Tokenizer, required unless the data are token ids; a processor for chats with images.
+        data_collator: Default: pads or packs sequences, depending on `args.packing`.
+        eval_prompts: Token ids of the prompts for the acceptance metrics. Default: prompts cut from `eval_dataset`.
         **kwargs: As in `transformers.Trainer`.
 
     Raises:
         ValueError: if the passes leave a specialist untrained, or for FSDP and DeepSpeed.
-        WrongTargetError: if the heads do not fit the target.
+        WrongTargetError: if the draft heads do not fit the target.
     """
 
     args: DraftHeadTrainingArguments
     model: DraftHead
-    trains_target: ClassVar[bool] = False  # an adapter of it
+    trains_target: ClassVar[bool] = False  # whether an adapter of the target is trained too
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         eval_prompts: Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ):
-        args = copy.copy(args)  # which the method completes
+        args = copy.copy(args)  # `complete_arguments` changes it in place
         complete_arguments(args, model, joint=self.trains_target)
         self.num_passes = resolve_num_passes(model, args)
         model.bind(target, follow=False)
@@ -90,7 +92,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             eval_dataset = prepare_for(args, eval_dataset, processing_class)
         if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "column_names"):
             train_dataset = endless(train_dataset)
-            # Every process reads the stream and takes its share; dispatched batches would have to be of equal length.
+            # Every process reads the stream and keeps its share: dispatched batches would need equal lengths.
             args.accelerator_config = copy.copy(args.accelerator_config)
             args.accelerator_config.dispatch_batches = False
         if data_collator is None:
@@ -111,7 +113,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         warn_of_settings(args)
         self._place_target(target)
         refuse_other_features(self.frozen_target, model.feature_layers, model.config.feature_size)
-        if hasattr(model.config, "trained_positions"):  # heads whose positions differ
+        if hasattr(model.config, "trained_positions"):  # only some methods record this
             model.config.trained_positions = self.num_passes
         model.config.train_max_length = args.max_length
         self._feature_statistics = FeatureStatistics(model.feature_layers)
@@ -119,12 +121,12 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         self._begin_measuring()
 
     def _place_target(self, target: PreTrainedModel) -> None:
-        """Puts the target where it computes, and refuses one whose logits or packed rows would be wrong."""
+        """Places the target on its devices, and refuses a target whose logits or packed rows would be wrong."""
         args, self.frozen_target = self.args, FrozenTarget(target, compiling(self.args))
-        if args.shard_target:  # first, so that no device holds all of it
+        if args.shard_target:  # before `to(device)`, so that no device holds the whole target
             shard_target(target, args, self.trains_target)
         if not getattr(target, "hf_device_map", None):
-            # transformers wraps `nn.Module.to`, which hides its `self` from type checkers.
+            # transformers wraps `nn.Module.to` in a way that hides `self` from type checkers.
             target.to(args.device)  # type: ignore[arg-type]
         refuse_other_logits(self.frozen_target)
         if args.packing:
@@ -134,18 +136,18 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         args, self._micro_step = self.args, 0
         self.loss_names = [name for name, weight in args.loss_weights.items() if weight or name in DEFAULT_LOSSES]
         self._train_losses = LossMeter(self.num_passes, self.args.device, self.loss_names)
-        self._meters = [self._train_losses]  # of training
+        self._meters = [self._train_losses]  # training meters, rolled back when a step is skipped
         self._agreement = AgreementMeter(self.num_passes, self.args.device)
         self._throughput = Throughput(peak_flops(args))
         self._step_guard, self._step_loss = StepGuard(args.max_nonfinite_steps), torch.zeros((), dtype=torch.float32)
 
     def identity(self) -> dict[str, Any]:
-        """Which run this is; see [`identity.run_identity`]."""
+        """Returns what identifies this run; see [`identity.run_identity`]."""
         given = self.optimizer_given
         return run_identity(self.model, self.args, self.num_passes, self.train_dataset, given)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in Trainer; what an evaluation will ask of `generate` is tried first."""
+        """Trains as `Trainer.train` does, after a trial of the generation that evaluations will run."""
         if self.eval_dataset is not None:
             self._acceptance.rehearse(self.eval_dataset)
         output = super().train(*args, **kwargs)
@@ -162,7 +164,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         separate_backward: bool = False,
         measure: bool = False,
     ) -> Unroll:
-        """The unroll of one batch: target features, input noise when training, and the rows."""
+        """Builds the unroll of one batch: computes target features, adds noise when training, and forms the rows."""
         features, final_features = self.features_of(batch, num_items, training)
         if training:
             self._feature_statistics.remember(self.model.config, features, batch["loss_mask"])
@@ -188,17 +190,17 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
     def features_of(
         self, batch: dict[str, torch.Tensor], num_items: torch.Tensor | float | None, training: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the heads read, [B, T, F], and the target's final features, [B, T, H].
+        """Returns the features that the draft heads read, [B, T, F], and the target's final features, [B, T, H].
 
         Args:
-            batch: As the collators make it.
-            num_items: Divisor of the losses, for trainers that have one of the target's.
-            training: Whether the heads are being trained on the batch, or evaluated.
+            batch: Batch from a collator.
+            num_items: Divisor of the losses, used by trainers that add a loss of the target itself.
+            training: Whether the draft heads are being trained on the batch rather than evaluated.
         """
         return self.frozen_target.features(batch, self.model.feature_layers)
 
     def weighted_loss(self, losses: PassLosses, position: int) -> torch.Tensor:
-        """Weighted loss of one pass; scalar."""
+        """Returns the weighted loss of one pass, a scalar."""
         total = losses.weighted(**self.args.loss_weights_at(progress_of(self.state))) * self.args.decay_at(position)
         return total / self.num_passes if self.args.pass_reduction == "mean" else total
 
@@ -209,7 +211,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, list[PassLosses]]]:
-        """Weighted sum of all passes' losses and of [`shared_losses`], in one graph."""
+        """Returns the weighted sum of the losses of all passes and of [`shared_losses`], in one graph."""
         unroll = self.start_unroll(inputs, num_items_in_batch, training=self.model.training)
         passes = [unroll.next_pass() for _ in range(self.num_passes)]
         loss = torch.stack([self.weighted_loss(losses, position) for position, losses in enumerate(passes)]).sum()
@@ -222,8 +224,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         inputs: dict[str, torch.Tensor],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Gradients of one batch. The heads are called without their DDP wrapper, and the gradients are summed over
-        processes here, because several backwards per forward are more than DDP handles."""
+        """Computes the gradients of one batch. The draft heads run without their DDP wrapper, and gradients are summed
+        over processes here, because DDP does not support several backwards per forward."""
         self.model.train()
         self.set_optimizer("train")
         inputs = self._prepare_inputs(inputs)
@@ -241,12 +243,12 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             self._micro_step = 0
             sum_gradients(self.trained_parameters(), self.args.world_size)
             self._count_or_skip_step()
-        # Trainer logs the mean over processes of what is a share of the whole step's loss.
+        # Trainer logs the mean over processes, but this loss is one process's share of the step's loss.
         return loss * self.args.world_size
 
     def _count_or_skip_step(self) -> None:
-        """Leaves the optimiser nothing to do if the step's loss or gradients are no numbers."""
-        scaled = self.accelerator.scaler is not None  # which looks at the gradients itself, and lowers its scale
+        """Counts the step, or clears its gradients if its loss or gradients are infinite or NaN."""
+        scaled = self.accelerator.scaler is not None  # a gradient scaler checks gradients itself and lowers its scale
         parameters = self.trained_parameters()
         guarded = {"step": self.state.global_step + 1, "processes": self.args.world_size}
         if self._step_guard.passes(self._step_loss, () if scaled else parameters, **guarded):
@@ -258,7 +260,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
             meter.roll_back()
 
     def backward_batch(self, inputs: dict[str, torch.Tensor], num_items: torch.Tensor | float) -> torch.Tensor:
-        """Forward and backward of one batch, the losses chunk by chunk; returns the weighted loss, detached."""
+        """Runs forward and backward of one batch, with losses in chunks; returns the weighted loss, detached."""
         apart = self.args.backward == "per_pass" and self.model.passes_are_detached
         together = 1 if apart else self.num_passes
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
@@ -282,16 +284,16 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return total
 
     def _is_logged_step(self) -> bool:
-        """Whether the step's agreement with the target will be seen; the others do not pay for it."""
+        """Whether the current step is logged; other steps skip the cost of measuring agreement with the target."""
         step = self.state.global_step + 1
         return step % max(int(self.state.logging_steps or 1), 1) == 0 or (step == 1 and self.args.logging_first_step)
 
     def shared_losses(self) -> list[torch.Tensor]:
-        """Weighted losses of the batch besides those of the passes, for trainers that have some."""
+        """Returns weighted losses of the batch other than those of the passes; subclasses may add some."""
         return []
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """As `accelerator.backward` scales a loss before its backward."""
+        """Scales a loss the way `accelerator.backward` does before its backward."""
         loss = loss / self.accelerator.gradient_accumulation_steps
         return loss if self.accelerator.scaler is None else self.accelerator.scaler.scale(loss)
 
@@ -311,23 +313,24 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         return torch.Generator(device).manual_seed(self._seed(*kind))
 
     def _seed(self, *kind: int) -> int:
-        """A seed by run, step and process, so that a resumed run draws what an uninterrupted one draws."""
+        """Derives a seed from run, step and process, so that a resumed run draws the same numbers as an uninterrupted
+        run."""
         step = [self.args.seed, self.state.global_step, self._micro_step, self.args.process_index]
         return int(np.random.SeedSequence([*step, *kind]).generate_state(1)[0])
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Rows of one optimizer step where rounds start, over all its batches and processes."""
+        """Counts the rows at which rounds start, over all batches and processes of one optimizer step."""
         return count_rounds(self.model, batch_samples, self.args, device)
 
     # ------------------------------------------------------------------ logging, evaluation
     def reset_losses(self) -> None:
-        """Forgets losses gathered for the log so far."""
+        """Discards the losses and agreement gathered for the log so far."""
         self._train_losses.drain()
         self._agreement.drain()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in Trainer; training logs gain each loss component, accuracy and expected acceptance per draft
-        position (of the logged steps), tokens per second, and how well a known device is used."""
+        """Logs as `Trainer.log` does, and adds to training logs each loss component per draft position, accuracy and
+        acceptance per draft position (of the logged steps only), tokens per second, and `mfu` of known devices."""
         if "loss" in logs:
             logs.update({**self._train_losses.drain(), **self._agreement.drain(), **self._throughput.drain()})
             if self._step_guard.skipped:
@@ -335,7 +338,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: str | Examples | None = None) -> torch.utils.data.DataLoader:
-        """As in Trainer, but processes may get different numbers of batches instead of some examples twice."""
+        """Builds the dataloader as Trainer does, but gives processes different numbers of batches where needed rather
+        than repeat examples."""
         even = self.accelerator.even_batches
         self.accelerator.even_batches = False
         try:
@@ -351,7 +355,7 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Losses without noise over the evaluation set, and what generation with these heads accepts."""
+        """Measures the losses over the evaluation set, without noise, and the acceptance of generation."""
         with self._throughput.paused():
             return self._evaluation_loop(dataloader, metric_key_prefix)
 
@@ -364,7 +368,8 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         for batch in in_step(dataloader, model) if self.args.shard_target else dataloader:
             inputs = self._prepare_inputs(batch)
             with torch.no_grad(), self.accelerator.autocast():
-                unroll = self.start_unroll(inputs, 1.0, training=False, measure=True)  # divided by 1: sums over rows
+                # A divisor of 1 makes the losses sums over rows.
+                unroll = self.start_unroll(inputs, 1.0, training=False, measure=True)
                 passes = unroll.run_passes(self.num_passes, chunk_rows=self.args.loss_chunk_rows)
                 for position, losses in enumerate(passes):
                     meter.add(position, losses)
@@ -373,14 +378,15 @@ class DraftHeadTrainer(AtomicCheckpoints, HubCards):
         metrics = {**self.evaluated_losses(meter), **agreement.drain()}
         metrics.update(self._acceptance.measure(dataloader.dataset))
         return EvalLoopOutput(
-            predictions=None,  # type: ignore[arg-type]  # as Trainer's own loop, which wants losses only
+            predictions=None,  # type: ignore[arg-type]  # Trainer's own loop also returns None for losses only
             label_ids=None,
             metrics={f"{prefix}_{name}": value for name, value in metrics.items()},
             num_samples=self.num_examples(dataloader),
         )
 
     def evaluated_losses(self, meter: LossMeter) -> dict[str, float]:
-        """Losses of an evaluation per supervised row: `loss`, weighted as in training, and every component."""
+        """Returns evaluation losses per supervised row: `loss`, weighted as at the end of training, and every
+        component."""
         components = meter.drain(per_step_of_all=True)
         loss = 0.0
         for name, value in components.items():

@@ -1,4 +1,4 @@
-"""What transformers' Trainer does around loss and backward, for a trainer with a `training_step` of its own."""
+"""Work that transformers' Trainer does around loss and backward, for a trainer with its own `training_step`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from .arguments import DraftHeadTrainingArguments
 
 
 class StepUpkeep(Trainer):
-    """A `Trainer` whose optimizer may keep two sets of weights, and whose gradients may be clipped by value.
+    """A `Trainer` that supports schedule-free optimizers and clipping by value.
 
-    Schedule-free optimizers train one set and use another, their average. Trainer switches to the average for an
-    evaluation alone; here checkpoints and the heads after training are the average, too.
+    Schedule-free optimizers keep two sets of weights: those being trained, and their average, which is meant for use.
+    Trainer switches to the average only for evaluations; this class also switches for checkpoints and at the end of
+    training.
     """
 
     args: DraftHeadTrainingArguments
 
     def set_optimizer(self, mode: Literal["train", "eval"]) -> None:
-        """Has the optimizer put the weights for training, or those for use, into the heads, if it keeps two sets."""
+        """Switches the draft heads to the weights for training or for use, if the optimizer keeps both."""
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
 
     def clear_cache(self) -> None:
-        """Gives cached memory back to the device in every `torch_empty_cache_steps`-th step."""
+        """Empties the device's memory cache every `torch_empty_cache_steps` steps."""
         every = self.args.torch_empty_cache_steps
         if every is None or self.state.global_step % every:
             return
@@ -38,26 +39,28 @@ class StepUpkeep(Trainer):
             torch.mps.clear_graph_cache()
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """What the next optimizer step changes."""
+        """Returns the parameters that the next optimizer step changes."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        """As in Trainer, once a step, after clipping by norm; clips by value. The norm is that from before."""
+        """Returns the gradient norm as Trainer does, then clips by value. Trainer calls this once per step, after
+        clipping by norm; the norm is that before clipping."""
         norm = super()._get_grad_norm(model, grad_norm)
         if self.args.max_grad_value is not None:
             self.accelerator.clip_grad_value_(self.trained_parameters(), self.args.max_grad_value)
         return norm
 
     def _load_best_model(self) -> None:
-        self.set_optimizer("eval")  # before, because it changes the weights
+        self.set_optimizer("eval")  # must come first, because it changes the weights
         super()._load_best_model()
 
 
 def compiling(args: DraftHeadTrainingArguments) -> dict[str, Any] | None:
-    """Arguments of `torch.compile` for the target's decoder layers, as `torch_compile` asks for; `None`: not compiled.
+    """Returns the arguments of `torch.compile` for the target's decoder layers; `None` if they are not compiled.
 
-    The target's forward is most of what a step computes outside of the heads, whose attention and losses are compiled
-    on accelerators anyway. What Trainer itself would compile, the heads' forward, is not called in training.
+    `torch_compile` compiles the target's layers, because its forward is most of a step's work outside of the draft
+    heads, whose attention and losses are compiled on accelerators anyway. Trainer would compile the forward of the
+    draft heads, which training does not call.
     """
     if not args.torch_compile or args.shard_target:
         return None
@@ -65,7 +68,7 @@ def compiling(args: DraftHeadTrainingArguments) -> dict[str, Any] | None:
 
 
 def warn_of_settings(args: DraftHeadTrainingArguments) -> None:
-    """Warns of settings that do something else than their name makes one think."""
+    """Warns of settings whose effect differs from what their names suggest."""
     if args.torch_compile and args.shard_target:
         warnings.warn(
             "torch_compile=True compiles no layers of a sharded target, which are gathered for every forward; the "

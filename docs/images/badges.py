@@ -1,6 +1,6 @@
-"""Draws docs/images/badges.svg from what the project says of itself: `python docs/images/badges.py`.
+"""Draws docs/images/badges.svg from facts in the project's files: `python docs/images/badges.py`.
 
-There is no hosted CI to ask whether the last run passed, so the badges say what every run checks, read from the
+No hosted CI reports whether the last run passed. The badges therefore show what every run checks, read from the
 recipes that `.ci/run` calls.
 """
 
@@ -17,20 +17,20 @@ LEFT, RIGHT, CHECKED = "#4a4a4a", "#2f5d8a", "#2b7d4f"
 
 
 def recipe(target: str) -> str:
-    """Commands of a target of the Makefile."""
+    """Returns the commands of a target of the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)[1]
 
 
 def ci_checks() -> list[str]:
-    """Names of the tools that CI runs, in order."""
+    """Returns the names of the tools that CI runs."""
     targets = re.findall(r"make (?:--[\w-]+ )*(\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     commands = "".join(recipe(target) for target in targets)
     return [name for name in ("ruff", "mypy", "pytest") if re.search(rf"\b{name}\b", commands)]
 
 
 def facts() -> list[tuple[str, str, str]]:
-    """What is said, of what, in which colour."""
+    """Returns name, value and colour of every badge."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     transformers = next(one for one in project["dependencies"] if one.startswith("transformers"))
     return [
@@ -42,7 +42,7 @@ def facts() -> list[tuple[str, str, str]]:
 
 
 def draw() -> str:
-    """The SVG."""
+    """Returns the SVG."""
     parts, at = [], 0
     for name, value, colour in facts():
         left, right = 14 + 7 * len(name), 14 + 7 * len(value)

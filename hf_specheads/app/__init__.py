@@ -1,1 +1,1 @@
-"""A page in the browser: a target with heads beside plain decoding, draft trees as pictures, and the doctor."""
+"""A page in the browser: generation with heads next to plain decoding, pictures of draft trees, and the doctor."""

@@ -1,4 +1,4 @@
-"""A chat in the browser: what one visitor has said and got, and the next reply, side by side with plain decoding."""
+"""A chat in the browser: messages and replies of one visitor, with heads and by plain decoding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .transcript import Pieces, SeenRound, Transcript
 from .tree_picture import tree_picture
 from .views import Turn
 
-PATIENCE = 10.0  # seconds that a step may take which a reply is stopped after
+PATIENCE = 10.0  # longest time in seconds that `stop` waits for the current step to end
 
 
 class Conversation:
-    """Of one visitor.
+    """Conversation of one visitor.
 
     Attributes:
-        messages: The chat so far; replies are those with heads.
-        ours, plain: Turns with heads, and by plain decoding where that was asked for.
-        lossy: Whether the last reply may differ from the target's distribution.
-        left: Whether the visitor has begun another chat: nothing of this one is to be shown any more.
+        messages: Messages of the chat so far; the replies are those with heads.
+        ours, plain: Turns with heads, and by plain decoding if requested.
+        lossy: Whether the last reply may deviate from the target's distribution.
+        left: Whether the visitor has started another chat, so that this one must not be shown any more.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,13 @@ class Conversation:
         self._idle.set()
 
     def ask(self, models: Models, prompt: str, settings: Settings) -> Generator[None]:
-        """Generates the reply, with heads and then plainly, one after the other so that neither slows the other down;
-        gives control back whenever there is something new.
+        """Generates the reply, with heads and then plainly, and yields whenever there are new tokens.
+
+        The two run one after the other, so that neither slows the other down.
 
         Raises:
-            ValueError: for input that cannot be served, before any forward.
-            RuntimeError: if somebody else is generating.
+            ValueError: If the input cannot be served (before any forward), or if the reply with heads fails.
+            RuntimeError: If another reply is being generated.
         """
         message = {"role": "user", "content": prompt}
         messages = [*self.messages, message] if models.chats else [message]
@@ -72,8 +73,10 @@ class Conversation:
         self.messages = [*messages, reply]
 
     def stop(self) -> None:
-        """Ends the reply that is being written, after the step it is at, and returns when nothing of it runs any
-        more; does nothing if there is none."""
+        """Ends the reply that is being written after its current step, and waits until it has ended.
+
+        Does nothing if there is none.
+        """
         self._halted = True
         if self._writing is not None:
             self._writing.halt.set()
@@ -94,18 +97,18 @@ class Conversation:
 
     @property
     def last_plain(self) -> Transcript | None:
-        """The plain reply to the same message, if there is one."""
+        """The plain reply to the last message, if there is one."""
         return self.plain[-1].transcript if self.plain and self.plain[-1].prompt == self.ours[-1].prompt else None
 
     @property
     def step_to_show(self) -> int:
-        """Number of the newest step of the newest reply that has a tree, or of its newest step."""
+        """Number of the last step with a draft tree in the newest reply; if there is none, of its last step."""
         rounds = self.last.rounds if self.last else []
         return max((number for number, one in enumerate(rounds) if one.drafted), default=max(len(rounds) - 1, 0))
 
 
 def round_picture(rounds: Sequence[SeenRound], number: int, models: Models) -> str:
-    """The tree of a step of a reply, as HTML, or why there is none."""
+    """Renders the draft tree of a step as HTML, or says why there is none."""
     if not 0 <= number < len(rounds):
         return '<div class="sh-tree"><p>The draft tree of a round will be here.</p></div>'
     one = rounds[number]
@@ -117,7 +120,7 @@ def round_picture(rounds: Sequence[SeenRound], number: int, models: Models) -> s
 
 
 def round_words(rounds: Sequence[SeenRound], number: int) -> str:
-    """A round in one line."""
+    """Describes a round in one line; empty for steps that drafted nothing."""
     if not 0 <= number < len(rounds) or not rounds[number].drafted:
         return ""
     one = rounds[number]

@@ -1,4 +1,4 @@
-"""What the doctor found, as HTML."""
+"""Renders the doctor's diagnosis as HTML."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SEPARATOR = "---"
 
 
 def split_prompts(text: str) -> list[str]:
-    """Prompts of a text box, between lines of `---`.
+    """Splits the text of a text box into prompts, which are separated by lines of `---`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If there is no prompt.
     """
     prompts, lines = [], []
     for line in [*text.splitlines(), SEPARATOR]:
@@ -34,12 +34,12 @@ def split_prompts(text: str) -> list[str]:
 
 
 def join_prompts(prompts: Sequence[str]) -> str:
-    """The text of the box."""
+    """Joins prompts to the text of the text box; the inverse of [`split_prompts`]."""
     return f"\n{SEPARATOR}\n".join(prompt.strip("\n") for prompt in prompts)
 
 
 def diagnosis_html(found: Diagnosis) -> str:
-    """The page of [`Diagnosis`], with tables."""
+    """Renders the page of a [`Diagnosis`], with tables."""
     facts = found.to_dict()
     kind = "good" if found.sound else "bad"
     parts = [
@@ -80,7 +80,7 @@ def _hypotheses(found: Diagnosis, hypotheses: Sequence[dict[str, Any]]) -> str:
 
 
 def _scored(name: str, position_1: float, tau: float | None, likelihood: float | None) -> tuple[str, ...]:
-    """A row; tau is not known of what was hopeless at position 1."""
+    """Row of the table of settings; tau is unknown for settings that were only tried at position 1."""
     return (name, f"{position_1:.3f}", "" if tau is None else f"{tau:.2f}",
             "" if likelihood is None else f"{likelihood:.3f}")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The models of a page: one target, its tokenizer, and heads by name, loaded when they are first asked for."""
+"""Models of the page: one target, its tokenizer, and heads by name, which are loaded when first requested."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TREES = (AUTOMATIC, SAVED, "chain", "dynamic")
 
 @dataclass
 class Models:
-    """What a page generates with.
+    """Target and heads of a page.
 
     Attributes:
         target, tokenizer: The target and its tokenizer.
-        loaders: By name of heads, what loads them; called once each.
-        target_name: For people.
-        lock: Held by whoever generates: the models serve one call at a time.
+        loaders: Functions that load the heads, by name; each is called at most once.
+        target_name: Name of the target, for display.
+        lock: Lock that is held while generating, because the models serve one call at a time.
     """
 
     target: PreTrainedModel
@@ -39,16 +39,16 @@ class Models:
     _loaded: dict[str, DraftHead] = field(default_factory=dict)
 
     def heads(self, name: str) -> DraftHead:
-        """Heads by name, bound to the target.
+        """Returns heads by name, bound to the target.
 
         Raises:
-            ValueError: for a name the page does not have.
-            WrongTargetError: for heads of another target.
+            ValueError: If the page has no heads of this name.
+            WrongTargetError: If the heads were made for another target.
         """
         return self.unbound_heads(name).bind(self.target)
 
     def unbound_heads(self, name: str) -> DraftHead:
-        """The same without looking whether they were made for the target."""
+        """Returns heads by name, without checking that they were made for the target."""
         if name not in self.loaders:
             raise ValueError(f"there are no heads named {name!r}; choose one of {list(self.loaders)}.")
         if name not in self._loaded:
@@ -57,14 +57,14 @@ class Models:
 
     @property
     def chats(self) -> bool:
-        """Whether the tokenizer has a chat template; without one the target continues texts as they stand."""
+        """Whether the tokenizer has a chat template; without one, the target continues texts as they are."""
         return bool(self.tokenizer.chat_template)
 
     def inputs(self, messages: list[dict[str, str]], max_new_tokens: int) -> dict[str, torch.Tensor]:
-        """Token ids and mask [1, T] of a chat, or of its last message where there is no template.
+        """Token ids and mask [1, T] of a chat, or of its last message if there is no chat template.
 
         Raises:
-            ValueError: for an empty message, or a text that leaves no room for the reply.
+            ValueError: If the message is empty, or the context leaves no room for the reply.
         """
         text = messages[-1]["content"]
         if not text.strip():
@@ -79,32 +79,32 @@ class Models:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of tokens of a reply."""
+        """Decodes tokens of a reply, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def text_of(self, token_id: int) -> str:
-        """Text of one token, special ones by name. Pieces of characters stay the replacement character."""
+        """Decodes one token, also special tokens. Parts of a character become the replacement character."""
         return self.tokenizer.decode([token_id])
 
     def prompts(self, texts: list[str]) -> list[Any]:
-        """Texts as the target is spoken to: chats where there is a template."""
+        """Makes prompts for the target: chats of one message if there is a chat template, else the texts."""
         return [[{"role": "user", "content": text}] for text in texts] if self.chats else list(texts)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the controls of the page say.
+    """Values of the page's controls.
 
     Attributes:
         heads: Name of the heads.
-        tree: One of [`TREES`]; with `"automatic"` the engine chooses among several.
-        depth, top_k, total_tokens: Of a chain or a dynamic tree.
-        adaptive: Whether plain steps are taken where drafts do not pay.
-        temperature: 0 for greedy decoding.
-        verification: Name of a rule.
-        max_new_tokens: Most tokens of a reply.
-        seed: Of sampling.
-        compare: Whether plain decoding follows.
+        tree: One of [`TREES`]; with `"automatic"`, the engine chooses among several trees.
+        depth, top_k, total_tokens: Sizes of a chain or a dynamic tree.
+        adaptive: Whether plain steps are taken if drafts do not pay.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        verification: Name of the verification rule.
+        max_new_tokens: Maximum number of tokens of a reply.
+        seed: Seed for sampling.
+        compare: Whether to generate plainly as well, after the reply with heads.
     """
 
     heads: str
@@ -120,10 +120,10 @@ class Settings:
     compare: bool = True
 
     def apply(self, heads: DraftHead) -> DraftHead:
-        """A copy of the heads, weights shared, with these settings in force.
+        """Returns a copy of the heads with these settings; the weights are shared.
 
         Raises:
-            ValueError: for a tree that cannot be, or an unknown rule.
+            ValueError: If the tree is impossible, or the rule is unknown.
         """
         copied = heads.with_tree()
         copied.verification = self.verification
@@ -131,7 +131,7 @@ class Settings:
         if self.tree not in TREES:
             raise ValueError(f"the draft tree must be one of {list(TREES)}, got {self.tree!r}.")
         if self.tree == SAVED:
-            copied.tree_config = copied.tree_config  # assigned, so that every round drafts it
+            copied.tree_config = copied.tree_config  # an explicitly assigned tree is drafted in every round
         elif self.tree != AUTOMATIC:
             sizes = {"depth": int(self.depth)}
             if self.tree == "dynamic":
@@ -141,10 +141,10 @@ class Settings:
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """For `generate`.
+        """Arguments for `generate`.
 
         Raises:
-            ValueError: for a temperature below 0, or no tokens.
+            ValueError: If the temperature is below 0, or the number of tokens below 1.
         """
         if self.temperature is None or self.temperature < 0:
             raise ValueError(f"the temperature must be a number of at least 0, got {self.temperature!r}.")

@@ -1,4 +1,4 @@
-"""The page itself: controls, two columns, the tree of a round, and the doctor as a tab (gradio)."""
+"""Builds the page with gradio: controls, two columns of text, the draft tree of a round, and a tab for the doctor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .models import TREES, Models, Settings
 from .replies import one_line
 from .views import CSS, PICK_ROUND, PLAIN, WITH_HEADS, comparison, legend, message, numbers_html, reply_html
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # must be set before gradio is imported
 
 import gradio as gr
 
@@ -30,12 +30,12 @@ neither slows the other down."""
 
 
 def build_page(models: Models, examples: Sequence[tuple[str, str]] = (), chosen: str | None = None) -> gr.Blocks:
-    """The page for a target and its heads; launch it with [`launch_options`].
+    """Builds the page for a target and its heads; launch it with [`launch_options`].
 
     Args:
-        models: What it generates with.
+        models: Target and heads that generate.
         examples: Names and texts of prompts to start from.
-        chosen: Name of the heads that are selected at first.
+        chosen: Name of the heads that are selected at first; default the first ones.
     """
     with gr.Blocks(title="hf-specheads", fill_width=True, analytics_enabled=False) as page:
         gr.Markdown(f"## Draft heads at work\n{WHY}")
@@ -48,7 +48,7 @@ def build_page(models: Models, examples: Sequence[tuple[str, str]] = (), chosen:
 
 
 def launch_options() -> dict[str, Any]:
-    """For `launch`: looks without fonts or scripts from elsewhere."""
+    """Arguments for `launch`; the page loads no fonts or scripts from other servers."""
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     return {"theme": theme, "css": CSS, "quiet": True, "ssr_mode": False, "footer_links": [], "share": False,
             "enable_monitoring": False}  # fmt: skip
@@ -56,8 +56,8 @@ def launch_options() -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- chat
 def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> gr.State:
-    """Returns where the visitor's [`Conversation`] is kept."""
-    talk = gr.State(None)  # a Conversation, from when the page is loaded
+    """Builds the chat tab, and returns the state that holds the visitor's [`Conversation`]."""
+    talk = gr.State(None)  # becomes a Conversation when the page is loaded
     with gr.Row():
         with gr.Column(scale=1, min_width=250):
             controls = _controls(models, chosen)
@@ -102,7 +102,7 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
              "show_progress": "hidden"}  # fmt: skip
     send.click(**asked)
     prompt.submit(**asked)
-    # No event is cancelled: a reply ends by itself, and says so, after the step that it is at.
+    # "Stop" does not cancel gradio's event: the reply itself ends after its current step, and the page shows that.
     stop.click(halt, talk, show_progress="hidden")
     clear.click(forget, talk, [talk, *shown], show_progress="hidden")
     if starts is not None:
@@ -113,7 +113,7 @@ def _chat_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) 
 
 
 def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
-    """The prompt, its buttons, and prompts to start a chat from, if there are some."""
+    """Builds the text box of the prompt, its buttons, and prompts to start a chat from if there are any."""
     with gr.Row(equal_height=True):
         prompt = gr.Textbox(
             examples[0][1] if examples else "", lines=4, max_lines=8, show_label=False, container=False, scale=6,
@@ -131,7 +131,7 @@ def _input(examples: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
 
 
 def _controls(models: Models, chosen: str) -> list[Any]:
-    """In the order of the fields of [`Settings`]."""
+    """Builds the controls, in the order of the fields of [`Settings`]."""
     given = Settings(chosen)
     names = list(models.loaders)
     heads = gr.Dropdown(names, value=chosen, label="Draft heads", elem_id="heads")
@@ -159,15 +159,17 @@ def _controls(models: Models, chosen: str) -> list[Any]:
 
 
 def _answer(models: Models, state: Conversation, text: str, settings: Settings) -> Iterator[list[Any]]:
-    """Views of the page while a reply is written, until the visitor begins another chat; what goes wrong is said where
-    the verdict stands."""
+    """Yields the views of the page while a reply is written, until the visitor starts another chat.
+
+    Errors are shown in place of the verdict.
+    """
     try:
         with closing(state.ask(models, text or "", settings)) as looks:
             for _ in looks:
                 if state.left:
                     return
                 yield [state, *_all_views(models, state)]
-    except Exception as error:  # the page lives on
+    except Exception as error:  # shown to the visitor, so that the page keeps working
         views = _all_views(models, state)
         views[4] = message(one_line(error))
         yield [state, *views]
@@ -222,7 +224,7 @@ def _doctor_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str
 
 
 def _examine(models: Models, name: str, text: str, max_new_tokens: int, speed: bool) -> str:
-    """The doctor's page; what goes wrong is said in its place."""
+    """Runs the doctor and returns its page; errors are shown in its place."""
     try:
         prompts = models.prompts(split_prompts(text))
         heads = models.unbound_heads(name)
@@ -233,5 +235,5 @@ def _examine(models: Models, name: str, text: str, max_new_tokens: int, speed: b
             return diagnosis_html(diagnose(models.target, heads, prompts, **options))
         finally:
             models.lock.release()
-    except Exception as error:  # the page lives on
+    except Exception as error:  # shown to the visitor, so that the page keeps working
         return message(one_line(error))

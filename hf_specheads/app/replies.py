@@ -1,4 +1,4 @@
-"""Generations that are watched: in a thread of their own, round by round, and stopped when nobody looks any more."""
+"""Runs generations in threads, so that they can be watched round by round and stopped when nobody watches any more."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..generation.observer import Round
 from ..heads.base import DraftHead
 from .transcript import Transcript
 
-INTERVAL = 0.1  # seconds between two looks at a transcript
+INTERVAL = 0.1  # seconds between checks of a transcript for new tokens
 
 
 class Stopped(Exception):
-    """Raised inside a call to end it."""
+    """Raised inside a `generate` call to end it."""
 
 
 class PlainTokens(BaseStreamer):
-    """Takes in the tokens of plain decoding.
+    """Streamer that adds the tokens of plain decoding to a transcript.
 
     Args:
-        transcript: Where they go.
-        halt: Set to end the call.
+        transcript: Transcript to which tokens are added.
+        halt: Event that ends the call when it is set.
     """
 
     def __init__(self, transcript: Transcript, halt: threading.Event):
@@ -44,7 +44,7 @@ class PlainTokens(BaseStreamer):
             raise Stopped
 
     def end(self) -> None:
-        """There is nothing left to do."""
+        """Does nothing; required by the interface."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Reply:
     """One generation in a thread.
 
     Attributes:
-        run: What generates; it looks at `halt` after every step and raises [`Stopped`] if it is set.
-        transcript: What it has brought so far.
-        halt: Ends it after the step it is at.
+        run: Function that generates. It checks `halt` after every step, and raises [`Stopped`] if it is set.
+        transcript: Transcript of the generation so far.
+        halt: Event that ends the generation after its current step.
     """
 
     run: Callable[[Transcript, threading.Event], Any]
@@ -62,8 +62,10 @@ class Reply:
     halt: threading.Event = field(default_factory=threading.Event)
 
     def watch(self, interval: float = INTERVAL) -> Iterator[Transcript]:
-        """Starts the thread; gives the transcript whenever it has grown, and once more when it is done. Leaving the
-        iterator ends the generation."""
+        """Starts the thread, and yields the transcript whenever it has grown, and once more at the end.
+
+        Closing the iterator ends the generation.
+        """
         thread = threading.Thread(target=self._work, daemon=True)
         thread.start()
         seen = -1
@@ -83,14 +85,14 @@ class Reply:
             self.run(self.transcript, self.halt)
         except Stopped:
             self.transcript.stopped = True
-        except Exception as error:  # whatever it is, the page says so and lives on
+        except Exception as error:  # any error is shown on the page, which keeps working
             self.transcript.error = one_line(error)
         finally:
             self.transcript.done = True
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, for a page."""
+    """Formats an error on one line, for the page."""
     words = " ".join(str(error).split())
     return words if isinstance(error, ValueError | OSError) and words else f"{type(error).__name__}: {words}"
 
@@ -98,14 +100,14 @@ def one_line(error: BaseException) -> str:
 def reply_with_heads(
     target: PreTrainedModel, heads: DraftHead, inputs: dict[str, torch.Tensor], seed: int, **options: Any
 ) -> Reply:
-    """A reply with draft heads, which are told to report every round for it.
+    """Prepares a reply with draft heads, which report every round to its transcript.
 
     Args:
         target: The target.
-        heads: Heads of it; a copy of one's own, since the observer is assigned to it.
+        heads: Draft heads of the target; pass a copy, because an observer is assigned to it.
         inputs: Token ids and mask [1, T].
-        seed: Of sampling: the same seed draws the same tokens plainly.
-        **options: For `generate`.
+        seed: Seed for sampling; plain decoding with the same seed samples the same tokens.
+        **options: Arguments of `generate`.
     """
 
     def run(transcript: Transcript, halt: threading.Event) -> None:
@@ -125,7 +127,7 @@ def reply_with_heads(
 
 
 def plain_reply(target: PreTrainedModel, inputs: dict[str, torch.Tensor], seed: int, **options: Any) -> Reply:
-    """The same by plain decoding."""
+    """Prepares a reply by plain decoding; arguments as for [`reply_with_heads`]."""
 
     def run(transcript: Transcript, halt: threading.Event) -> None:
         torch.manual_seed(seed)

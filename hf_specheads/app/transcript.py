@@ -1,4 +1,4 @@
-"""What a generation has brought so far: tokens, where each was drafted, and the rounds they came from."""
+"""Transcript of a running generation: tokens, their draft positions, and the rounds that they came from."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..metrics import GenerationStats, acceptance_length, position_acceptance
 
 
 class Pieces:
-    """Texts of tokens that come one by one. Characters of several tokens belong to the last of them.
+    """Texts of tokens that arrive one by one. A character of several tokens is assigned to the last of them.
 
     Args:
-        decode: From token ids to text.
+        decode: Function that decodes token ids.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
@@ -25,7 +25,7 @@ class Pieces:
         for token in token_ids:
             self.ids.append(token)
             text = self.decode(self.ids[self._read :])
-            if text.endswith("\ufffd"):  # the beginning of a character
+            if text.endswith("\ufffd"):  # an incomplete character
                 self.pieces.append("")
                 continue
             known = self.decode(self.ids[self._read : self._done])
@@ -38,10 +38,10 @@ class SeenRound:
     """One step of a generation, in plain values.
 
     Attributes:
-        first: Number of its first token in the reply.
-        token_ids: What it emitted.
-        num_drafted: How many of them, the first ones, were drafted.
-        nodes: Its draft tree, the root first; empty for the prompt's forward.
+        first: Index of its first token in the reply.
+        token_ids: Tokens that it emitted.
+        num_drafted: Number of these tokens that were drafted; they come first.
+        nodes: Nodes of its draft tree, the root first; empty for the prompt's forward.
         seconds: Wall seconds of the step.
     """
 
@@ -53,7 +53,7 @@ class SeenRound:
 
     @property
     def drafted(self) -> bool:
-        """Whether there was a tree to verify."""
+        """Whether the step verified a draft."""
         return len(self.nodes) > 1
 
 
@@ -62,14 +62,14 @@ class Transcript:
     """One reply while it is written.
 
     Attributes:
-        token_ids: Its tokens so far.
-        positions: Draft position of each, 0 for the target's own.
-        round_of: Number of the step each came from, the prompt's forward is 0.
-        rounds: The steps; empty for plain decoding.
+        token_ids: Tokens so far.
+        positions: Draft position of every token; 0 for the target's own tokens.
+        round_of: Number of the step that every token came from; the prompt's forward is step 0.
+        rounds: Steps of the generation; empty for plain decoding.
         seconds: Wall seconds from the call to the newest token.
-        done, stopped: Whether it has ended, and whether by hand.
-        error: Why it failed, in one line.
-        stats: The engine's own statistics, once it has ended.
+        done, stopped: Whether the generation has ended, and whether the visitor stopped it.
+        error: Why it failed, in one line; `None` if it did not.
+        stats: Statistics of the engine, available after the end of a reply with heads.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -83,16 +83,16 @@ class Transcript:
     stats: GenerationStats | None = None
 
     def add_round(self, one: Round, seconds: float) -> None:
-        """Takes in what an observer was told, `seconds` after the call began."""
+        """Adds a round that was observed `seconds` after the start of the call."""
         tokens, drafted = one.token_ids(), one.num_drafted()
         self.rounds.append(SeenRound(len(self.token_ids), tokens, drafted, one.nodes(), one.seconds))
         self.positions += [index + 1 if index < drafted else 0 for index in range(len(tokens))]
         self.round_of += [len(self.rounds) - 1] * len(tokens)
         self.seconds = seconds
-        self.token_ids += tokens  # last: whoever reads meanwhile counts tokens first
+        self.token_ids += tokens  # last, because readers in other threads go by the number of tokens
 
     def add_token(self, token_id: int, seconds: float) -> None:
-        """Takes in one token of plain decoding."""
+        """Adds one token of plain decoding."""
         self.positions.append(0)
         self.round_of.append(len(self.token_ids))
         self.seconds = seconds
@@ -100,17 +100,17 @@ class Transcript:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The prompt's forward included; `None` before there are any."""
+        """Tokens per second, the prompt's forward included; `None` before the first token."""
         return len(self.token_ids) / self.seconds if self.token_ids and self.seconds > 0 else None
 
     @property
     def num_accepted(self) -> list[int]:
-        """Of every round that drafted."""
+        """Number of accepted draft tokens of every round that drafted."""
         return [len(one.token_ids) - 1 for one in self.rounds if one.drafted]
 
     @property
     def acceptance_length(self) -> float | None:
-        """tau of the rounds that drafted; `None` without any."""
+        """tau of the rounds that drafted; `None` if there are none."""
         if self.stats is not None:
             return self.stats.acceptance_length or None
         return acceptance_length([self.num_accepted]) or None
@@ -129,5 +129,5 @@ class Transcript:
 
     @property
     def forwards(self) -> int:
-        """Of the target."""
+        """Number of target forwards."""
         return len(self.rounds) if self.rounds else len(self.token_ids)

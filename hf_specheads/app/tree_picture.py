@@ -1,4 +1,4 @@
-"""A draft tree as a picture: SVG as text, nodes with token and probability, the accepted path in colour."""
+"""Draws a draft tree as SVG text: nodes with token and probability, and the accepted path in colour."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from html import escape
 from ..generation.observer import DraftNode
 from ..publishing.palette import INK, position_colour
 
-WIDTH, HEIGHT = 104, 26  # of a node
+WIDTH, HEIGHT = 104, 26  # size of a node
 STEP_X, STEP_Y, TOP, MARGIN = 146, 34, 34, 12
-LONGEST = 11  # characters of a token that are shown
+LONGEST = 11  # largest number of characters of a token that are shown
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 GREY, FAINT = "#8a939c", "#d5dae0"
 
 
 def shown(token: str) -> str:
-    """A token on one line: white space made visible, long ones cut."""
+    """Formats a token on one line: white space is made visible, and long tokens are cut."""
     text = "".join(VISIBLE.get(character, character) for character in token) or "∅"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def places(nodes: Sequence[DraftNode]) -> list[tuple[float, float]]:
-    """Column and row of every node: leaves one below the other, parents in the middle of their children, likely
-    children above others."""
+    """Computes column and row of every node.
+
+    Each leaf has a row of its own, parents are centred on their children, and more likely children are above others.
+    """
     children: list[list[int]] = [[] for _ in nodes]
     for number, node in enumerate(nodes):
         if node.parent >= 0:
@@ -43,12 +45,12 @@ def places(nodes: Sequence[DraftNode]) -> list[tuple[float, float]]:
 
 
 def tree_picture(nodes: Sequence[DraftNode], own_token: int | None, text_of: Callable[[int], str]) -> str:
-    """An `<svg>` of a round.
+    """Draws the tree of a round as an `<svg>` element.
 
     Args:
-        nodes: The tree, parents before their children, the root first.
-        own_token: The target's own token after the accepted path; `None` where the text ended inside the path.
-        text_of: Text of one token.
+        nodes: Nodes of the tree, the root first, parents before their children.
+        own_token: The target's own token after the accepted path; `None` if the text ended within the path.
+        text_of: Function that returns the text of a token.
     """
     spots = places(nodes)
     last = max((number for number, node in enumerate(nodes) if node.accepted), key=lambda n: nodes[n].depth)
@@ -56,7 +58,7 @@ def tree_picture(nodes: Sequence[DraftNode], own_token: int | None, text_of: Cal
     if own_token is not None:
         taken = {spots[number][1] for number, node in enumerate(nodes) if node.depth == nodes[last].depth + 1}
         row = spots[last][1]
-        while any(abs(row - other) < 1 for other in taken):  # below the drafts that it was preferred to
+        while any(abs(row - other) < 1 for other in taken):  # moved below the rejected drafts at this depth
             row += 0.5
         own_place = (spots[last][0] + 1, row)
     everything = [*spots, *([own_place] if own_place else [])]
@@ -80,7 +82,7 @@ def tree_picture(nodes: Sequence[DraftNode], own_token: int | None, text_of: Cal
 
 
 def _chances(nodes: Sequence[DraftNode]) -> list[float]:
-    """Of whole paths."""
+    """Draft probability of the path from the root to every node."""
     found: list[float] = []
     for node in nodes:
         found.append(node.probability * (found[node.parent] if node.parent >= 0 else 1.0))

@@ -1,4 +1,4 @@
-"""What the page shows, as HTML: replies with accepted drafts in colour, their numbers, and messages."""
+"""Renders parts of the page as HTML: replies with coloured accepted drafts, their numbers, and messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..publishing.palette import INK, POSITION_COLOURS, position_colour
 from .transcript import Pieces, Transcript
 
 WITH_HEADS, PLAIN = "with draft heads", "plain decoding"
-NONE = "-"  # of a number that is not known yet
+NONE = "-"  # shown for a number that is not known yet
 
 
 def _positions_css() -> str:
@@ -24,7 +24,7 @@ def _positions_css() -> str:
 
 CSS = f"{resources.files(__package__).joinpath('page.css').read_text(encoding='utf-8')}{_positions_css()}"
 
-# A click on a token tells which step it came from.
+# Reports the step of a token that is clicked.
 PICK_ROUND = """
 element.addEventListener('click', (event) => {
   const token = event.target.closest('[data-round]');
@@ -35,13 +35,13 @@ element.addEventListener('click', (event) => {
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of the user and the reply to it, so far.
+    """One message of the user, and the reply to it so far.
 
     Attributes:
-        prompt: The message.
+        prompt: The user's message.
         transcript: The reply.
-        pieces: Texts of its tokens.
-        answers: Whether the target answers; otherwise it goes on with the message.
+        pieces: Texts of the reply's tokens.
+        answers: Whether the target answers the message; otherwise it continues the message.
     """
 
     prompt: str
@@ -50,13 +50,13 @@ class Turn:
     answers: bool
 
     def refresh(self) -> list[str]:
-        """Texts of the tokens there are now."""
+        """Decodes new tokens, and returns the texts of all tokens so far."""
         self.pieces.extend(self.transcript.token_ids[len(self.pieces.ids) :])
         return self.pieces.pieces
 
 
 def legend() -> str:
-    """What the colours are."""
+    """Legend of the colours."""
     last = len(POSITION_COLOURS)
     marks = "".join(
         f'<span class="p p{position}">{position}{"+" if position == last else ""}</span>'
@@ -69,12 +69,12 @@ def legend() -> str:
 
 
 def reply_html(turns: Sequence[Turn], newest: int | None = None, nothing: str = "") -> str:
-    """A column of the page.
+    """Renders a column of replies.
 
     Args:
         turns: All turns so far.
-        newest: Step of the last reply whose tokens are framed; `None` frames none.
-        nothing: What stands there before the first turn.
+        newest: Step of the last reply whose tokens are framed; `None` for no frame.
+        nothing: Text that is shown before the first turn.
     """
     code = "" if turns and turns[-1].answers else " code"
     shown = "".join(_turn(turn, newest if turn is turns[-1] else None) for turn in turns)
@@ -104,7 +104,7 @@ def _turn(turn: Turn, newest: int | None) -> str:
 
 
 def numbers_html(title: str, transcript: Transcript | None, with_heads: bool) -> str:
-    """Head of a column: its name, tokens per second, tau."""
+    """Renders the header of a column: its title, tokens per second, tau, tokens, and target forwards."""
     said = transcript or Transcript()
     cells = [("tokens/s", said.tokens_per_second, 1)]
     if with_heads:
@@ -120,7 +120,7 @@ def _number(name: str, value: str) -> str:
 
 
 def comparison(ours: Transcript, plain: Transcript | None, lossy: bool) -> str:
-    """Whether the texts are the same, how much faster one was, and acceptance by position."""
+    """Renders the comparison: whether the texts are equal, the speed-up, and acceptance by draft position."""
     by_position = "".join(
         f' <span class="p p{min(position, len(POSITION_COLOURS))}">{position}: {value:.0%}</span>'
         for position, value in enumerate(ours.pos_acc, start=1)
@@ -141,5 +141,5 @@ def comparison(ours: Transcript, plain: Transcript | None, lossy: bool) -> str:
 
 
 def message(text: str, kind: str = "bad") -> str:
-    """Something the page has to say."""
+    """Renders a message to the visitor; empty for an empty text."""
     return f'<div class="sh-verdict {kind}" role="status">{escape(text)}</div>' if text else ""

@@ -1,1 +1,1 @@
-"""Where keys and values lie, and who sees them."""
+"""Caches of the target and of the draft heads, and the masks that say which slots a row sees."""

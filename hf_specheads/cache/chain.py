@@ -1,4 +1,4 @@
-"""The cache of a target that takes no trees during a generation: chains are verified in it and rolled back."""
+"""The cache of a target that cannot verify trees: chains are verified in it, and their rejected tokens removed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .names import CACHE_NAME
 
 
 class ChainCache:
-    """transformers' own cache, which verified chains are rolled back in; batch size 1.
+    """Wraps transformers' own cache and removes the rejected tokens of verified chains from it; batch size 1.
 
-    Arguments as in [`target.TreeCache`].
+    The arguments are those of [`target.TreeCache`]; `takes_positions` says whether the target takes positions.
     """
 
     def __init__(
@@ -25,15 +25,15 @@ class ChainCache:
         self.stock, self.padding_mask = stock, padding_mask
         self.root_positions = root_positions if takes_positions else None
         self.counts = [stock.get_seq_length()]
-        # A forward whose rejected rows are still in the layers: its nodes, how many of them are kept (`None` until
-        # that is known), and what the layers held before it.
+        # State of the last forward while its rejected rows are still in the layers: its number of nodes, how many of
+        # them are kept (`None` until verification has said so), and the contents of the layers before it.
         self._nodes = 0
         self._kept: int | None = None
         self._before: list[dict[str, Any]] = []
-        stock.activate_past_recording()  # not before: sliding layers would keep the whole prompt
+        stock.activate_past_recording()  # only after the prefill, or sliding layers would keep the whole prompt
 
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
-        """Arguments of the one forward over a chain."""
+        """Returns the arguments of the target's forward over a chain."""
         self._drop_rejected()
         inputs: dict[str, Any] = {"attention_mask": self.padding_mask, CACHE_NAME: self.stock}
         if self.padding_mask is not None:
@@ -46,28 +46,35 @@ class ChainCache:
         return inputs
 
     def _drop_rejected(self, uncommitted: int = 0) -> None:
-        """Takes the rows that were not kept out of the layers, and the last `uncommitted` of those that were."""
+        """Removes the rejected rows of the last forward from the layers, and the last `uncommitted` kept rows."""
         if self._kept is not None:
-            # crop(0) is not a no-op: it trims sliding layers back to their window.
+            # Even crop(0) has an effect: it trims sliding layers back to their window.
             self.stock.crop(self._kept - uncommitted - self._nodes)
         self._nodes, self._kept, self._before = 0, None, []
 
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
     ) -> None:
-        """As in [`TreeCache`]; a path of a chain always is a prefix. What is rejected stays in the layers until the
-        next forward: how much of the path is emitted is not sure before."""
+        """Commits the accepted path, see [`TreeCache.keep_paths`]; a path of a chain always is a prefix.
+
+        The rejected rows stay in the layers until the next forward, because until then the round may still emit less
+        than the whole path.
+        """
         longer = [self.counts[0] + counts[0]]
-        self._kept, self._before, self.counts = counts[0], [], longer  # at once, whatever interrupts
+        self._kept, self._before, self.counts = counts[0], [], longer  # in one statement, in case of an interrupt
         if self.root_positions is not None:
             self.root_positions = self.root_positions + counts[0]
 
     def select_sequences(self, kept: list[int]) -> None:
-        """A chain is of one sequence, which ends with the generation."""
+        """Always raises: the cache holds a single sequence, which ends with the generation.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
 
     def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
-        """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too."""
+        """Leaves the cache as plain decoding would after `tokens` tokens, even if a round was interrupted."""
         if self._kept is None:
             for layer, contents in zip(self.stock.layers, self._before, strict=False):
                 restore(layer, contents)

@@ -1,4 +1,4 @@
-"""The draft cache: keys and values of every specialist, one generation long."""
+"""The draft cache: keys and values of every specialist, for one generation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .masks import additive_mask, chain_mask, slot_mask
 from .slots import SlotCache, SlotCacheLayer
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of positions, [1 or B, rows, head_dim] each
-MOST_OWED = 32  # committed rows that a specialist may lack: more of them cost as much later as now, and stay in memory
+MOST_OWED = 32  # most committed rows owed to a specialist; delaying more saves nothing and keeps them in memory
 
 
 class RealRows(NamedTuple):
-    """Which of M rows are real.
+    """Which of the M rows of a round are real.
 
     Attributes:
-        valid: bool [B, M].
-        counts: How many that are, per sequence.
-        lengths: int64 [B], committed rows before them.
+        valid: bool [B, M], true for real rows.
+        counts: Number of real rows, per sequence.
+        lengths: int64 [B], number of committed rows before these rows.
     """
 
     valid: torch.Tensor
@@ -30,12 +30,12 @@ class RealRows(NamedTuple):
 
 
 class CommittedRows(NamedTuple):
-    """Rows of one round that are committed in some specialists' layers and owed to others.
+    """Rows of one round that are committed in some specialists' layers and still owed to others.
 
     Attributes:
-        fused: [B, M, *], as the layers take them in.
-        rotary: Of their positions.
-        valid: bool [B, M], which of them are real; `None` if all are.
+        fused: [B, M, *], the input of the specialists' layers.
+        rotary: Rotary embeddings of the rows' positions.
+        valid: bool [B, M], which rows are real; `None` if all are.
     """
 
     fused: torch.Tensor
@@ -44,17 +44,17 @@ class CommittedRows(NamedTuple):
 
 
 class Links(NamedTuple):
-    """How a compiled step drafts the links of a chain, so that all of a kind are the same work to the compiler.
+    """How a compiled step drafts the links of a chain, so that all links of one kind share one compiled graph.
 
     Attributes:
-        offsets: int64 [1] each, the numbers from 0 on: how far after the committed rows a row lies. Tensors, because
-            a number of the host would be compiled into the link.
-        kinds: Of every specialist, a number that those with the same work have in common.
-        run: Calls `run(kind, link, layer, *tensors)`, so that links of one kind are compiled once; `None` where the
-            installed torch cannot.
-        best: The best children of a link, as drafting finds them.
-        dtype: That links are computed in.
-        catch_up: Whether `run` takes, as the last tensor, rows that a specialist lacks as well, where it starts.
+        offsets: int64 [1] each, the numbers 0, 1, 2, ...: distance of a row from the committed rows. They are tensors
+            because a number of the host would be compiled in as a constant.
+        kinds: One number per specialist; specialists with the same number do the same computation.
+        run: Calls `run(kind, link, layer, *tensors)`, so that links of one kind are compiled once; `None` if the
+            installed torch does not support this.
+        best: Function that picks the best children of a link while drafting.
+        dtype: Dtype in which links are computed.
+        catch_up: Whether `run` accepts, as its last tensor, the rows that a specialist lacks when it starts to draft.
     """
 
     offsets: tuple[torch.Tensor, ...]
@@ -66,32 +66,33 @@ class Links(NamedTuple):
 
 
 class DraftCache(SlotCache):
-    """Draft cache of one generation: one layer per specialist.
+    """Draft cache of one generation, with one layer per specialist.
 
-    Committed rows come from target features and are the same number in every specialist; drafted rows are appended
-    during a round and dropped at its end (invariant: a committed row never comes from a drafted feature). The slot of
-    a row is its position.
+    Committed rows come from target features, and every specialist has the same number of them. Drafted rows are
+    appended during a round and dropped at its end (invariant: a committed row never comes from a drafted feature). The
+    slot of a row is its position.
 
-    A specialist that drafts in few rounds need not take in the rows of every round: they are owed to it ([`owe`]) and
-    written with the next row it drafts ([`take_owed`]), or before ([`settle`]). It sees the same rows then, whenever
-    they were written.
+    A specialist that drafts in few rounds need not take in the rows of every round. They are owed to it ([`owe`]) and
+    written together with the next row it drafts ([`take_owed`]), or earlier ([`settle`]). When they are written makes
+    no difference to what the specialist sees.
 
     Args:
-        num_specialists: Layers.
-        take_in: Writes rows into a specialist's layer, called as `take_in(cache, fused, rotary, specialist)`; needed
-            where rows are owed.
+        num_specialists: Number of layers.
+        take_in: Writes rows into a specialist's layer, called as `take_in(cache, fused, rotary, specialist)`. Required
+            if rows are owed.
 
     Attributes:
-        taken_in: Which of the rows a round takes in are real, `None` if all are. In a batch, sequences have accepted
-            different numbers of tokens; those that accepted fewer than others come after columns of no meaning. Set
+        taken_in: Which of the rows that a round takes in are real; `None` if all are. The sequences of a batch accept
+            different numbers of tokens, and those that accepted fewer than others begin with filler columns. Set
             before every round ([`begin_round`]).
-        deepest: Draft positions of the deepest tree that may be drafted with this cache; 0 where that is the tree in
-            force of the heads.
-        levels: Draft positions of this round's tree at the most; 0 where that is not known.
-        links: How a compiled step drafts chains, `None` for other trees and heads, and where nothing is compiled.
-        drafted_inputs: This round's drafted rows, fused, [B, rows, *] each, for specialists that start later.
-        rotary: Of the positions of this round's levels; `None` before anybody has made it.
-        rotary_table: Of the positions from 0 on, [1, slots, head_dim] each, for sequences that are alike in length.
+        deepest: Draft positions of the deepest tree that may be drafted with this cache; 0 to use those of the heads'
+            current tree.
+        levels: Upper bound of the draft positions of this round's tree; 0 if unknown.
+        links: How a compiled step drafts chains; `None` for other trees and heads, and if nothing is compiled.
+        drafted_inputs: The fused rows drafted in this round, [B, rows, *] each, for specialists that start later.
+        rotary: Rotary embeddings of the positions of this round's levels; `None` until they are computed.
+        rotary_table: Rotary embeddings of the positions from 0 on, [1, slots, head_dim] each, used while all sequences
+            have the same length.
     """
 
     def __init__(self, num_specialists: int, take_in: Callable[..., Any] | None = None):
@@ -109,15 +110,15 @@ class DraftCache(SlotCache):
 
     @property
     def committed(self) -> int:
-        """Committed rows, of the longest sequence: its committed tokens minus one."""
+        """Committed rows of the longest sequence, i.e. its committed tokens minus one."""
         return self.longest
 
     def begin_round(self, valid: torch.Tensor | None = None, counts: list[int] | None = None) -> None:
-        """Says which of the rows taken in next are real.
+        """Sets which of the rows taken in next are real.
 
         Args:
-            valid: bool [B, M]; `None` if all are.
-            counts: How many that are, per sequence.
+            valid: bool [B, M], true for real rows; `None` if all are.
+            counts: Number of real rows, per sequence.
         """
         self.taken_in = None
         if valid is None or counts is None:
@@ -129,15 +130,16 @@ class DraftCache(SlotCache):
             self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
     def open_rows(self, rows: int, device: torch.device, and_root: int = 0) -> torch.Tensor:
-        """Starts a round: drafted rows are forgotten, and the next forward writes `rows` new rows to commit.
+        """Starts a round: drops all drafted rows and makes the next forward write `rows` new rows to commit.
 
         Args:
-            rows: M.
-            device: Where the head computes.
-            and_root: Rows that the forward writes besides and that are not to be committed: the root's, mask rows.
+            rows: Number of rows M to commit.
+            device: Device of the draft head.
+            and_root: Number of further rows that the forward writes but that will not be committed: the root's row and
+                mask rows.
 
         Returns:
-            Positions int64 [1 or B, M + and_root]. Rows that are not real have positions after those.
+            Positions int64 [1 or B, M + and_root]. Rows that are not real get positions after those that are.
         """
         if (first := self.open_in_a_row(rows + and_root)) is not None:
             return torch.arange(first, first + rows + and_root, device=device)[None]
@@ -156,8 +158,11 @@ class DraftCache(SlotCache):
         return self.slots
 
     def open_in_a_row(self, rows: int) -> int | None:
-        """The same where no row lacks meaning and sequences are alike in length: the first position, which others
-        follow one by one. `None` elsewhere, and nothing has been done."""
+        """Starts a round as [`open_rows`] does, if all rows are real and all sequences have the same length.
+
+        Returns:
+            The first position, which the others follow one by one. Otherwise `None`, and nothing has been done.
+        """
         if self.taken_in is not None or self.lengths is not None:
             return None
         self.drop_drafted()
@@ -177,22 +182,29 @@ class DraftCache(SlotCache):
         self.taken_in = None
 
     def owe(self, specialist: int, rows: CommittedRows) -> None:
-        """A specialist is to have the rows just committed, whenever it drafts next."""
+        """Records that a specialist lacks the rows just committed, to be written before it drafts next."""
         owed = (*self._owed[specialist], rows)
         self._owed[specialist] = owed
         if sum(some.fused.shape[1] for some in owed) > MOST_OWED:
             self.settle(specialist)
 
     def take_owed(self, specialist: int) -> tuple[CommittedRows, ...]:
-        """The rows owed to a specialist that starts to draft, for the same forward to write them right before its
-        first drafted row. Where sequences differ in length they are written at once, and none are returned."""
+        """Returns the rows owed to a specialist that starts to draft; the caller's forward must write them.
+
+        They belong right before the specialist's first drafted row. If sequences differ in length, the rows are
+        written immediately instead and none are returned.
+        """
         if self.lengths is not None:
             self.settle(specialist)
         owed, self._owed[specialist] = self._owed[specialist], ()
         return owed
 
     def settle(self, specialist: int) -> None:
-        """Writes the rows that are owed to a specialist; to be called between rounds, or before a level is placed."""
+        """Writes the rows owed to a specialist. Call it between rounds, or before a level is placed.
+
+        Raises:
+            RuntimeError: if the cache was made without `take_in`.
+        """
         owed, self._owed[specialist] = self._owed[specialist], ()
         if not owed:
             return
@@ -203,13 +215,15 @@ class DraftCache(SlotCache):
         self._take_in(self, fused, rotary, specialist)
 
     def settle_all(self) -> None:
-        """Writes all rows that are owed."""
+        """Writes the rows owed to all specialists."""
         for specialist in range(len(self._owed)):
             self.settle(specialist)
 
     def _place_owed(self, owed: tuple[CommittedRows, ...], shape: torch.Size) -> None:
-        """The next forward writes owed rows [B, R]. Those that are not real come after the others, as in
-        [`open_rows`]: two rows must not go into one slot."""
+        """Makes the next forward write owed rows [B, R].
+
+        Rows that are not real come after the others, as in [`open_rows`], because no two rows may share a slot.
+        """
         batch, rows = shape
         if self.lengths is None:
             self.place(-rows, rows)
@@ -235,7 +249,7 @@ class DraftCache(SlotCache):
 
     @contextmanager
     def drafting(self, links: Links) -> Iterator[None]:
-        """Chains are drafted like this meanwhile."""
+        """Drafts chains by these links inside the context."""
         self.links = links
         try:
             yield
@@ -243,21 +257,26 @@ class DraftCache(SlotCache):
             self.links = None
 
     def state(self) -> dict[str, Any]:
-        """What a round changes besides the buffers, which a round like it writes over ([`go_back`])."""
+        """Returns the state that a round changes, for [`go_back`].
+
+        The buffers are not part of it, because repeating the round overwrites the same slots.
+        """
         return {name: list(value) if type(value) is list else value for name, value in vars(self).items()}
 
     def go_back(self, state: dict[str, Any]) -> None:
-        """Undoes a round."""
+        """Undoes a round, given the result of [`state`] from before it."""
         self.__dict__.update({name: list(value) if type(value) is list else value for name, value in state.items()})
 
     def outlive_step(self) -> None:
-        """What a compiled step has left for the next round becomes the cache's own: the next replay of a CUDA graph
-        writes over what the last one has left."""
+        """Copies the outputs of a compiled step that the next round needs.
+
+        Without a copy the next replay of the CUDA graph would overwrite them.
+        """
         if self.lengths is not None:
             self.lengths = self.lengths.clone()
 
     def last_row_mask(self, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive [B, 1, 1, shown]: what the last of the rows to commit sees; `None` if that is all that is shown."""
+        """Additive mask [B, 1, 1, shown] of the last of the rows to commit; `None` if it sees all slots shown."""
         if self.lengths is None:
             return None
         length = self.lengths + (rows if self.taken_in is None else self.taken_in.valid.sum(1))
@@ -265,35 +284,42 @@ class DraftCache(SlotCache):
         return additive_mask(seen[:, None, None], dtype)
 
     def tree_mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive [B, 1, K, shown]: all committed rows, and those of the round that are `visible` [B, K, R]. For
-        `None` all are; the mask is `None` as well then, unless slots are shown that hold no row."""
+        """Additive mask [B, 1, K, shown] of K nodes that see all committed rows and some rows of the round.
+
+        Args:
+            visible: bool [B, K, R], which rows of the round each node sees; `None` if it sees all of them.
+            dtype: Dtype of the mask.
+
+        Returns:
+            The mask. With `visible=None` it is `None` unless slots without rows are shown.
+        """
         if visible is None:
             return None if self.slots is None else chain_mask(self.slots[:, -1:], self.shown()[1], dtype)
         return additive_mask(slot_mask(visible, self.known_lengths(), *self.shown())[:, None], dtype)
 
     def lacked(self, specialist: int) -> list[torch.Tensor]:
-        """This round's drafted rows that a specialist's layer does not have, [B, rows, *] each."""
+        """Returns this round's drafted rows that a specialist's layer does not have yet, [B, rows, *] each."""
         return self.drafted_inputs[self._levels_in[specialist] :]
 
     def take_level(self, specialist: int) -> int:
-        """Which levels of this round's drafted rows a specialist's layer lacks: all from the one returned on. They
-        count as written from now on."""
+        """Returns the first level of this round's drafted rows that a specialist's layer lacks, and marks all levels
+        as written."""
         first, self._levels_in[specialist] = self._levels_in[specialist], len(self.drafted_inputs)
         return first
 
     def drop_drafted(self) -> None:
-        """Ends a round: every specialist forgets its drafted rows."""
+        """Ends a round: drops the drafted rows of every specialist."""
         self.drafted_inputs, self.rotary = [], None
         self._levels_in = [0] * len(self._levels_in)
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rows [B, *, *] one after another: [B, R, *]. One part is not copied."""
+    """Concatenates rows [B, *, *] to [B, R, *]. A single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def joined_rotary(parts: list[Rotary]) -> Rotary:
-    """Of rows one after another. One part is not copied."""
+    """Concatenates the rotary embeddings of several parts. A single part is returned without a copy."""
     if len(parts) == 1:
         return parts[0]
     batch = max(len(cos) for cos, _ in parts)

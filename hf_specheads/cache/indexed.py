@@ -1,4 +1,4 @@
-"""Slots for layers that choose what they attend to by an indexer, which has keys of its own (DeepSeek V3.2, GLM-5)."""
+"""Slots for layers with sparse attention whose indexer has keys of its own (DeepSeek V3.2, GLM-5)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ INDEXER_KEYS = "indexer_keys"
 
 
 class IndexedSlotLayer(SlotCacheLayer):
-    """As [`SlotCacheLayer`], for layers with an indexer and without.
+    """A [`SlotCacheLayer`] that also holds the keys of the layer's indexer, if the layer has one.
 
     Attributes:
-        indexer_keys: [B, 1, capacity, index_head_dim]; `None` of layers without one, and before the first row.
+        indexer_keys: [B, 1, capacity, index_head_dim]; `None` for layers without an indexer and before the first row.
     """
 
     indexer_keys: torch.Tensor | None = None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Writes the indexer's keys of R rows, [B, R, index_head_dim], where their other keys go, and returns those of
-        the slots shown, [B, shown, index_head_dim]."""
+        """Writes the indexer's keys of R rows [B, R, index_head_dim] to the same slots as their attention keys.
+
+        Returns:
+            The indexer's keys of the visible slots, [B, shown, index_head_dim].
+        """
         rows = indexer_key_states[:, None]
         keys = self._begin(rows) if self.indexer_keys is None else self.indexer_keys
         self.cache.write(keys, rows)

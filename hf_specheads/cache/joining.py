@@ -1,7 +1,7 @@
-"""How a sequence joins others in transformers' own cache: what its layers hold comes into a place of their batch.
+"""Adding a sequence to the batch of transformers' own cache, layer by layer.
 
-In such a cache all sequences have equally many columns, so one of fewer tokens begins behind padding, as in a batch
-that is padded on the left. States of recurrent layers and of convolutions have no columns, and are put in as they are.
+All sequences of such a cache have equally many columns, so a sequence with fewer tokens begins with padding, as in a
+batch that is padded on the left. States of recurrent layers and of convolutions have no columns and are copied as is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ JOINED_LAYERS = (
     DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer,
 )  # fmt: skip
-# Where the batch is, of tensors that have it elsewhere than in front.
+# Batch dimension of tensors whose batch dimension is not the first.
 BATCH = {"indexer_position_ids": 1}
 
 
 def joining_problem(cache: Cache) -> str | None:
-    """Why sequences cannot join and leave the batch of a cache, or `None` if they can."""
+    """Says why sequences cannot join and leave the batch of a cache; `None` if they can."""
     for layer in cache.layers:
         if type(layer) not in JOINED_LAYERS:
             return f"what its cache keeps of a text in layers of class {type(layer).__name__} depends on other texts"
@@ -39,12 +39,12 @@ def joining_problem(cache: Cache) -> str | None:
 
 
 def put_layer(mine: CacheLayerMixin, theirs: CacheLayerMixin, place: int, columns: int) -> None:
-    """The only sequence of a layer comes into the place of a sequence of another, or after its last.
+    """Puts the only sequence of layer `theirs` over sequence `place` of layer `mine`, or after the last one.
 
     Args:
-        mine, theirs: Layers of one kind. What `mine` holds is replaced, and never written into.
-        place: Of the sequence.
-        columns: That both have then: those of the longer one.
+        mine, theirs: Layers of the same class. The tensors of `mine` are replaced, never written in place.
+        place: Index of the sequence to replace, or the batch size to append.
+        columns: Number of columns afterwards: that of the longer layer.
     """
     for name, dim in APPENDED.items():
         ours, new = getattr(mine, name, None), getattr(theirs, name, None)
@@ -63,11 +63,11 @@ def put_layer(mine: CacheLayerMixin, theirs: CacheLayerMixin, place: int, column
 
 
 def drop_columns(layer: CacheLayerMixin, columns: int) -> None:
-    """Takes the oldest rows out of a layer, which only padding lies in.
+    """Removes the oldest columns of a layer, which hold only padding.
 
     Args:
         layer: The layer.
-        columns: That are left.
+        columns: Number of columns to keep.
     """
     for name, dim in APPENDED.items():
         if isinstance(rows := getattr(layer, name, None), torch.Tensor) and rows.dim() > 1:
@@ -77,20 +77,20 @@ def drop_columns(layer: CacheLayerMixin, columns: int) -> None:
 
 
 def with_sequence(batch: torch.Tensor, one: torch.Tensor, place: int, dim: int = 0) -> torch.Tensor:
-    """A batch [B, ...] with the only sequence of `one` [1, ...] in the place of one of its own, or after the last."""
+    """Returns a batch [B, ...] in which `one` [1, ...] replaces entry `place` along `dim`, or follows the last."""
     before, after = batch.narrow(dim, 0, place), batch.narrow(dim, place, batch.shape[dim] - place)
     after = after.narrow(dim, 1, after.shape[dim] - 1) if after.shape[dim] else after
     return torch.cat([before, one, after], dim=dim)
 
 
 def _behind_zeros(states: torch.Tensor, width: int, dim: int) -> torch.Tensor:
-    """States with so many rows, the first of them zeros."""
+    """Pads states with zeros at the front of dimension `dim`, to a size of `width`."""
     shape = list(states.shape)
     shape[dim] = width - shape[dim]
     return torch.cat([states.new_zeros(shape), states], dim=dim) if shape[dim] else states
 
 
 def _count(layer: CacheLayerMixin, columns: int) -> None:
-    """Layers with a window hold fewer rows than columns, and count those."""
+    """Sets the column count of layers with a sliding window, which hold fewer rows than columns."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = columns

@@ -1,4 +1,4 @@
-"""transformers' cache layers: which of them rounds can work with, and how one goes back to what it held."""
+"""transformers' cache layers: which classes rounds can work with, and how their contents are saved and restored."""
 
 from __future__ import annotations
 
@@ -26,43 +26,47 @@ from transformers.utils import ModelOutput
 STATIC_LAYERS = (StaticLayer, StaticSlidingWindowLayer)
 GROWING_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 TREE_CACHE_LAYERS = (*GROWING_LAYERS, *STATIC_LAYERS)
-# Layers that can be rolled back by the rows of a rejected chain; of linear attention, those with convolutions only.
+# Layers from which the rows of a rejected chain can be removed. `LinearAttentionLayer` can only do so when it holds
+# nothing but convolution states.
 CHAIN_CACHE_LAYERS = (*GROWING_LAYERS, LinearAttentionLayer, DynamicIndexedLayer)
-# Layers whose state can be kept and restored as a whole.
+# Layers whose state can be saved and restored as a whole.
 RECURRENT_CACHE_LAYERS = (
     *CHAIN_CACHE_LAYERS,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     Fp8QuantizedLayer,
 )
-# Of a modeling file of transformers; their states are replaced and never written into.
+# Named, not imported, because they are defined in a modeling file. Their states are replaced, never written in place.
 COMPRESSING_LAYERS = {"DeepseekV4HCACache", "DeepseekV4CSACache"}
-# Layers that only append rows, and in which dimension; others have states that must be kept to go back to them.
+# Layers that only append rows, and the dimension in which each tensor grows. All other layers have states, which must
+# be saved before a forward so that they can be restored.
 APPENDING_LAYERS = (DynamicLayer, DynamicIndexedLayer)
 APPENDED = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}
 
 
 def tree_cache_problem(cache: Cache) -> str | None:
-    """Why a target cache cannot hold a draft tree, or `None` if it can.
+    """Says why a target cache cannot hold a draft tree; `None` if it can.
 
-    An allow-list: rows of a layer class that does not keep every slot could not be taken over without an error.
+    Only listed layer classes are accepted: rows of a class that does not keep every slot would be taken over wrongly.
     """
     return _offloading_problem(cache) or _layer_problem(cache, TREE_CACHE_LAYERS)
 
 
 def chain_cache_problem(cache: Cache) -> str | None:
-    """Why rejected tokens of a chain cannot be taken out of a target cache again, or `None` if they can."""
+    """Says why rejected tokens of a chain cannot be removed from a target cache; `None` if they can."""
     return _offloading_problem(cache) or _layer_problem(cache, CHAIN_CACHE_LAYERS)
 
 
 def recurrent_cache_problem(cache: Cache) -> str | None:
-    """Why the states of a target cache cannot be kept and restored, or `None` if they can."""
+    """Says why the states of a target cache cannot be saved and restored; `None` if they can."""
     return _offloading_problem(cache) or _layer_problem(cache, RECURRENT_CACHE_LAYERS, COMPRESSING_LAYERS)
 
 
 def is_restored(cache: Cache) -> bool:
-    """Whether no row can be taken out of a cache, which can go back to what it held before all the same: layers of
-    8-bit floats quantise every row alike, whatever forward it came in. (Fewer bits are quantised in groups of rows.)
+    """Whether no row can be removed from a cache, but its earlier contents can be restored.
+
+    This holds for layers of 8-bit floats, which quantise every row in the same way, whichever forward it came from.
+    (Quantisation to fewer bits works on groups of rows.)
     """
     return any(type(layer) is Fp8QuantizedLayer for layer in cache.layers)
 
@@ -82,55 +86,64 @@ def _layer_problem(cache: Cache, known: tuple[type, ...], by_name: set[str] | fr
 
 
 def is_static(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has buffers of a fixed size, written in place."""
+    """Whether a layer has buffers of a fixed size that are written in place."""
     return isinstance(layer, STATIC_LAYERS)
 
 
 def rows_of(layer: CacheLayerMixin, name: str, tokens: int) -> torch.Tensor:
-    """What a layer holds of so many tokens, [B, heads, rows, width]; of a sliding layer the newest.
+    """Returns the rows that a layer holds, [B, heads, rows, width]; a sliding layer holds only the newest ones.
 
     Args:
-        layer: One that trees are verified with.
+        layer: A layer of one of the classes in `TREE_CACHE_LAYERS`.
         name: `keys` or `values`.
-        tokens: That it has seen.
+        tokens: Number of tokens the layer has seen.
     """
     rows: torch.Tensor = getattr(layer, name)
     return rows[:, :, :tokens] if is_static(layer) else rows
 
 
 def hold_rows(layer: StaticLayer, name: str, rows: torch.Tensor, tokens: int) -> None:
-    """Writes so many tokens, the first rows [B, heads, >= tokens, width], into a static layer that held fewer."""
+    """Writes the first `tokens` of the rows [B, heads, >= tokens, width] into a static layer that held fewer.
+
+    A layer with fewer slots than that gets the newest of these rows.
+    """
     newest = min(tokens, layer.max_cache_len)
     getattr(layer, name)[:, :, :newest] = rows[:, :, tokens - newest : tokens]
-    if newest == tokens:  # past its window a sliding layer looks at the number of the host only
+    if newest == tokens:  # once its window is full, a sliding layer only reads the count on the host
         layer.cumulative_length.fill_(tokens)
     if isinstance(layer, StaticSlidingWindowLayer):
         layer.cumulative_length_int = tokens
 
 
 def contents_of(layer: CacheLayerMixin) -> dict[str, Any]:
-    """What a cache layer needs to forget a forward: its length where rows are only appended, else its attributes, as
-    they are now (tensors are never written in place while the past is recorded)."""
+    """Returns what is needed to undo a forward in a cache layer ([`restore`]).
+
+    That is the length of a layer that only appends rows, and all current attributes of any other layer. The tensors
+    are not copied, because they are never written in place while the cache records the past.
+    """
     if type(layer) in APPENDING_LAYERS:
         return {"length": layer.get_seq_length()}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
 
 
 def contents_with_states(layer: CacheLayerMixin) -> dict[str, Any]:
-    """The same where the past is not recorded: linear attention writes into its states, which are copied then."""
+    """Like [`contents_of`], for a cache that does not record the past.
+
+    The states of linear attention are copied, because the forward writes into them in place.
+    """
     contents = contents_of(layer)
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return contents
     for name in ("conv_states", "recurrent_states"):
         contents[name] = {index: None if s is None else s.clone() for index, s in contents[name].items()}
-    if isinstance(layer, LinearAttentionAndFullAttentionLayer):  # its attention appends rows
+    if isinstance(layer, LinearAttentionAndFullAttentionLayer):  # its full attention only appends rows
         contents = {name: value for name, value in contents.items() if name not in APPENDED}
         contents["length"] = layer.get_seq_length()
     return contents
 
 
 def whole_contents(layer: CacheLayerMixin) -> dict[str, Any]:
-    """What goes back to now after sequences have been left out, too: everything a layer has, its states copied."""
+    """Returns everything a layer holds, with copied states, to restore it even after sequences have left the batch."""
     contents = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
@@ -139,7 +152,7 @@ def whole_contents(layer: CacheLayerMixin) -> dict[str, Any]:
 
 
 def restore(layer: CacheLayerMixin, contents: dict[str, Any]) -> None:
-    """Goes back to what [`contents_of`] or [`contents_with_states`] has kept."""
+    """Restores what [`contents_of`], [`contents_with_states`] or [`whole_contents`] saved."""
     vars(layer).update({name: value for name, value in contents.items() if name != "length"})
     if "length" not in contents:
         return
@@ -149,7 +162,7 @@ def restore(layer: CacheLayerMixin, contents: dict[str, Any]) -> None:
 
 
 def own_rows(layer: CacheLayerMixin) -> None:
-    """Copies tensors that share their memory with rows that were dropped."""
+    """Copies tensors that are views of larger ones, so that the memory of dropped rows is freed."""
     for states in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
@@ -165,15 +178,15 @@ def read_on(
     token_ids: torch.Tensor,
     **asked: Any,
 ) -> ModelOutput:
-    """The target's stock forward over tokens after those in its cache.
+    """Runs the target's stock forward over tokens that follow those in its cache.
 
     Args:
         target: The target.
-        name: Under which name its forward takes the cache.
+        name: Name of the argument through which the target's forward takes the cache.
         cache: transformers' cache.
         padding_mask: int or bool [B, T], 0 on padding among the tokens in the cache; `None` without padding.
-        first_positions: [B, 1] or [3, B, 1], position of the first token; `None` for targets that take none.
-        token_ids: int64 [B, Q].
+        first_positions: [B, 1] or [3, B, 1], position of the first token; `None` for targets that take no positions.
+        token_ids: int64 [B, Q], the tokens to read.
         asked: Further arguments of the forward.
     """
     inputs: dict[str, Any] = {name: cache, "use_cache": True, "return_dict": True}

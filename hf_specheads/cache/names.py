@@ -1,5 +1,7 @@
-"""Under which names models take their caches: transformers 5.24 calls every one `cache`, versions before it all but
-Mamba's `past_key_values`."""
+"""Names of the argument through which models take their cache.
+
+transformers 5.24 calls it `cache` for all models. Earlier versions call it `past_key_values`, except for Mamba.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ CACHE_NAMES = tuple(dict.fromkeys((CACHE_NAME, "past_key_values", "cache_params"
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str:
-    """Under which name `generate` prepared the cache."""
+    """Returns the key of `model_kwargs` under which `generate` prepared the cache."""
     return next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), CACHE_NAME)
 
 
 def cache_parameter(parameters: Container[str]) -> str:
-    """Under which of its parameters a forward takes a cache."""
+    """Returns which of a forward's parameters takes the cache."""
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)

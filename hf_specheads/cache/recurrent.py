@@ -1,14 +1,15 @@
-"""The cache of a recurrent or hybrid target during a generation: states are kept, restored, and caught up lazily.
+"""The cache of a recurrent or hybrid target during a generation: states are saved, restored and brought up to date.
 
-A recurrent state holds the whole text, and no token can be taken out of it. So before a forward over a chain the
-states are kept. If all of the chain is accepted, generation goes on from the states after it. Otherwise those from
-before are restored, and the *next* forward begins with the tokens that were accepted: a wider forward, and no
-additional one. All layers go back together, as all of them get these tokens again.
+A recurrent state summarises the whole text, and no token can be removed from it. So the states are saved before every
+forward over a chain. If the whole chain is accepted, generation continues from the states after it. Otherwise the
+saved states are restored, and the *next* forward begins with the accepted tokens: it gets wider, but no additional
+forward is needed. All layers go back together, since all of them read these tokens again.
 
-The sequences of a batch accept different numbers of tokens, and wait for each other: the states hold what all of them
-have, and each begins its next forward with what it has beyond.
+The sequences of a batch accept different numbers of tokens and wait for each other. The states hold the tokens up to
+the shortest sequence, and each sequence begins its next forward with the tokens it has beyond that.
 
-In a stream of requests sequences join such a batch, behind padding, so that all states hold the same number again.
+In a stream of requests, a sequence joins such a batch behind padding, so that all states hold the same number of
+tokens again.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from .joining import drop_columns, put_layer, with_sequence
 from .layers import contents_with_states, own_rows, read_on, restore, whole_contents
 from .slots import to_device
 
-# Accepted tokens that wait to be caught up with; beyond, a forward that drafts nothing does it.
+# Most accepted tokens that may wait to be read into the states. With more, a forward without drafts reads them.
 MOST_WAITING = 16
-# Tokens that a sequence of a batch may be ahead of the slowest.
+# Most tokens that a sequence of a batch may be ahead of the slowest one.
 MOST_AHEAD = 32
 
 
 def tokens_in(cache: Cache, otherwise: int = 0) -> int:
-    """Tokens that a cache holds; layers that are recurrent only do not count them."""
+    """Returns the number of tokens in a cache, or `otherwise` if all its layers are recurrent and do not count."""
     counts = not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
     return int(cache.get_seq_length()) if counts else otherwise
 
 
 @dataclass
 class _Forward:
-    """The last forward over a chain: what it was given, and the way back.
+    """The last forward over a chain: its input, and how to undo it.
 
     Attributes:
-        token_ids: int64 [B, Q], tokens caught up with, then the nodes, filled up behind where others have more.
-        before: Contents of all layers before it.
+        token_ids: int64 [B, Q], the waiting tokens, then the nodes, padded at the end in sequences with fewer tokens.
+        before: Contents of all layers before the forward.
     """
 
     token_ids: torch.Tensor
@@ -55,28 +56,30 @@ class _Forward:
 
 
 class RecurrentCache:
-    """transformers' own cache with the way back to the states before the last forward.
+    """Wraps transformers' own cache and can restore the states from before the last forward.
 
-    The states of all sequences of a batch hold the same number of tokens always. A sequence that has accepted more
-    than others waits with the difference: in the next forward its chain begins later, and what is behind the shorter
-    ones changes nothing before it. So no kernel has to heed a mask, and the keys and values of attention layers lie
-    in the same rows for all.
+    The states of all sequences of a batch always hold the same number of tokens. If a sequence has accepted more than
+    others, the surplus waits: its chain begins later in the next forward. Shorter sequences are padded at the end,
+    which does not affect earlier tokens. Therefore no kernel needs a mask, and the keys and values of attention layers
+    lie in the same rows for all sequences.
 
     Args:
         stock: transformers' cache after the prefill.
         target: The target.
-        name: Under which name its forward takes the cache.
+        name: Name of the argument through which the target's forward takes the cache.
         padding_mask: int or bool [B, P], 0 on padding of the prompt; `None` without padding.
         root_positions: [B, 1] or [3, B, 1], position of the token after the prompt.
         takes_positions: Whether the target takes positions.
-        tokens: Tokens of the prompt, counted as the caller counts them.
-        is_seen: Whether somebody looks at the cache after the generation; otherwise nothing is caught up with then.
-        batch: Sequences B.
+        tokens: Number of tokens of the prompt, as the caller counts them.
+        is_seen: Whether the cache is read after the generation. If not, waiting tokens are not read at the end.
+        batch: Number of sequences B.
 
     Attributes:
-        counts: Tokens of every sequence, those that the states do not hold yet included.
-        base: Tokens in the states, of every sequence; padding counts, here and in `counts`.
-        begins: Columns of padding before sequences that have joined and those they joined.
+        counts: Tokens of every sequence, including those that the states do not hold yet.
+        base: Tokens in the states, the same for every sequence. Padding is counted here and in `counts`.
+        begins: Columns of padding before each sequence, which arise when sequences join.
+        caught_up: Whether the last forward drafted nothing and read waiting tokens.
+        additional_forwards: Number of forwards that only read waiting tokens.
     """
 
     def __init__(
@@ -97,40 +100,45 @@ class RecurrentCache:
         self.counts, self.begins = [tokens] * batch, [0] * batch
         self.is_seen = is_seen
         self.prompt_contents: list[dict[str, Any]] | None = None
-        if is_seen and batch > 1:  # sequences that end leave the batch, and all belong to what is given back
+        if is_seen and batch > 1:  # sequences leave the batch when they end, but all of them must be given back
             self.prompt_contents = [whole_contents(layer) for layer in stock.layers]
         self.prompt_mask = padding_mask
         self._prompt_positions = self.after_prompt
-        self._waiting: torch.Tensor | None = None  # int64 [B, W], rejected tokens behind those that wait
+        self._waiting: torch.Tensor | None = None  # int64 [B, W], waiting tokens, with rejected ones after them
         self._last: _Forward | None = None
         self.caught_up = False
         self.additional_forwards = 0
 
     @property
     def waiting(self) -> list[int]:
-        """Accepted tokens that the states do not hold yet, per sequence."""
+        """Number of accepted tokens that the states do not hold yet, per sequence."""
         width = 0 if self._last is None else self._last.token_ids.shape[1]
         late = [count - self.base for count in self.counts]
         return [0] * len(late) if width and set(late) == {width} else late
 
     @property
     def must_catch_up(self) -> bool:
-        """Whether the next forward should draft nothing: it commits all it is given, whatever the target says."""
+        """Whether too many tokens wait, so that the next forward should draft nothing and commit all it reads."""
         return len(self.counts) == 1 and self.waiting[0] > MOST_WAITING
 
     def most_accepted(self, sequence: int) -> int | None:
-        """How many tokens a sequence of a batch may gain in a round, the bonus token included: the states wait for the
-        slowest, and one that is far ahead waits, too. `None` without limit."""
+        """Returns how many tokens a sequence may gain in the next round, bonus token included; `None` if unlimited.
+
+        In a batch the states wait for the slowest sequence, so a sequence that is far ahead has to wait as well.
+        """
         if len(self.counts) == 1:
             return None
         return max(1, MOST_AHEAD - (self.counts[sequence] - min(self.counts)))
 
     def verify(self, tree: DraftTree, **asked: Any) -> ModelOutput:
-        """The target's forward over tokens to catch up with and chains of N nodes; its outputs at the nodes.
+        """Runs the target's forward over the waiting tokens and chains of N nodes.
 
         Args:
-            tree: The chains.
+            tree: The chains to verify.
             asked: Further arguments of the forward.
+
+        Returns:
+            The outputs at the nodes.
         """
         self._go_back()
         if self._waiting is None:
@@ -153,18 +161,21 @@ class RecurrentCache:
         return at_last_rows(outputs, tree.num_nodes) if nodes is None else at_rows(outputs, nodes)
 
     def _forward(self, token_ids: torch.Tensor, **asked: Any) -> ModelOutput:
-        """The target's forward over the tokens after those in the states."""
+        """Runs the target's forward over tokens that follow those in the states."""
         mask = self.padding_mask
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, self.base - mask.shape[1]), value=1)
         return read_on(self.target, self.name, self.stock, mask, self.root_positions(), token_ids, **asked)
 
     def root_positions(self) -> torch.Tensor | None:
-        """Positions of the tokens after those in the states, [B, 1] or [3, B, 1]; `None` if the target takes none."""
+        """Returns the position of the token after those in the states, [B, 1] or [3, B, 1]; `None` if not taken."""
         return None if self.after_prompt is None else self.after_prompt + (self.base - self.prompt)
 
     def _go_back(self) -> None:
-        """Restores the states of before the last forward unless all of it is kept. What they lack then, waits."""
+        """Restores the states from before the last forward, unless all its tokens are kept.
+
+        The accepted tokens that the restored states lack then wait for the next forward.
+        """
         last, self._last = self._last, None
         if last is None:
             return
@@ -178,7 +189,7 @@ class RecurrentCache:
         self._waiting = last.token_ids[:, : max(late)]
 
     def _catch_up(self, waiting: torch.Tensor, tokens: int) -> torch.Tensor:
-        """A forward over the first of the tokens [B, W] that wait in all sequences. Returns those that wait then."""
+        """Reads the first `tokens` of the waiting tokens [B, W] into the states, and returns the remaining ones."""
         with torch.no_grad():
             self._forward(waiting[:, :tokens])
         self.additional_forwards += 1
@@ -188,14 +199,20 @@ class RecurrentCache:
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
     ) -> None:
-        """As in [`TreeCache`]; a path of a chain always is a prefix. The states stay until the next forward: how much
-        of the path is emitted is not sure before."""
+        """Commits the accepted path, see [`TreeCache.keep_paths`]; a path of a chain always is a prefix.
+
+        The states do not change until the next forward, because until then the round may still emit less than the
+        whole path.
+
+        Raises:
+            RuntimeError: if there was no forward to keep a path of.
+        """
         if self._last is None:
             raise RuntimeError("there is no forward to keep anything of.")
         self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
     def select_sequences(self, kept: list[int]) -> None:
-        """Keeps only some sequences of the batch."""
+        """Keeps only the sequences `kept` of the batch."""
         self._go_back()
         index = torch.tensor(kept)
         if self._waiting is not None:
@@ -215,9 +232,9 @@ class RecurrentCache:
         """Takes over the only sequence of another cache.
 
         Args:
-            place: Of the sequence it comes in for, or after the last.
-            other: The cache after a prompt without padding; its tensors are copied.
-            device: Of token ids.
+            place: Index of the sequence to replace, or the number of sequences to append.
+            other: The other cache, after a prompt without padding. Its tensors are copied.
+            device: Device of token ids.
         """
         self._go_back()
         self._catch_up_before(place)
@@ -233,31 +250,34 @@ class RecurrentCache:
         self._drop_padding()
 
     def _catch_up_before(self, place: int) -> None:
-        """A newcomer has nothing that waits, and nothing is caught up with before all have: what has piled up until
-        then would wait longer."""
+        """Reads waiting tokens into the states before a sequence joins, if too many have accumulated.
+
+        Waiting tokens are only read when every sequence has some. A joining sequence has none, so those of the others
+        would have to wait longer.
+        """
         late = [count - self.base for at, count in enumerate(self.counts) if at != place]
         if late and max(late) > MOST_WAITING and min(late) > 0 and self._waiting is not None:
             self._waiting = self._catch_up(self._waiting, min(late))
 
     def _put_positions(self, place: int, other: RecurrentCache) -> None:
-        """Positions are those of the token after the states from now on, wherever that lies."""
+        """Merges the positions of a joining sequence; from now on they are counted from the tokens in the states."""
         mine, theirs = self.root_positions(), other.root_positions()
         if mine is None or theirs is None:
             return
-        if mine.dim() < theirs.dim():  # of several axes where an image was read, of one where none was
+        if mine.dim() < theirs.dim():  # positions have several axes after a prompt with images, else one
             mine = mine.expand(theirs.shape[0], -1, -1)
         theirs = theirs.expand(*mine.shape[:-2], 1, 1)
         self.after_prompt = with_sequence(mine, theirs, place, mine.dim() - 2)
         self.prompt = self.base
 
     def _shift(self, columns: int) -> None:
-        """All tokens lie so many columns later, or earlier."""
+        """Moves all tokens so many columns later, or earlier if `columns` is negative."""
         self.base, self.prompt = self.base + columns, self.prompt + columns
         self.counts = [count + columns for count in self.counts]
         self.begins = [begin + columns for begin in self.begins]
 
     def _drop_padding(self) -> None:
-        """Columns that no sequence has a token in any more are given up."""
+        """Drops the columns in which no sequence has a token any more."""
         if (columns := min(self.begins)) == 0:
             return
         self._shift(-columns)
@@ -267,12 +287,13 @@ class RecurrentCache:
             self.padding_mask = self.padding_mask[:, columns:]
 
     def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
-        """Leaves the cache as plain decoding has it after so many tokens, after an interrupted round too: with a
-        forward over the accepted tokens that the states lack, if anybody looks.
+        """Leaves the cache as plain decoding would after `tokens` tokens, even if a round was interrupted.
+
+        If the cache is read later, accepted tokens that the states lack are read by another forward.
 
         Args:
-            tokens: Of the only sequence; `None` for a batch.
-            text: Of a batch that has ended, int64 [B, T], what plain decoding has in its cache after the prompt;
+            tokens: Number of tokens of the only sequence; `None` for a batch.
+            text: int64 [B, T], the tokens of a batch that plain decoding would have in its cache after the prompt;
                 `None` leaves the cache empty.
         """
         if self.prompt_contents is not None:
@@ -288,7 +309,7 @@ class RecurrentCache:
             own_rows(layer)
 
     def _start_over(self, contents: list[dict[str, Any]], text: torch.Tensor | None) -> None:
-        """The prompts' states, and a forward over a text [B, T] after them."""
+        """Restores the states after the prompts, then reads a text [B, T]; without one the cache is left empty."""
         for layer, before in zip(self.stock.layers, contents, strict=True):
             restore(layer, before)
         self.base, self.padding_mask, self.after_prompt = self.prompt, self.prompt_mask, self._prompt_positions
@@ -300,7 +321,7 @@ class RecurrentCache:
 
 
 def at_last_rows(outputs: ModelOutput, rows: int) -> ModelOutput:
-    """A forward's logits and hidden states at its last rows only."""
+    """Keeps a forward's logits and hidden states at its last `rows` rows only."""
     outputs.logits = outputs.logits[:, -rows:]
     if outputs.hidden_states is not None:
         outputs.hidden_states = tuple(None if h is None else h[:, -rows:] for h in outputs.hidden_states)
@@ -308,7 +329,7 @@ def at_last_rows(outputs: ModelOutput, rows: int) -> ModelOutput:
 
 
 def at_rows(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
-    """A forward's logits and hidden states at rows int64 [B, N] of its own for every sequence."""
+    """Keeps a forward's logits and hidden states at rows int64 [B, N], which differ between sequences."""
 
     def picked(states: torch.Tensor) -> torch.Tensor:
         return states.gather(1, rows.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))

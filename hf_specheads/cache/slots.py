@@ -1,9 +1,9 @@
-"""Keys and values in pre-allocated slots, written in place: what draft cache and target cache have in common.
+"""Keys and values in pre-allocated slots, written in place: the common base of draft cache and target cache.
 
-A sequence b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, whatever the others have, and
-the rows of a round (tree nodes, drafted rows) lie in the slots right after. Slots beyond are not shown to attention,
-or masked; what they hold does not matter. So the sequences of a batch may accept different numbers of tokens without
-any row being moved or padded.
+A sequence b that has committed n_b tokens owns slots 0 .. n_b - 1 of the buffers, independently of the other
+sequences. The rows of a round (tree nodes, drafted rows) lie in the slots right after them. Later slots are either not
+shown to attention or masked, so their contents do not matter. The sequences of a batch may therefore accept different
+numbers of tokens without any row being moved or padded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .rooms import Room, Rooms
 
 SMALLEST_CAPACITY = 64
-SPARE = 64  # slots beyond what a call was said to need, once that has turned out to be too few
+SPARE = 64  # slots to add beyond the need when a cache must grow past the number of slots its call was said to need
 
 
 def to_device(numbers: list, device: torch.device) -> torch.Tensor:
-    """Integers of the host on a device, int64: one copy, which the host does not wait for where it need not."""
+    """Copies integers of the host to a device as int64, without the host waiting for the copy on accelerators."""
     tensor = torch.tensor(numbers)
     if device.type in ("cpu", "meta", "mps"):
         return tensor.to(device)
@@ -32,7 +32,7 @@ def to_device(numbers: list, device: torch.device) -> torch.Tensor:
 def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes rows [B, heads, R, width] into slots int64 [B, R] of a buffer [B, heads, C, width], in place.
 
-    By indexed assignment, which compilers leave in place; they make a copy of the whole buffer for `scatter_`.
+    Indexed assignment is used because compilers keep it in place; for `scatter_` they copy the whole buffer.
     """
     slots = slots.to(buffer.device)
     if slots.shape[0] == 1:
@@ -42,23 +42,23 @@ def write_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
 
 
 def _sequences(batch: int, device: torch.device) -> torch.Tensor:
-    """The numbers of sequences, int64 [B, 1]."""
+    """Indices of the sequences of a batch, int64 [B, 1]."""
     return torch.arange(batch, device=device)[:, None] if torch.compiler.is_compiling() else _kept(batch, device)
 
 
 @lru_cache(maxsize=64)
 def _kept(batch: int, device: torch.device) -> torch.Tensor:
-    """The same, made once: every layer of every round asks for them twice."""
+    """Cached indices of the sequences, int64 [B, 1], because every layer asks for them twice in every round."""
     with torch.inference_mode(False):
         return torch.arange(batch, device=device)[:, None]
 
 
 class OwnSlots:
-    """What a layer alone sees of a [`SlotCache`] that shows all its slots: its keys and values, and where to write.
+    """A single layer's view of a [`SlotCache`] that shows all its slots: its keys and values, and where to write.
 
     Args:
-        keys, values: [B, heads, capacity, head_dim].
-        slots: int64 [B, R].
+        keys, values: [B, heads, capacity, head_dim], the layer's buffers.
+        slots: int64 [B, R], the slots that the next rows are written to.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor):
@@ -67,27 +67,27 @@ class OwnSlots:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`SlotCacheLayer.update`]."""
+        """Writes R rows and returns the whole buffers, see [`SlotCacheLayer.update`]."""
         write_rows(self.keys, self.slots, key_states)
         write_rows(self.values, self.slots, value_states)
         return self.keys, self.values
 
 
 class SlotCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, head_dim] each; where to write, the cache says.
+    """Keys and values of one layer, [B, heads, capacity, head_dim] each. The cache decides where rows are written.
 
     Args:
         cache: The cache this layer belongs to.
-        window: Sliding window of the layer's attention; it is shown no older slots than the window needs.
+        window: Sliding window of the layer's attention. The layer is shown no slots older than the window needs.
     """
 
     is_sliding = False
     is_croppable = False
-    names: tuple[str, ...] = ("keys", "values")  # of the buffers
+    names: tuple[str, ...] = ("keys", "values")  # attributes that hold the buffers
 
     def __init__(self, cache: SlotCache, window: int | None = None):
         super().__init__()
-        self._cache = weakref.ref(cache)  # the cache holds the layer: a cycle would keep both until the collector runs
+        self._cache = weakref.ref(cache)  # a reference cycle would keep both alive until the garbage collector runs
         self.window = window
 
     @property
@@ -95,7 +95,7 @@ class SlotCacheLayer(CacheLayerMixin):
         """The cache the layer belongs to.
 
         Raises:
-            RuntimeError: if that is gone.
+            RuntimeError: if the cache has been freed.
         """
         cache = self._cache()
         if cache is None:
@@ -109,7 +109,7 @@ class SlotCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _buffer(self, name: str, rows: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Zeros for rows [B, heads, *, width]."""
+        """Returns a buffer of zeros with room for `capacity` rows like `rows` [B, heads, *, width]."""
         shape = (*rows.shape[:2], capacity, rows.shape[3])
         if (room := self.cache.room) is None:
             return rows.new_zeros(shape)
@@ -119,7 +119,7 @@ class SlotCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes R rows [B, heads, R, head_dim] and returns the slots shown, [B, heads, shown, head_dim] each."""
+        """Writes R rows [B, heads, R, head_dim] and returns the visible slots, [B, heads, shown, head_dim] each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
@@ -137,7 +137,7 @@ class SlotCacheLayer(CacheLayerMixin):
             setattr(self, name, buffer)
 
     def select_sequences(self, kept: list[int]) -> None:
-        """Keeps only some sequences of the batch."""
+        """Keeps only the sequences `kept` of the batch."""
         index = to_device(kept, self.keys.device)
         for name in self.names:
             rows = getattr(self, name)[index]
@@ -146,7 +146,7 @@ class SlotCacheLayer(CacheLayerMixin):
             setattr(self, name, rows)
 
     def put_sequence(self, place: int, other: SlotCacheLayer, batch: int) -> None:
-        """The only sequence of another layer goes into the place of one of `batch` sequences, or after the last."""
+        """Copies the only sequence of another layer over sequence `place` of `batch`, or appends it after the last."""
         if not (self.is_initialized or other.is_initialized):
             return
         if not self.is_initialized:
@@ -176,18 +176,18 @@ class SlotCacheLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A cache of [`SlotCacheLayer`]s with one place to write for all of them.
+    """A cache of [`SlotCacheLayer`]s that all write to the same slots.
 
     Attributes:
-        capacity: Slots of the buffers; doubled when they are full, unless `static`.
-        most: Slots needed at most, by what is known of the call; `None` where nothing is.
-        static: Whether all slots are always shown, so that shapes never change. Nothing that a compiled step reads is
-            a number of the host then: it would be compiled into it.
-        counts: Committed rows of every sequence, on the host; one entry for all while they are the same.
-        lengths: The same on the device, int64 [B]; `None` while all have the same number.
-        room: Where the buffers of a fixed size come from, `None` for new ones.
-        start: First slot of the rows written next, where that is the same for all sequences.
-        slots: int64 [B, R], slots of the rows written next, otherwise.
+        capacity: Number of slots of the buffers. It doubles when they are full, unless the cache is `static`.
+        most: Upper bound of the slots that the call needs; `None` if unknown.
+        static: Whether all slots are always shown, so that shapes never change. Compiled steps then read no numbers
+            of the host, because those would be compiled in as constants.
+        counts: Committed rows of every sequence, on the host; a single entry while all sequences have equally many.
+        lengths: Committed rows on the device, int64 [B]; `None` while all sequences have equally many.
+        room: Source of the buffers of a static cache; `None` to allocate new ones.
+        start: First slot of the rows written next, if it is the same for all sequences.
+        slots: int64 [B, R], slots of the rows written next, if they differ between sequences; `None` otherwise.
     """
 
     def __init__(self) -> None:
@@ -209,17 +209,17 @@ class SlotCache(Cache):
         return max(self.counts)
 
     def known_lengths(self) -> int | torch.Tensor:
-        """Committed rows: a number for all sequences, or int64 [B]."""
+        """Committed rows: one number if it holds for all sequences, otherwise int64 [B]."""
         return self.counts[0] if self.lengths is None else self.lengths
 
     def shown(self, window: int | None = None) -> tuple[int, int]:
-        """First and last + 1 of the slots a forward may see, in a layer with a sliding window if given."""
+        """Returns the range (first, end) of slots that a forward may see; `window` is the layer's, if it has one."""
         if self.static:
             return 0, self.capacity
         return 0 if window is None else max(min(self.counts) - window + 1, 0), self._end
 
     def place(self, first: int, rows: int) -> None:
-        """The next forward writes `rows` rows, from the slot `first` after the committed ones."""
+        """Makes the next forward write `rows` rows, beginning `first` slots after the committed rows."""
         if not self.static:
             end = self.longest + first + rows
             self.reserve(end)
@@ -231,17 +231,17 @@ class SlotCache(Cache):
         self.slots = self.lengths[:, None] + index
 
     def write(self, buffer: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes rows [B, heads, R, width] where they are to go, into a buffer [B, heads, capacity, width]."""
+        """Writes rows [B, heads, R, width] to the current slots of a buffer [B, heads, capacity, width]."""
         if self.slots is None:
             buffer[:, :, self.start : self.start + rows.shape[2]] = rows
         else:
             write_rows(buffer, self.slots, rows)
 
     def reserve(self, capacity: int) -> None:
-        """Makes room for so many slots.
+        """Ensures a capacity of at least `capacity` slots.
 
         Raises:
-            RuntimeError: if the capacity is fixed and too small.
+            RuntimeError: if the cache is static and too small.
         """
         if capacity <= self.capacity:
             return
@@ -251,24 +251,24 @@ class SlotCache(Cache):
         self.grow()
 
     def _grown(self, needed: int) -> int:
-        """Twice as many slots, so that growing costs little in the long run; no more than the call needs at most."""
+        """Returns the next capacity: doubled, so that growing is cheap on average, but at most what the call needs."""
         doubled = max(needed, 2 * self.capacity, SMALLEST_CAPACITY)
         if self.most is None:
             return doubled
         return needed + SPARE if needed > self.most else min(doubled, self.most)
 
     def fix_capacity(self, capacity: int, rooms: Rooms | None = None) -> None:
-        """Makes an empty cache one of so many slots, all of which are always shown.
+        """Makes an empty cache static, with `capacity` slots that are all shown always.
 
         Args:
-            capacity: Slots.
-            rooms: Where earlier calls have left buffers, and this one leaves its own ([`leave_room`]).
+            capacity: Number of slots.
+            rooms: Holds buffers of earlier calls; the buffers of this cache go back there with [`leave_room`].
         """
         self.capacity, self.static, self._rooms = capacity, True, rooms
         self.room = None if rooms is None else rooms.take(type(self))
 
     def leave_room(self) -> None:
-        """Nothing is read from the buffers any more: the next call may have them."""
+        """Returns the buffers for reuse by a later call; nothing may be read from them afterwards."""
         room, self.room = self.room, None
         if self._rooms is not None and room is not None:
             self._rooms.leave(type(self), room)
@@ -276,47 +276,47 @@ class SlotCache(Cache):
     def grow(self) -> None:
         """Gives every layer buffers of the new capacity."""
         for layer in self.layers:
-            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # other layers hold no rows
                 layer.grow(self.capacity)
 
     def become_ragged(self, batch: int, device: torch.device) -> torch.Tensor:
-        """From now on every sequence has a number of committed rows of its own: `lengths`, which are returned."""
+        """Switches to a separate number of committed rows per sequence, and returns them: `lengths`, int64 [B]."""
         if self.lengths is None:
             self.counts = self.counts * batch if len(self.counts) == 1 else self.counts
             self.lengths = to_device(self.counts, device)
         return self.lengths
 
     def put_sequence(self, place: int, other: SlotCache, batch: int, device: torch.device) -> None:
-        """Takes over the only sequence of another cache of the same layers.
+        """Takes over the only sequence of another cache with the same layers.
 
         Args:
-            place: Of the sequence it comes in for, or `batch`: after the last.
-            other: The cache, of growing buffers as this one; its rows are copied.
-            batch: Sequences there are.
-            device: Of `lengths`.
+            place: Index of the sequence to replace, or `batch` to append after the last one.
+            other: The other cache, with growing buffers as this one has. Its rows are copied.
+            batch: Number of sequences in this cache.
+            device: Device of `lengths`.
         """
         self.become_ragged(batch, device)
-        self.most = None  # known of one call, not of those that join it
+        self.most = None  # the bound was computed for one call and does not cover sequences that join it
         self.reserve(max(self.longest, other.longest))
         self.put_buffers(place, other, batch)
         self.counts[place : place + 1] = [other.longest]
         self.lengths = to_device(self.counts, device)
 
     def put_buffers(self, place: int, other: SlotCache, batch: int) -> None:
-        """Copies keys and values; arguments as in [`put_sequence`]."""
+        """Copies the keys and values of a joining sequence; arguments as in [`put_sequence`]."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(mine, SlotCacheLayer) and isinstance(theirs, SlotCacheLayer):
                 mine.put_sequence(place, theirs, batch)
 
     def select_sequences(self, kept: list[int]) -> None:
-        """Keeps only some sequences of the batch."""
+        """Keeps only the sequences `kept` of the batch."""
         self.select_buffers(kept)
         if self.lengths is not None:
             self.lengths = self.lengths[to_device(kept, self.lengths.device)]
             self.counts = [self.counts[sequence] for sequence in kept]
 
     def select_buffers(self, kept: list[int]) -> None:
-        """Keeps keys and values of these sequences only."""
+        """Keeps the keys and values of the sequences `kept` only."""
         for layer in self.layers:
-            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # others hold nothing of their own
+            if isinstance(layer, SlotCacheLayer) and layer.is_initialized:  # other layers hold no rows
                 layer.select_sequences(kept)

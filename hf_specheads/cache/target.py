@@ -1,8 +1,8 @@
-"""The target's cache during a generation: where a tree's keys and values go, what it sees, what of it is kept.
+"""The target cache during a generation: where a tree's keys and values are written, what its nodes see, what is kept.
 
-[`TreeCache`] takes over what the prefill left in transformers' cache, into pre-allocated slots: trees, batches whose
-sequences accept different numbers of tokens, static shapes. Targets and caches that take no trees have a
-[`chain.ChainCache`] or a [`recurrent.RecurrentCache`].
+[`TreeCache`] moves the rows that the prefill left in transformers' cache into pre-allocated slots. That allows trees,
+batches whose sequences accept different numbers of tokens, and static shapes. Targets and caches that cannot verify
+trees use a [`chain.ChainCache`] or a [`recurrent.RecurrentCache`] instead.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from .names import CACHE_NAME
 from .rooms import Room, Rooms, stays
 from .slots import SlotCache, SlotCacheLayer, to_device
 
-# Tensors moved by one indexed copy. More would save launches, and hold more of a prompt twice while it is taken over.
+# Tensors moved by one indexed copy. Larger groups would save kernel launches, but keep more of the prompt in memory
+# twice while its rows are moved into slots.
 TENSORS_PER_GROUP = 8
-# Slots beyond the prompt that a cache starts with; it doubles from there.
+# Slots beyond the prompt that a new cache has. A growing cache doubles from there.
 FIRST_SLOTS = 256
 
 
 def layer_windows(target: PreTrainedModel) -> list[int | None]:
-    """Sliding window of every layer's attention, `None` without, by the target's config.
+    """Returns the sliding window of every layer's attention from the target's config; `None` for full attention.
 
-    A cache that was made without a config knows of no windows, and the attention slides all the same.
+    The cache is not asked because a cache made without a config knows no windows, although the attention has them.
     """
     layer_types, options = get_layer_types_and_kwargs(target.config.get_text_config(decoder=True))
     return [kwargs.get("sliding_window") for _, kwargs in zip(layer_types, options, strict=True)]
 
 
 def root_positions_of(model_kwargs: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
-    """Position of the token after the prompt, [B, 1] or [3, B, 1], from the kwargs `generate` prepared.
+    """Returns the position of the token after the prompt, [B, 1] or [3, B, 1], from the kwargs `generate` prepared.
 
     Args:
-        model_kwargs: As after the prefill; `position_ids` are the prompt's.
-        length: Tokens in the cache.
-        device: Where to count if nobody has.
+        model_kwargs: The kwargs after the prefill; their `position_ids` are those of the prompt.
+        length: Number of tokens in the cache.
+        device: Device of the result if the kwargs have neither position ids nor an attention mask.
     """
     if (positions := model_kwargs.get("position_ids")) is not None:
         return positions[..., -1:] + 1
@@ -53,21 +54,20 @@ def root_positions_of(model_kwargs: dict[str, Any], length: int, device: torch.d
 
 
 class TreeCache(SlotCache):
-    """Slots that hold the target's keys and values, all layers of one shape in one buffer.
+    """The target's keys and values in slots; layers of equal shape share buffers.
 
     Args:
-        stock: transformers' cache after the prefill. It is emptied, and given its
-            contents back by [`give_back`].
+        stock: transformers' cache after the prefill. It is emptied, and gets its contents back from [`give_back`].
         target: The target.
-        batch: Sequences B.
+        batch: Number of sequences B.
         padding_mask: int or bool [B, P], 0 on padding of the prompt; `None` without padding.
         root_positions: int64 [B, 1] or [3, B, 1], positions of the tokens after the prompt.
         dtype: The target's compute dtype.
-        static_capacity: Slots, fixed; by default they grow.
-        rooms: Where buffers of a fixed size are left from call to call, if they are.
-        keeps_prompt: Whether transformers' cache keeps the prompts of a batch meanwhile, as it is given back at the
-            end with rows of sequences that have left.
-        most: Slots that the call needs at most, `None` where nobody knows.
+        static_capacity: Fixed number of slots; by default the buffers grow.
+        rooms: Where buffers of a fixed size are kept from call to call; `None` to allocate new ones.
+        keeps_prompt: Whether transformers' cache keeps the prompts of a batch during the generation. Needed if the
+            cache is to be given back, since sequences that have ended leave this cache.
+        most: Upper bound of the slots that the call needs; `None` if unknown.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class TreeCache(SlotCache):
             self.fix_capacity(static_capacity, rooms)
             self.become_ragged(batch, self.device)
             self._fix_padding_mask(batch)
-        self.regions: tuple[PreTrainedModel | None] | None = None  # the target as compiled steps take it
+        self.regions: tuple[PreTrainedModel | None] | None = None  # the target in the form that compiled steps use
         self.groups: list[_Group] = []
         try:
             self._take_over(stock, layer_windows(target))
-        except BaseException:  # out of memory, say: the tokens that a caller's cache held stay in it
+        except BaseException:  # e.g. out of memory: a cache passed in by the caller must keep its tokens
             self.give_back(self.counts[0])
             raise
 
     def _fix_padding_mask(self, batch: int) -> None:
-        """A mask of one width, with or without padding: prompts of any length share the graphs of compiled steps."""
+        """Gives the padding mask a fixed width, so that prompts of all lengths share the graphs of compiled steps."""
         if self.padding_mask is None:
             self.padding_mask = torch.ones(batch, self.capacity, dtype=torch.bool, device=self.device)
             return
@@ -131,7 +131,7 @@ class TreeCache(SlotCache):
             for name in ("keys", "values"):
                 states = rows_of(layer, name, self.counts[0])
                 by_shape[(states.shape[1], states.shape[3], states.dtype, states.device)].append((ours, layer, name))
-        # Of tensors that share a buffer, a compiler that writes into one of them copies all.
+        # Compiled writes to one tensor of a shared buffer would copy the whole buffer, so static caches do not share.
         together = 1 if self.static else TENSORS_PER_GROUP
         for members in by_shape.values():
             for first in range(0, len(members), together):
@@ -160,7 +160,7 @@ class TreeCache(SlotCache):
         assert isinstance(other, TreeCache)
         super().put_sequence(place, other, batch, device)
         positions, theirs = self.root_positions, other.root_positions
-        if positions.dim() < theirs.dim():  # of several axes where an image was read, of one where none was
+        if positions.dim() < theirs.dim():  # positions have several axes after a prompt with images, else one
             positions = positions.expand(theirs.shape[0], -1, -1)
         theirs = theirs.expand(*positions.shape[:-2], 1, 1)
         before, after = positions[..., :place, :], positions[..., place + 1 :, :]
@@ -172,8 +172,13 @@ class TreeCache(SlotCache):
             mine.put_sequence(place, theirs, other.longest)
 
     def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
-        """Ends the generation: transformers' cache is what plain decoding has after so many tokens, or empty; where it
-        has kept the prompts of a batch, with a text [B, T] after them."""
+        """Ends the generation and gives transformers' cache its contents back.
+
+        Args:
+            tokens: The cache is left as plain decoding would leave it after so many tokens; `None` for a batch.
+            text: int64 [B, T], tokens to read after the prompts of a batch, if the cache has kept those. Without
+                `tokens` and `text` the cache is left empty.
+        """
         for group in self.groups:
             group.give_back(None if self.keeps_prompt else tokens)
         if tokens is None and text is None:
@@ -184,14 +189,17 @@ class TreeCache(SlotCache):
             for layer in self.stock.layers:
                 own_rows(layer)
         if any(group.lent for group in self.groups):
-            self.room = None  # the caller's cache reads what lies there
+            self.room = None  # the caller's cache now holds views of these buffers, so no later call may reuse them
         self.leave_room()
         self.groups.clear()
         self.layers.clear()
 
     # ------------------------------------------------------------------ a round
     def forward_inputs(self, tree: DraftTree) -> dict[str, Any]:
-        """Arguments of the one forward over a tree, whose rows are written into the slots after the committed ones."""
+        """Returns the arguments of the target's forward over a tree.
+
+        The forward writes the rows of the tree into the slots after the committed ones.
+        """
         self.place(0, tree.num_nodes)
         return {
             "attention_mask": self.attention_masks(tree),
@@ -200,10 +208,11 @@ class TreeCache(SlotCache):
         }
 
     def attention_masks(self, tree: DraftTree) -> Any:
-        """Additive masks of one tree forward, [B, 1, N, slots shown] per layer type; block masks for flex attention.
+        """Returns the additive masks of a tree forward, [B, 1, N, slots shown], or block masks for flex attention.
 
-        A dict keyed by layer type exactly when the target's config has `layer_types`, as transformers' own
-        `create_masks_for_generate` does. Additive, because eager attention silently mishandles boolean masks.
+        If the target's config has `layer_types`, this is a dict keyed by layer type, as transformers' own
+        `create_masks_for_generate` returns. The masks are additive because eager attention silently mishandles boolean
+        masks.
         """
 
         def mask(window: int | None) -> Any:
@@ -223,13 +232,13 @@ class TreeCache(SlotCache):
     def keep_paths(
         self, nodes: torch.Tensor, counts: list[int], device_counts: torch.Tensor, are_prefixes: bool
     ) -> None:
-        """Commits the rows of the accepted paths; those of other nodes are written over by the next round.
+        """Commits the rows of the accepted paths; the next round overwrites the rows of all other nodes.
 
         Args:
-            nodes: int64 [B, A], nodes to keep, the root first; a sequence's entries past its count do not matter.
-            counts: How many of them count, per sequence.
-            device_counts: The same, int64 [B].
-            are_prefixes: Whether all paths are the nodes 0, 1, 2, ...: they are where they belong then.
+            nodes: int64 [B, A], nodes to keep, the root first. Entries past a sequence's count are ignored.
+            counts: Number of nodes to keep, per sequence.
+            device_counts: The same numbers on the device, int64 [B].
+            are_prefixes: Whether all paths are the nodes 0, 1, 2, ..., so that no row has to be moved.
         """
         if len(set(counts)) > 1:
             self.become_ragged(len(counts), self.device)
@@ -245,16 +254,17 @@ class TreeCache(SlotCache):
 
 
 class _Group:
-    """Tensors of one shape in one buffer [tensors, B, heads, capacity, head_dim]: one indexed copy moves them all.
+    """Tensors of equal shape in one buffer [tensors, B, heads, capacity, head_dim], moved by a single indexed copy.
 
     Args:
-        members: Our layer, transformers', and `keys` or `values`.
-        length: Tokens in the cache.
-        capacity: Slots.
-        room, name: Where the buffer comes from, if not anew, and what it is called there.
+        members: One entry per tensor: our layer, transformers' layer, and `keys` or `values`.
+        length: Number of tokens in the cache.
+        capacity: Number of slots.
+        room, name: Room that the buffer is taken from and its name there; without a room the buffer is newly
+            allocated.
 
     Attributes:
-        lent: Whether rows that were given back still lie in the buffer.
+        lent: Whether tensors that were given back are views of the buffer.
     """
 
     def __init__(
@@ -270,7 +280,7 @@ class _Group:
         batch, heads, _, width = getattr(stock, first).shape
         self.buffer = self._new(getattr(stock, first), room, len(members), batch, heads, capacity, width)
         for index, (_, stock, name) in enumerate(members):
-            # Of a sliding layer only the newest are left, the window hides the others.
+            # A sliding layer holds only its newest rows. The missing ones are outside its window and never seen.
             states = rows_of(stock, name, length)
             self.buffer[index, :, :, length - states.shape[2] : length] = states
         self._show()
@@ -279,9 +289,9 @@ class _Group:
         return like.new_zeros(shape) if room is None else room.buffer(self.name, like, *shape)
 
     def empty_stock(self) -> None:
-        """Frees what has been copied, none of which is lost before."""
+        """Frees the rows of transformers' layers; all of them have been copied into the buffer by now."""
         for _, stock, name in self.members:
-            if not is_static(stock):  # of those, buffers stay where they are
+            if not is_static(stock):  # static layers keep their buffers
                 setattr(stock, name, getattr(stock, name)[:, :, :0].clone())
 
     def _show(self) -> None:
@@ -296,7 +306,7 @@ class _Group:
         self._show()
 
     def put_sequence(self, place: int, other: _Group, rows: int) -> None:
-        """The first rows of another's only sequence, in the place of one of these, or after the last."""
+        """Copies the first `rows` rows of another group's only sequence over sequence `place`, or appends them."""
         if place == self.buffer.shape[1]:
             self.buffer = torch.nn.functional.pad(self.buffer, (0, 0, 0, 0, 0, 0, 0, 1))
             self._show()
@@ -308,8 +318,8 @@ class _Group:
         self._show()
 
     def move(self, path: torch.Tensor, lengths: int | torch.Tensor) -> None:
-        """Moves the rows of the path [B, A] to the first slots after the committed ones."""
-        path = path[:, 1:].to(self.buffer.device)  # the root's row is where it belongs
+        """Moves the rows of the paths [B, A] to the first slots after the committed ones."""
+        path = path[:, 1:].to(self.buffer.device)  # the root's row already is in its slot
         if isinstance(lengths, int):
             lengths = torch.full((path.shape[0],), lengths, device=path.device)
         lengths = lengths.to(path.device)
@@ -324,7 +334,7 @@ class _Group:
         self.buffer.scatter_(3, ends[None, :, None, :, None].expand(shape), moved)
 
     def give_back(self, tokens: int | None) -> None:
-        """The rows of the first tokens, for `None` none."""
+        """Gives the rows of the first `tokens` tokens back to transformers' layers (none for `None`), then ends."""
         for index, (ours, stock, name) in enumerate(self.members):
             if tokens is not None:
                 self._give_back_rows(index, ours, stock, name, tokens)
@@ -345,7 +355,7 @@ class _Group:
         oldest = 0 if window is None else max(tokens - window + 1, 0)
         rows = self.buffer[index, :, :, oldest:tokens]
         try:
-            return rows.clone()  # nobody keeps the whole buffer alive with a few rows of it
-        except RuntimeError:  # out of memory, perhaps for the second time: better a large buffer than lost rows
+            return rows.clone()  # a view of a few rows would keep the whole buffer alive
+        except RuntimeError:  # out of memory: keeping the large buffer alive is better than losing the rows
             self.lent = True
             return rows

@@ -1,1 +1,1 @@
-"""Heads in files: in and out."""
+"""Reading draft heads from files and writing them in other layouts."""

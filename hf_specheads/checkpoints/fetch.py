@@ -1,4 +1,4 @@
-"""Files of a folder or a Hub repository: downloads, and headers of weight files read with range requests."""
+"""Gets files of a folder or a Hub repository: downloads, and headers of weight files by range requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .files import CONFIG, INDEXES, SAFETENSORS_INDEX, WEIGHT_FILES, needed, rea
 from .layouts.detect import detect_from_config
 from .tensors import Checkpoint, check_tensors, header_tensor, without_common_prefix
 
-# What can go wrong on the way: answers of the Hub, and errors of the HTTP client that huggingface_hub uses (httpx in
-# one version, its successor in the next).
+# Errors of the Hub and of the HTTP client that huggingface_hub uses. The client differs between versions of
+# huggingface_hub, so its error class is taken from the bases of HfHubHTTPError.
 HUB_ERRORS = (HfHubHTTPError, cast("type[Exception]", HfHubHTTPError.__bases__[0]), OSError)
 
 
 class HubOptions(TypedDict):
-    """What of a repository is wanted, and whether the Hub may be asked; as for `load_heads`."""
+    """Arguments of `load_heads` that say which revision to read and whether the Hub may be accessed."""
 
     revision: str | None
     token: str | bool | None
@@ -39,11 +39,13 @@ class HubOptions(TypedDict):
 
 # ------------------------------------------------------------------ files
 def local_folder(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -> Path:
-    """The folder itself, or the local copy of a Hub repository with its config and weights."""
+    """Returns the folder itself, or the local copy of a Hub repository after downloading its config and weights."""
     if Path(repo_or_path).is_dir():
         return Path(repo_or_path)
     repo, config = str(repo_or_path), config_of(repo_or_path, **hub)
-    hub["revision"] = config.parent.name  # the commit: a repository may change while it is read, and caches ask less
+    # All files are fetched from one commit, because the repository may change meanwhile, and caches of a commit need
+    # fewer requests.
+    hub["revision"] = config.parent.name
     for file in WEIGHT_FILES:
         path = download_file(repo, file, **hub)
         if path is None:
@@ -57,10 +59,10 @@ def local_folder(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]
 
 
 def config_of(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -> Path:
-    """Local copy of a Hub repository's config, of a layout that is read.
+    """Downloads the config of a Hub repository and returns its local path.
 
     Raises:
-        HeadLoadError: if there is no such repository, or it names itself as something else.
+        HeadLoadError: If there is no such repository, or its config names a layout that is not supported.
     """
     if Path(repo_or_path).exists():
         raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
@@ -78,15 +80,15 @@ def config_of(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -
 
 
 def name_of(repo_or_path: str | os.PathLike[str]) -> str:
-    """Name of a folder or of a repository, which tells some things that no file says."""
+    """Name of a folder or repository; it reveals some facts that no file states."""
     return Path(repo_or_path).resolve().name if os.path.isdir(repo_or_path) else str(repo_or_path)
 
 
 def download_file(repo: str, file: str, **hub: Unpack[HubOptions]) -> str | None:
-    """Local path of a file of a repository, `None` if the repository does not have it.
+    """Downloads a file of a repository and returns its local path, or `None` if the repository does not have it.
 
     Raises:
-        HeadLoadError: if it cannot be had, which does not mean that it is missing.
+        HeadLoadError: If the file cannot be fetched, although the repository may have it.
     """
     if file != CONFIG and try_to_load_from_cache(repo, file, revision=hub["revision"]) is _CACHED_NO_EXIST:
         return None
@@ -114,19 +116,20 @@ def remote_headers(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> tuple[dict[str, int], Checkpoint | None]:
-    """Sizes of a repository's weight files, and their tensors on the device `meta`.
+    """Reads the sizes of a repository's weight files, and the headers of their tensors, without downloading them.
 
     Args:
         repo: Hub id.
-        download: Fetches a small file, an index, and returns its path.
+        download: Downloads a small file (an index) and returns its path.
         revision, token, local_files_only: As for `load_heads`.
 
     Returns:
-        Bytes by file name, and `None` in place of the tensors where the weights are pickled, which have no header.
+        Bytes by file name, and the tensors on the device `meta`; `None` instead of the tensors if the weights are
+        pickled, because pickles have no header.
 
     Raises:
-        HeadLoadError: if there are no weights, or the Hub does not answer.
-        CorruptCheckpointError: for a header or an index that is none.
+        HeadLoadError: If there are no weights, or the Hub does not answer.
+        CorruptCheckpointError: If a header or an index is invalid.
     """
     if local_files_only:
         raise HeadLoadError(

@@ -1,4 +1,4 @@
-"""Finding the files of a checkpoint, and reading its JSON, without trusting either."""
+"""Finds the files of a checkpoint and reads its JSON, without trusting either."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ CONFIG = "config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 INDEXES = (SAFETENSORS_INDEX, PICKLE_INDEX)
-# Files weights are looked for in, the first that exists; safetensors before pickles, and last the names that single
-# authors' code writes.
+# Names of weight files, in order of preference: the first that exists is read. Safetensors come before pickles, and in
+# each format the common names come before those that only Medusa's and Hydra's code writes.
 WEIGHT_FILES = (
     SAFETENSORS, SAFETENSORS_INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "pytorch_model.bin",
     PICKLE_INDEX, "medusa_lm_head.pt", "hydra_lm_head.pt",
 )  # fmt: skip
-# Names that `accelerate` gives the weights of a training state, and what lies beside them there and is never read.
+# Weight files of `accelerate`'s training states, the files that mark a state with a second model, and files whose
+# presence identifies a training state and that are never read.
 STATE_FILES = (SAFETENSORS, "model_0.safetensors", "pytorch_model.bin", "pytorch_model_0.bin")
 SECOND_MODEL = ("model_1.safetensors", "pytorch_model_1.bin")
 STATE_SIGNS = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
 STATE_FOLDER = re.compile(r"(state|checkpoint)_\d+")
-# The heads of a whole target that was trained with them; of the target's own weights only the embedding is read.
+# Keys of Medusa heads inside the checkpoint of a whole target. Of the target's own weights only the embedding is read.
 IN_TARGET = re.compile(r"(?:module\.)?(?:model\.)?medusa_heads?\.(?=\d|blocks\.|lm_heads\.)")
 EMBEDDINGS = (f"model.{EMBEDDING}", EMBEDDING)
 MAX_JSON_BYTES = 2**25
@@ -38,12 +39,12 @@ MAX_SHARDS = 1000
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of a checkpoint's weights.
+    """Weight files of a checkpoint.
 
     Attributes:
-        files: Those to read.
-        index: Key to file name as a sharded checkpoint's index says, `None` without one.
-        notes: Where they were found, if that is worth saying.
+        files: Files to read.
+        index: File name of every key, from the index of a sharded checkpoint; `None` without an index.
+        notes: Remarks for the user about where the files were found.
     """
 
     files: tuple[Path, ...]
@@ -52,10 +53,12 @@ class WeightFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object without repeated names. What no JSON has, infinity and NaN, is read as transformers writes it.
+    """Reads a JSON object whose names are all distinct.
+
+    Infinity and NaN, which JSON lacks, are read in transformers' notation, e.g. `{"__float__": "Infinity"}`.
 
     Raises:
-        CorruptCheckpointError: if the file is missing, absurdly large, no JSON, no object, or says something twice.
+        CorruptCheckpointError: If the file is missing, too large, not JSON, not an object, or repeats a name.
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -84,7 +87,7 @@ def _once(pairs: list[tuple[str, object]]) -> object:
 
 # ------------------------------------------------------------------ folders
 def config_file(folder: Path) -> Path:
-    """`config.json` of a folder; of a training state without one, that of the folder it is in."""
+    """Path of a folder's `config.json`; a training state without one uses that of its parent folder."""
     own = folder / CONFIG
     if not own.exists() and _is_state(folder) and (folder.resolve().parent / CONFIG).exists():
         return folder.resolve().parent / CONFIG
@@ -92,12 +95,15 @@ def config_file(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """Weight files of a folder: the first of [`WEIGHT_FILES`] that exists, the shards its index names, or those of
-    the one training state in it.
+    """Finds the weight files of a folder.
+
+    They are the first of [`WEIGHT_FILES`] that exists, the shards named by its index, or the files of the only
+    training state in the folder.
 
     Raises:
-        HeadLoadError: if there are none, or several training states.
-        CorruptCheckpointError: if an index is none, or a shard is missing.
+        HeadLoadError: If there are no weights, several training states or several models, or if the weights are
+            scattered over processes (DeepSpeed, FSDP).
+        CorruptCheckpointError: If an index is invalid, or a shard is missing.
     """
     if (folder / "pytorch_model").is_dir() or any(folder.glob("pytorch_model_fsdp_*")):
         raise HeadLoadError(
@@ -139,10 +145,11 @@ def _files_of_state(folder: Path) -> WeightFiles:
 
 # ------------------------------------------------------------------ shards
 def read_index(path: Path) -> dict[str, str]:
-    """Key to file name of an index, checked: plain names in the same folder, of the kind the index is for.
+    """Reads the file name of every key from an index.
 
     Raises:
-        CorruptCheckpointError: for anything else.
+        CorruptCheckpointError: Unless all file names are plain names in the index's folder, with a suffix of the
+            index's format, and at most [`MAX_SHARDS`] in number.
     """
     names = read_json(path).get("weight_map")
     suffixes = (".safetensors",) if path.name == SAFETENSORS_INDEX else (".bin", ".pt")
@@ -158,7 +165,7 @@ def _is_plain_name(name: object, suffixes: tuple[str, ...]) -> bool:
 
 
 def needed(keys: Iterable[str]) -> list[str]:
-    """Keys to read: all, but of a target that carries its heads only these and the embedding."""
+    """Returns the keys to read: all, or only heads and embedding if the file is a whole target that contains heads."""
     keys = list(keys)
     inside = [key for key in keys if IN_TARGET.match(key)]
     if not inside or len(inside) == len(keys):

@@ -1,6 +1,6 @@
-"""What a safetensors file says of its tensors in its first bytes, and heads of our own layout told from that alone.
+"""Reads the headers of safetensors files, and describes heads in our own layout from headers and `config.json` alone.
 
-Nothing here loads torch or transformers: whoever only asks what a folder holds does not wait for them.
+Nothing here imports torch or transformers, so that a command that only inspects a folder starts quickly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ..errors import CorruptCheckpointError, HeadConfigError, HeadLoadError
 from .files import config_file, read_json, weight_files
 
 MAX_HEADER_BYTES = 2**25
-# Weights by the names that safetensors gives their types, and what torch calls them.
+# Floating-point dtypes, by safetensors' names, with torch's names.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 METADATA = "__metadata__"
-# Fields that saved heads have, and the type of each; heads whose config.json has them otherwise are looked at closely.
+# Fields of the `config.json` of saved heads, and their types. If a field differs, `glance_at` leaves the folder to
+# the full check.
 FIELDS: dict[str, type] = {
     "architectures": list, "method": str, "vocab_size": int, "hidden_size": int, "feature_size": int,
     "embedding_size": int,
@@ -32,15 +33,15 @@ OPTIONAL: dict[str, type] = {"tree_config": dict, "tuned": list, "target": dict,
 
 @dataclass(frozen=True)
 class Glance:
-    """Heads in our own layout as `config.json` and the headers of their files have them, unchecked against each other.
+    """Heads in our own layout, as described by `config.json` and file headers; the two are not checked for agreement.
 
     Attributes:
-        head_class: Name of their class.
-        config: Fields of `config.json`; `None` for those that may be missing.
-        parameters: Weights, counted.
-        dtype: That of most weights, in torch's word, e.g. `bfloat16`.
-        sizes: Bytes of every weight file.
-        notes: Where the weights were found, if that is worth saying.
+        head_class: Name of the heads' class.
+        config: Fields of `config.json`; optional fields that are missing are `None`.
+        parameters: Number of floating-point weights.
+        dtype: Dtype of most weights, by torch's name, e.g. `bfloat16`.
+        sizes: Bytes of every weight file, by file name.
+        notes: Remarks for the user about where the weights were found.
     """
 
     head_class: str
@@ -52,10 +53,10 @@ class Glance:
 
 
 def read_entries(file: Path) -> dict[str, dict[str, Any]]:
-    """Tensor names of a safetensors file, and what its header says of each, as found: dtype, shape, data_offsets.
+    """Reads the header of a safetensors file: by tensor name, the unchecked fields dtype, shape and data_offsets.
 
     Raises:
-        CorruptCheckpointError: if it has no proper header.
+        CorruptCheckpointError: If the file has no valid header.
     """
     try:
         with file.open("rb") as stream:
@@ -78,12 +79,15 @@ def read_entries(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def glance_at(folder: Path, model_types: Collection[str]) -> Glance | None:
-    """Heads of a folder in our own layout; `None` where something asks for a closer look, [`look.look_at`], which
-    says what: another layout, pickled or sharded weights, fields or tensors that are odd.
+    """Describes the heads of a folder in our own layout, without checking them.
 
     Args:
-        folder: With config and weights.
-        model_types: Of the families that are known.
+        folder: Folder with config and weights.
+        model_types: Values of `model_type` of the known families.
+
+    Returns:
+        The heads, or `None` if the folder needs the full check of [`look.look_at`], which names the reason: another
+        layout, pickled or sharded weights, unusual fields or tensors.
     """
     try:
         raw_config, weights = read_json(config_file(folder)), weight_files(folder)
@@ -103,7 +107,7 @@ def glance_at(folder: Path, model_types: Collection[str]) -> Glance | None:
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` has the fields that saved heads have, of the types they have."""
+    """Whether a `config.json` has the fields of saved heads, each of the expected type, and no quantization."""
     return (
         all(isinstance(config.get(name), kind) for name, kind in FIELDS.items())
         and all(isinstance(config.get(name), (kind, type(None))) for name, kind in OPTIONAL.items())
@@ -114,7 +118,7 @@ def _is_plain(config: dict[str, Any]) -> bool:
 
 
 def _counted(file: Path) -> dict[str, int] | None:
-    """Weights of a file per type; `None` if its header is odd or does not fit its length."""
+    """Counts the weights of a file per dtype; `None` if its header is unusual or does not fit the file's length."""
     entries = read_entries(file)
     with file.open("rb") as stream:
         data = file.stat().st_size - 8 - struct.unpack("<Q", stream.read(8))[0]
@@ -134,7 +138,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def refuse_odd_target(target: object) -> None:
-    """Raises [`HeadConfigError`] if the identity of the target, as far as it is there, is none."""
+    """Raises [`HeadConfigError`] if the config's `target` is present but is not the identity of a target."""
     if target is None:
         return
     fingerprint = target.get("fingerprint") if isinstance(target, dict) else None

@@ -1,4 +1,4 @@
-"""`load_heads`: draft heads from a folder or the Hub, in this package's own layout or their authors'."""
+"""`load_heads`: loads draft heads from a folder or the Hub, in this package's own layout or their authors'."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def load_heads(
 ) -> DraftHead:
     """Loads draft heads, ready for `target.generate(..., assistant_model=heads)`.
 
-    The layout is recognised by `config.json` and the tensors' names: this package's own, the authors' of EAGLE-1/2,
-    HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and those of DeepSpec, SpecForge, SGLang,
-    ModelOpt, vLLM and speculators. One line says what was found and what had to be assumed. A folder may also be a
-    training state of `accelerate`.
+    The layout is recognised from `config.json` and the names of the tensors. Supported are this package's own layout,
+    those of the authors of EAGLE-1/2, HASS, PosS, EAGLE-3, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and
+    those of DeepSpec, SpecForge, SGLang, ModelOpt, vLLM and speculators. One log line says what was found and what had
+    to be assumed. A folder may also be a training state of `accelerate`.
 
     Args:
         repo_or_path: Hub id or folder.
         revision: Branch, tag or commit on the Hub.
-        dtype: Type of the weights. By default they are loaded as stored, and follow the target's when it is first
-            used.
+        dtype: Dtype of the weights. By default they are loaded as stored, and converted to the target's dtype when the
+            heads are first used with it.
         device_map: As in transformers. By default the heads follow their target to the device of its `lm_head`.
         token: Hub token for private repositories.
-        local_files_only: Never ask the network.
-        positions_per_specialist: Draft positions per specialist of PosS heads in the authors' layout, which store it
-            nowhere; default from a name such as `PosS3-...`.
-        method: `"mtp"` takes the MTP layers out of a target's own checkpoint: `repo_or_path` is then the target.
-        anchor_slot: `"idle"` or `"drafts"`: whether the first slot of a block predicts a token, of block drafters
-            whose files do not say it (JetSpec heads trained with `draft_shift`); default idle.
+        local_files_only: Do not access the network.
+        positions_per_specialist: Draft positions per specialist, for PosS heads in the authors' layout, whose files do
+            not store the number. By default it is taken from a name such as `PosS3-...`.
+        method: `"mtp"` reads the MTP layers in a target's own checkpoint; `repo_or_path` then names the target.
+        anchor_slot: `"idle"` or `"drafts"`: whether the first slot of a block predicts a token. Only for block
+            drafters whose files do not say (JetSpec heads trained with `draft_shift`); default idle.
         compile: Compile the rounds of `generate` (`heads.compiled`).
         **tree_overrides: Fields of [`DraftTreeConfig`] (`kind`, `depth`, `top_k`, `total_tokens`, `choices`) that
             replace the saved ones.
 
     Returns:
-        Heads in eval mode.
+        The draft heads, in eval mode.
 
     Raises:
         HeadLoadError: (a `ValueError`) one of its subclasses, see `hf_specheads.errors`: unknown layout, damaged
             file, missing or unknown keys, contradicting shapes, NaN, missing config fields.
-        ValueError: for impossible tree options.
+        ValueError: For impossible tree options.
     """
     hub: HubOptions = {"revision": revision, "token": token, "local_files_only": local_files_only}
     folder = Path(repo_or_path) if method is not None else local_folder(repo_or_path, **hub)
@@ -92,20 +92,21 @@ def _errors_name(repo_or_path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _remember_source(heads: DraftHead, repo_or_path: str | os.PathLike[str], folder: Path) -> None:
-    """Where heads come from: the folder or the Hub id, and of the latter the commit."""
+    """Stores where the heads come from: the folder, or the Hub id and its commit."""
     heads.config.name_or_path = heads.name_or_path = str(repo_or_path)
     if folder != Path(repo_or_path):
-        heads.config._commit_hash = folder.name  # as transformers does; the adapter of a target is of the same commit
+        # As transformers does. The adapter of the target is later loaded from the same commit.
+        heads.config._commit_hash = folder.name
 
 
 def _will_be_compiled(heads: DraftHead, chosen: bool) -> None:
     heads.compiled = chosen
     if chosen and not torch.accelerator.is_available():
-        warm_up_toolchain()  # while the target is loaded
+        warm_up_toolchain()  # runs in the background, typically while the user loads the target
 
 
 def _build(stored: StoredHeads, dtype: torch.dtype | str | None, device_map: Any) -> tuple[DraftHead, StoredHeads]:
-    """Heads of what was read; and that, with a note where weights were not of the type they are loaded in."""
+    """Builds the heads from what was read. Adds a note to the latter if weights are converted to another dtype."""
     stored, loaded_as = _with_dtype(stored, dtype)
     heads = HEADS[stored.config.model_type].from_pretrained(
         None, config=stored.config, state_dict=stored.tensors, dtype=loaded_as, device_map=device_map
@@ -115,7 +116,7 @@ def _build(stored: StoredHeads, dtype: torch.dtype | str | None, device_map: Any
 
 
 def _with_dtype(stored: StoredHeads, dtype: torch.dtype | str | None) -> tuple[StoredHeads, torch.dtype | str]:
-    """The type to load in, by default the one most weights are stored in; others are noted."""
+    """Chooses the dtype to load in, by default that of most stored weights, and notes weights of other dtypes."""
     if dtype not in (None, "auto"):
         return stored, dtype
     usual = usual_dtype(stored.tensors)

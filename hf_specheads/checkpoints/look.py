@@ -1,4 +1,4 @@
-"""What a folder or repository holds, told without loading weights."""
+"""Inspects a folder or repository without loading weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tensors import Checkpoint, read_checkpoint
 # ------------------------------------------------------------------ looking without loading
 @dataclass(frozen=True)
 class Look:
-    """What a folder or repository is, as far as headers tell.
+    """Contents of a folder or repository, as far as headers tell.
 
     Attributes:
-        name: Of the folder or repository.
-        raw_config: Its `config.json`.
-        sizes: Bytes of every weight file.
-        found: The heads; `None` where the weights have no header that can be read without downloading them.
-        needed: Arguments `load_heads` must be given.
+        name: Name of the folder or repository.
+        raw_config: Contents of its `config.json`.
+        sizes: Bytes of every weight file, by file name.
+        found: The draft heads; `None` if the weights have no header that can be read without downloading them.
+        needed: Names of arguments that `load_heads` will require.
     """
 
     name: str
@@ -43,12 +43,13 @@ def look_at(
     positions_per_specialist: int | None = None,
     download: bool = False,
 ) -> Look:
-    """Says what a folder or repository holds without loading weights: from `config.json` and from the headers of
-    safetensors files, of which the Hub is asked for the first bytes. Takes the arguments of [`load_heads`]; with
-    `download` it looks at a repository's weights on this machine, pickled ones too.
+    """Inspects a folder or repository without loading weights: reads `config.json` and headers of safetensors files.
+
+    From the Hub, only the first bytes of a weight file are requested. The arguments are those of [`load_heads`]; with
+    `download`, a repository's files are downloaded first, so that pickled weights can be inspected too.
 
     Raises:
-        HeadLoadError: (a `ValueError`) one of its subclasses, as far as headers betray what is wrong.
+        HeadLoadError: (a `ValueError`) one of its subclasses, for problems that headers reveal.
     """
     name, folder = name_of(repo_or_path), Path(repo_or_path)
     hub = HubOptions(revision=revision, token=token, local_files_only=local_files_only)

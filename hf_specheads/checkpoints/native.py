@@ -1,4 +1,4 @@
-"""Draft heads that a target was published with: MTP layers, read out of the target's own checkpoint."""
+"""Reads draft heads that were published inside a target's own checkpoint: MTP layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ METHODS = ("mtp",)
 
 
 def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) -> StoredHeads:
-    """The heads in a target's checkpoint.
+    """Reads the draft heads in a target's checkpoint.
 
     Args:
-        source: The target's folder or Hub id.
-        method: Which; one of [`METHODS`].
-        hub: What of a repository is wanted.
+        source: Folder or Hub id of the target.
+        method: Method of the heads to read; one of [`METHODS`].
+        hub: Revision, token and offline mode for a repository on the Hub.
 
     Raises:
-        ValueError: for another method.
-        HeadLoadError: one of its subclasses, if the target has no such heads or they cannot be read.
+        ValueError: If `method` is not one of [`METHODS`].
+        HeadLoadError: One of its subclasses, if the target has no such heads or they cannot be read.
     """
     if method not in METHODS:
         raise ValueError(

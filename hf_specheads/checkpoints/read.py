@@ -1,4 +1,4 @@
-"""From files to the config and the tensors of draft heads: what layout they are in, and whether all of it fits."""
+"""Reads config and tensors of draft heads from files: recognises the layout and checks that everything fits."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from .layouts.fields import RawConfig, Source, Tensors
 from .tensors import Checkpoint, check_dtypes, read_checkpoint
 
 MAX_SPECIALISTS = 1024
-# Fields of our own layout that no tensor betrays: without one of them, its default would silently be another function.
+# Fields of our own layout that cannot be told from tensors. If one were missing, its default would silently change
+# what the heads compute.
 SILENT_FIELDS = (
     "rms_norm_eps", "hidden_act", "rope_parameters", "num_blocks", "tied_blocks", "hidden_state_offset",
     "norm_before_residual", "norm_output",
 )  # fmt: skip
-# Fields that count parts of which each has tensors of its own.
+# Fields that count parts, each of which has tensors of its own.
 COUNTS = ("num_specialists", "num_heads", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Draft heads as files have them.
+    """Draft heads as read from files.
 
     Attributes:
-        layout: A name of [`layouts.detect.TITLES`].
-        config: Config of our heads.
-        tensors: Weights under our names; on the device `meta` where only headers were read.
-        files: Where they come from.
-        notes: What was assumed, or is worth saying.
+        layout: Layout of the files, a key of [`layouts.detect.TITLES`].
+        config: Config of the heads, in this package's form.
+        tensors: Weights under this package's names; on the device `meta` if only headers were read.
+        files: Files that the weights were read from.
+        notes: Assumptions that were made, and other remarks for the user.
     """
 
     layout: str
@@ -45,7 +46,7 @@ class StoredHeads:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line: what it is, and every assumption."""
+        """Describes the heads and every assumption in one line."""
         config = self.config
         count = getattr(config, "num_specialists", None) or 1
         each = f", {count} specialists of {config.positions_per_specialist} draft position(s)" if count > 1 else ""
@@ -65,18 +66,18 @@ def read_heads(
     """Reads and checks the draft heads of a folder.
 
     Args:
-        folder: With config and weights.
-        name: Repository or folder name, which tells some things that no file says.
-        positions: Draft positions per specialist of PosS heads in their authors' layout.
-        anchor_slot: Whether the slot of the root drafts, of block drafters whose files do not say it.
-        headers_only: Read no weights, only what is said of them.
+        folder: Folder with config and weights.
+        name: Repository or folder name; it reveals some facts that no file states.
+        positions: Draft positions per specialist, for PosS heads in their authors' layout.
+        anchor_slot: `"idle"` or `"drafts"`: whether the root's slot drafts, for block drafters whose files do not say.
+        headers_only: Read only headers, no weights.
 
     Raises:
-        HeadLoadError: one of its subclasses, see `hf_specheads.errors`.
+        HeadLoadError: One of its subclasses, see `hf_specheads.errors`.
     """
     raw_config = read_json(config_file(folder))
     if detect_from_config(raw_config) == OURS:
-        config = own_config(raw_config, positions)  # refused before any weights are read
+        config = own_config(raw_config, positions)  # an unusable config is refused before any weights are read
         elsewhere = HEADS[config.model_type].weights_elsewhere(config)
         if elsewhere is not None:
             pruned = config.pruned_vocab_size is not None
@@ -93,10 +94,10 @@ def identify(
     positions: int | None = None,
     anchor_slot: str | None = None,
 ) -> StoredHeads:
-    """Tells the layout, and checks that config and tensors fit; see [`read_heads`].
+    """Recognises the layout, converts the heads, and checks that config and tensors fit; see [`read_heads`].
 
     Raises:
-        HeadLoadError: one of its subclasses.
+        HeadLoadError: One of its subclasses.
     """
     layout = detect_from_config(raw_config)
     if layout == OURS:
@@ -117,17 +118,17 @@ def identify(
 
 
 def with_note(stored: StoredHeads, note: str) -> StoredHeads:
-    """The same, with one assumption more."""
+    """Returns the same heads with one more note."""
     return replace(stored, notes=(*stored.notes, note))
 
 
 # ------------------------------------------------------------------ our own layout
 def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
-    """A config in our own layout.
+    """Builds the config from a `config.json` in our own layout.
 
     Raises:
-        UnknownFormatError: for heads of a family this version does not know.
-        HeadConfigError: if a field is missing (the defaults are another model's) or impossible.
+        UnknownFormatError: If this version does not know the family of the heads.
+        HeadConfigError: If a field is impossible, or is missing where its default would describe another model.
     """
     model_type = raw_config["model_type"]
     if model_type not in HEADS:
@@ -163,9 +164,9 @@ def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
 
 
 def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
-    """Compares keys and shapes with what the config promises, before a model of those sizes is built."""
+    """Compares keys and shapes of the tensors with the config, before memory for a model of that size is allocated."""
     counts = {name: getattr(config, name, None) or 0 for name in COUNTS}
-    if getattr(config, "fc_norm", False):  # a norm for each level
+    if getattr(config, "fc_norm", False):  # every level has a norm of its own
         counts["num_levels"] = config.num_levels
     for name, count in counts.items():
         if count > len(tensors):
@@ -174,7 +175,7 @@ def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
     try:
         with torch.device("meta"):
             heads = head_class(config)
-        tied = heads.all_tied_weights_keys  # saved once, under the other name
+        tied = heads.all_tied_weights_keys  # a tied weight is saved only once, under its other name
         expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items() if key not in tied}
     except (RuntimeError, TypeError, ValueError, ArithmeticError, KeyError, AttributeError) as error:
         raise HeadConfigError(f"config.json describes heads that cannot be built: {error}") from error

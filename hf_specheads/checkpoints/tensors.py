@@ -1,4 +1,4 @@
-"""Reading weight files without trusting them: nothing is executed, nothing is believed before it is checked."""
+"""Reads weight files without trusting them: no code in a file is executed, and every claim of a file is checked."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .layouts.keys import D2T, LM_HEAD, T2D
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# Types by the names safetensors gives them; weights are of few of them, but a message should name the others.
+# Maps safetensors' names of dtypes to torch's. Only a few are valid for weights; error messages name the others.
 DTYPE_NAMES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 COMMON_PREFIXES = ("module.", "model.")
-# Names that stay without prefix where a decoder's own have one.
+# Tensors that lie outside the decoder, so they have no prefix even where all keys of the decoder have one.
 BESIDE_DECODER = (LM_HEAD, D2T, T2D)
-# A copy of the target's `lm_head` that a converter of `speculators` writes full of NaN, beside MTP layers.
+# A converter of `speculators` writes a copy of the target's `lm_head` next to MTP layers, and fills the copy with NaN.
 NEVER_READ = ("verifier_lm_head.weight",)
 MAX_TENSORS = 20_000
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**24
-MAX_WEIGHT = 65504.0  # largest fp16 number; heads are published in fp16, and damaged bytes give larger ones
+MAX_WEIGHT = 65504.0  # largest fp16 number: draft heads are published in fp16, so a larger value means damaged bytes
 UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
     ImportError, OverflowError, MemoryError, RecursionError, NotImplementedError, struct.error, zipfile.BadZipFile,
@@ -45,12 +45,12 @@ UNREADABLE_ARCHIVE = (OSError, EOFError, RuntimeError, OverflowError, struct.err
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors of a checkpoint, with common prefixes (`module.`, `model.`) taken off the keys.
+    """Tensors of a checkpoint; common prefixes (`module.`, `model.`) are removed from the keys.
 
     Attributes:
-        tensors: Key to tensor: on the CPU, or on the device `meta` where only headers were read.
-        files: Where they come from.
-        notes: What is worth saying about where they were found.
+        tensors: Tensors by key, on the CPU, or on the device `meta` if only headers were read.
+        files: Files that the tensors were read from.
+        notes: Remarks for the user about where the files were found.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -64,17 +64,17 @@ class Checkpoint:
 
 
 def read_checkpoint(weights: WeightFiles, *, headers_only: bool = False) -> Checkpoint:
-    """All tensors of a checkpoint, checked one by one.
+    """Reads all tensors of a checkpoint and checks each of them.
 
     Args:
-        weights: Its files.
-        headers_only: Read names, shapes and types alone; the tensors are on the device `meta`.
+        weights: Files of the checkpoint.
+        headers_only: Read only names, shapes and dtypes; the tensors are then on the device `meta`.
 
     Raises:
-        CorruptCheckpointError: for files that are truncated, not parseable, hold more than tensors, or other tensors
-            than their index says.
-        CheckpointShapeError: for absurd sizes.
-        CheckpointValueError: for NaN, infinities, and types no weight has.
+        CorruptCheckpointError: If a file is truncated, cannot be parsed, holds something other than tensors, or holds
+            other tensors than its index says.
+        CheckpointShapeError: If a size is impossible.
+        CheckpointValueError: If a tensor holds NaN or infinities, or has a dtype that weights do not have.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in weights.files:
@@ -103,11 +103,11 @@ def _check_index(weights: WeightFiles, file: Path, keys: Iterable[str]) -> None:
 
 # ------------------------------------------------------------------ safetensors
 def read_header(file: Path) -> dict[str, torch.Tensor]:
-    """Names, shapes and types of a safetensors file, as tensors on the device `meta`.
+    """Reads names, shapes and dtypes of a safetensors file, as tensors on the device `meta`.
 
     Raises:
-        CorruptCheckpointError: if it has no proper header.
-        CheckpointShapeError, CheckpointValueError: see [`header_tensor`].
+        CorruptCheckpointError: If the file has no valid header.
+        CheckpointShapeError, CheckpointValueError: See [`header_tensor`].
     """
     return {
         key: header_tensor(key, entry.get("dtype"), entry.get("shape"), file.name)
@@ -116,11 +116,11 @@ def read_header(file: Path) -> dict[str, torch.Tensor]:
 
 
 def header_tensor(key: str, dtype: object, shape: object, where: str) -> torch.Tensor:
-    """A tensor without data, from what a header says of it.
+    """Makes a tensor without data, on the device `meta`, from its entry in a header.
 
     Raises:
-        CheckpointShapeError: for a shape that cannot be.
-        CheckpointValueError: for a type that is not known.
+        CheckpointShapeError: If the shape is impossible.
+        CheckpointValueError: If the dtype is unknown.
     """
     known = DTYPE_NAMES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
@@ -135,7 +135,7 @@ def header_tensor(key: str, dtype: object, shape: object, where: str) -> torch.T
 def _read_safetensors(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     header = read_header(file)
     try:
-        with safe_open(file, framework="pt", device="cpu") as reader:  # checks that sizes and offsets fit the file
+        with safe_open(file, framework="pt", device="cpu") as reader:  # also checks sizes and offsets against the file
             wanted = needed(reader.keys())
             if headers_only:
                 return {key: header[key] for key in wanted}
@@ -175,12 +175,13 @@ def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(file: Path, *, checksums: bool) -> None:
-    """Refuses archives that torch does not write: compressed ones, of which a small one can unpack to any size, and
-    entries with attributes, for which torch's reader returns memory that nobody filled. Torch does not look at
-    checksums either.
+    """Refuses archives that `torch.save` would not have written, and verifies checksums, which torch does not do.
+
+    A small compressed archive could unpack to any size. For entries with attributes, torch's reader returns
+    uninitialised memory.
 
     Raises:
-        CorruptCheckpointError: also if a checksum is wrong.
+        CorruptCheckpointError: If the archive is not of torch's form, or a checksum is wrong.
     """
     if not _is_archive(file):
         return
@@ -199,7 +200,7 @@ def _check_archive(file: Path, *, checksums: bool) -> None:
 
 
 def _is_archive(file: Path) -> bool:
-    """Whether torch takes a file for an archive, or Python does."""
+    """Whether torch or Python's `zipfile` would treat the file as an archive."""
     with file.open("rb") as stream:
         return stream.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(file)
 
@@ -211,7 +212,7 @@ def _is_plain_entry(entry: zipfile.ZipInfo) -> bool:
 
 
 def _check_storages(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Refuses tensors of more memory than the file can have filled."""
+    """Refuses tensors that claim more memory than the file has bytes."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors.values() if tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -225,10 +226,10 @@ def _check_storages(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 # ------------------------------------------------------------------ checks
 def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
-    """Refuses tensors no weights look like: absurd sizes, views larger than their memory, NaN, absurd values.
+    """Refuses tensors that cannot be weights: impossible sizes, views larger than their storage, NaN, absurd values.
 
     Raises:
-        CheckpointShapeError, CheckpointValueError: naming the tensor.
+        CheckpointShapeError, CheckpointValueError: The message names the tensor.
     """
     if not tensors or len(tensors) > MAX_TENSORS:
         raise CheckpointShapeError(f"{where} holds {len(tensors)} tensors, expected between 1 and {MAX_TENSORS}.")
@@ -246,7 +247,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
 
 def _check_values(key: str, tensor: torch.Tensor, where: Path) -> None:
     low, high = (float(bound) for bound in torch.aminmax(tensor))
-    if not math.isfinite(low) or not math.isfinite(high):  # NaN is passed on to both
+    if not math.isfinite(low) or not math.isfinite(high):  # with a NaN in the tensor, both bounds are NaN
         raise CheckpointValueError(
             f"{key} in {where} holds NaN or infinities; such heads cannot draft. Use an undamaged checkpoint."
         )
@@ -260,15 +261,15 @@ def _check_values(key: str, tensor: torch.Tensor, where: Path) -> None:
 def check_dtypes(
     tensors: dict[str, torch.Tensor], where: Path, integer_tensors: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuses weights of a type other than fp16, bf16, fp32, fp64, and fp16 next to bf16, which nobody trains.
+    """Refuses weights that are not fp16, bf16, fp32 or fp64, and files that mix fp16 with bf16, which nobody trains.
 
     Args:
-        tensors: Key to tensor.
-        where: Their file.
-        integer_tensors: Tensors that are no weights, and their types.
+        tensors: Tensors by key.
+        where: File of the tensors, for messages.
+        integer_tensors: Required dtypes of the tensors that are not weights, by key.
 
     Raises:
-        CheckpointValueError: naming the tensor and its type.
+        CheckpointValueError: The message names the tensor and its dtype.
     """
     for key, tensor in tensors.items():
         if (wanted := (integer_tensors or {}).get(key)) is not None:
@@ -292,7 +293,7 @@ def _no_weight(key: str, tensor: torch.Tensor, where: Path) -> str:
 
 
 def usual_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The type that most of the weights have, counted in numbers."""
+    """Returns the dtype of most weights, counted in elements; float32 if there are none."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
         if tensor.dtype.is_floating_point:
@@ -301,10 +302,10 @@ def usual_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def without_common_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with prefixes taken off that all keys have, but for those that lie beside a decoder.
+    """Removes the prefixes that all keys share; keys of [`BESIDE_DECODER`] may lack them.
 
     Raises:
-        CorruptCheckpointError: if two keys become one.
+        CorruptCheckpointError: If two keys become the same.
     """
     for prefix in COMMON_PREFIXES:
         inside = [key.startswith(prefix) for key in tensors]

@@ -1,9 +1,9 @@
-"""Draft heads in the layouts that serving engines and the authors' own code read.
+"""Writes draft heads in the layouts that serving engines and the authors' own code read.
 
     export_heads(heads, "heads-for-vllm", to="vllm")
 
-Nothing is approximated in silence: what a destination cannot represent is refused with the reason, and what serving
-there costs is said.
+Nothing is approximated silently. Heads that a destination cannot represent are refused with the reason, and notes say
+what is lost by serving heads there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .layouts.speculators import write as speculators
 from .layouts.speculators import write_blocks as speculators_blocks
 from .layouts.written import Layout, common_notes, scales_embeddings, target_name
 
-# Where heads of a family can go; the authors' own layout last.
+# Destinations that the heads of each family can be exported to; the authors' own layout comes last.
 DESTINATIONS: dict[type[DraftHead], tuple[str, ...]] = {
     EagleHead: ("vllm", "sglang", "eagle"),
     PEagleHead: ("speculators",),
@@ -69,11 +69,11 @@ class Exported:
     """An export that was written.
 
     Attributes:
-        folder: Where.
-        to: For whom.
-        files: Names of the files.
-        notes: What is lost, changed or to be known, a sentence each.
-        command: Command that serves it, `None` where there is none.
+        folder: Folder of the export.
+        to: Destination, as passed to [`export_heads`].
+        files: Names of the written files.
+        notes: What is lost or changed, and what users must know; one sentence each.
+        command: Command that serves the export; `None` if there is none.
     """
 
     folder: Path
@@ -96,19 +96,20 @@ def export_heads(
     Args:
         heads: Loaded heads; they are not changed.
         folder: Folder to write.
-        to: `"vllm"`, `"sglang"`; `"speculators"` (EAGLE-3, P-EAGLE, DFlash-1/2, DSpark, MTP); the authors' own layouts
-            `"eagle"` (EAGLE-1/2/3, HASS, PosS), `"medusa"`, `"hydra"`, `"dflash"` (DFlash-1/2, JetSpec, DSpark,
-            Domino), `"mtp"`, as in Qwen's targets; `"vllm-medusa"`, read by older releases of vLLM.
-        target: The loaded target, needed for few heads (the error says so), or its name, which commands and the
-            layout of `speculators` show; default the name that the heads remember.
-        overwrite: Write into a folder that is not empty.
+        to: Destination. Engines: `"vllm"`, `"sglang"`. Library: `"speculators"` (EAGLE-3, P-EAGLE, DFlash-1/2, DSpark,
+            MTP). The authors' own layouts: `"eagle"` (EAGLE-1/2/3, HASS, PosS), `"medusa"`, `"hydra"`, `"dflash"`
+            (DFlash-1/2, JetSpec, DSpark, Domino), `"mtp"` (as in Qwen's targets). Older releases of vLLM:
+            `"vllm-medusa"`.
+        target: The loaded target, or its name. The loaded target is needed for few heads (the error says so). The name
+            appears in commands and in the layout of `speculators`; by default it is the name stored with the heads.
+        overwrite: Write into the folder even if it is not empty.
 
     Returns:
-        What was written, what is lost, and how to serve it.
+        The written files, notes on what is lost, and the command that serves them.
 
     Raises:
-        ExportError: if the destination cannot represent the heads; names the reason and what to do.
-        FileExistsError: if the folder is not empty.
+        ExportError: If the destination cannot represent the heads; the message says why and what to do.
+        FileExistsError: If the folder is not empty and `overwrite` is false.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
@@ -135,7 +136,7 @@ def export_heads(
 
 
 def needs_target(heads: DraftHead, to: str) -> bool:
-    """Whether an export reads weights of the target: an embedding that must be written with the heads."""
+    """Whether an export needs the loaded target, because weights of it must be written with the heads."""
     config = heads.config
     if isinstance(heads, DSparkHead):
         return True
@@ -162,7 +163,7 @@ def _family_of(heads: DraftHead, to: str) -> type[DraftHead]:
 
 
 def _check_weights(heads: DraftHead) -> None:
-    """Quantised and offloaded weights are not those that were trained, or not there."""
+    """Refuses quantised weights, which are not those that were trained, and offloaded weights, which are not there."""
     if getattr(heads, "is_quantized", False) or getattr(heads, "hf_quantizer", None) is not None:
         raise ExportError("these heads were quantised on loading; load them without `quantization_config` to export.")
     if missing := [name for name, value in heads.named_parameters() if value.device.type == "meta"]:
@@ -184,7 +185,7 @@ def _layout(heads: DraftHead, to: str, target: PreTrainedModel | str | None) -> 
         return medusa.layout(heads, to)
     if isinstance(heads, Eagle3Head):
         return speculators.layout(heads, target) if to == "speculators" else eagle3.layout(heads, to, loaded)
-    return eagle.layout(cast(EagleHead, heads), to, loaded)  # the one family left
+    return eagle.layout(cast(EagleHead, heads), to, loaded)  # only EAGLE's family is left
 
 
 def _block_layout(heads: BlockHead, to: str, target: PreTrainedModel | None) -> Layout:
@@ -196,7 +197,7 @@ def _block_layout(heads: BlockHead, to: str, target: PreTrainedModel | None) -> 
 def _export_language_model(
     heads: DraftLanguageModel, folder: Path, to: str, target: PreTrainedModel | str | None
 ) -> Exported:
-    """The wrapped model as transformers saves it: engines draft with any small language model."""
+    """Saves the wrapped model as transformers does: engines can draft with any small language model."""
     heads.language_model.save_pretrained(folder)
     command = sglang_command(heads, "STANDALONE") if to == "sglang" else vllm_command(heads, "draft_model")
     notes = tuple(common_notes(heads))

@@ -1,6 +1,6 @@
 """Command line: `specheads ...` or `python -m hf_specheads ...`.
 
-The modules of the commands load torch, transformers and heads when a command runs, not before.
+The modules of the commands import torch, transformers and the heads only when a command runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .arguments import Parser, add_debug_argument, add_output_arguments
 from .display import hide_progress, print_in_any_encoding, reader_has_gone
 from .handed_over import HANDED_OVER
 
-INTERRUPTED, NOBODY_READS = 130, 141  # 128 and the number of the signal
+INTERRUPTED, NOBODY_READS = 130, 141  # as in shells: 128 plus the number of the signal (SIGINT, SIGPIPE)
 COMMANDS: dict[str, Any] = {
     "demo": demo,
     "app": app,
@@ -52,7 +52,7 @@ COMMANDS: dict[str, Any] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands; each module adds its own arguments and a function `run(args) -> exit code`."""
+    """Builds the parser with all subcommands; each module provides `add_arguments` and `run(args) -> exit code`."""
     parser = Parser(prog="specheads", description="Draft heads that speed up generation without changing its output.")
     parser.add_argument("--version", action="version", version=f"hf-specheads {__version__}")
     add_debug_argument(parser)
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Returns:
-        The exit code: 0 for success, 1 for a failed check, 2 for wrong input; those of a shell for a command that was
-        interrupted, or whose reader has gone.
+        The exit code: 0 for success, 1 for a failed check, 2 for wrong input. As in a shell, 130 if the command was
+        interrupted, and 141 if stdout is a pipe that nobody reads any more.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     print_in_any_encoding()
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """The same, but for what ends a command from outside."""
+    """Runs one subcommand like [`main`], but lets interrupts and closed pipes propagate."""
     if argv and argv[0] in HANDED_OVER:
         return HANDED_OVER[argv[0]].hand_over(argv[1:])
     args = build_parser().parse_args(argv)
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
 
 
 def failed(error: Exception) -> int:
-    """Says in one line on stderr what went wrong, and returns the exit code."""
+    """Prints the error on one line to stderr, and returns the exit code 2."""
     said = " ".join(str(error).split())
     if isinstance(error, IsADirectoryError):
         said = f"{str(error.filename)!r} is a folder, and a file was expected; name a file in it."

@@ -1,4 +1,4 @@
-"""A page in the browser: chat with draft heads beside plain decoding, draft trees as pictures, the doctor.
+"""Open a page in the browser: chat with draft heads next to plain decoding, pictures of draft trees, the doctor.
 
 Uses the shipped pair, or a target and heads of your own. Needs the extra `app`: pip install "hf-specheads[app]".
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models, and where the page is served."""
+    """Adds options for the models, and for the address of the page."""
     add_pair_arguments(parser, nargs="+", help="the same, of heads (default: all of the pair)")
     add_placement_arguments(parser)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries to start from")
@@ -41,13 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves the page until it is interrupted."""
+    """Serves the page until the process is interrupted."""
     refuse_without_gradio()
     models, chosen = load_models(args)
     from ..app.page import build_page, launch_options
 
     entries = read_demo_prompts(args.prompts, models.chats)
-    prompts = [(entry["name"], question_of(entry)) for entry in entries if not entry.get("tools")]  # the page has none
+    # Prompts with tools are left out, because the page has no tools.
+    prompts = [(entry["name"], question_of(entry)) for entry in entries if not entry.get("tools")]
     page = build_page(models, prompts, chosen)
     where = {"server_name": args.host, "server_port": args.port, "inbrowser": args.open}
     _, url, _ = page.launch(prevent_thread_lock=True, **launch_options(), **where)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def question_of(entry: dict[str, Any]) -> str:
-    """The text of a prompt, or the newest question of a chat."""
+    """Returns the text of a prompt, or the last question of a chat."""
     prompt = prompt_of(entry)
     if isinstance(prompt, str):
         return prompt
@@ -69,20 +70,20 @@ def question_of(entry: dict[str, Any]) -> str:
 
 
 def refuse_without_gradio() -> None:
-    """Before any model is loaded.
+    """Refuses to start if gradio is not installed, before any model is loaded.
 
     Raises:
-        ImportError: with the command that installs it.
+        ImportError: With the command that installs gradio.
     """
     if importlib.util.find_spec("gradio") is None:
         raise ImportError('the page needs gradio, which is not installed; pip install "hf-specheads[app]".')
 
 
 def load_models(args: argparse.Namespace) -> tuple[Models, str]:
-    """The target, its heads by name, and the name of those that are selected at first.
+    """Loads the target, prepares its heads by name, and chooses the heads that are selected at first.
 
     Raises:
-        FileNotFoundError: if a folder or a pair does not exist, or the pair has no heads.
+        FileNotFoundError: If a folder or a pair does not exist, or the pair has no heads.
     """
     sources = sources_of(args.pair, args.heads or heads_of_pair(find_pair(args.pair)))
     target, tokenizer, options = load_placed_target(args)
@@ -93,7 +94,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, str]:
     }
     models = Models(target, tokenizer, loaders, member(args.pair, args.target))
     chosen = preferred_of(list(loaders))
-    models.heads(chosen)  # heads of another target are told before the page is there
+    models.heads(chosen)  # loaded now, so that heads of another target are refused before the page opens
     return models, chosen
 
 

@@ -1,4 +1,4 @@
-"""Arguments several subcommands share, and loading what they name."""
+"""Arguments that several subcommands share, and loading of the models that they name."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from .display import note
 
-if TYPE_CHECKING:  # imported where they are used: `--help` must not wait for them
+if TYPE_CHECKING:  # at run time these are imported inside functions, so that `--help` does not wait for them
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..heads.base import DraftHead
 
-# One of them is in every folder with a tokenizer.
+# Every folder with a tokenizer contains a file that matches one of these patterns.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Descriptions as written, and the default of every option that has one to speak of."""
+    """Prints descriptions as written, and adds the default to the help of options with a non-boolean default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or isinstance(action.default, bool) or "default" in (action.help or ""):
@@ -32,7 +32,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written with dashes; with underscores they are understood too."""
+    """Parser whose options are written with dashes; underscores are accepted too."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"formatter_class": Formatter, **kwargs})
@@ -44,26 +44,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def dashed(word: str) -> str:
-    """`--max_new_tokens=8` as `--max-new-tokens=8`; whatever is no option as it is."""
+    """Turns `--max_new_tokens=8` into `--max-new-tokens=8`; words that are not options are unchanged."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every command prints, and where: the same for all."""
+    """Adds the output options that all commands share."""
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the facts as JSON, and nothing else, to stdout")
     output.add_argument("--quiet", action="store_true", help="no progress (which only a terminal is shown)")
-    add_debug_argument(output, default=argparse.SUPPRESS)  # what was said before the command counts
+    add_debug_argument(output, default=argparse.SUPPRESS)  # keeps a `--debug` that was given before the command
 
 
 def add_debug_argument(parser: Any, default: Any = False) -> None:
-    """`--debug`, the same for all."""
+    """Adds `--debug`, which all commands share."""
     parser.add_argument("--debug", action="store_true", default=default, help="show where an error came from")
 
 
 def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
-    """How heads are loaded: layout hints and draft tree."""
+    """Adds options for loading heads: hints on the layout, and the draft tree."""
     parser.add_argument("--heads-revision", metavar="REV", help="branch, tag or commit of the heads on the Hub")
     parser.add_argument(
         "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
@@ -86,35 +86,35 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Target and heads, their type and place."""
+    """Adds options for target and heads, their dtype and device."""
     parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
     add_target_arguments(parser)
     add_heads_arguments(parser)
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Target, its type and place."""
+    """Adds options for the target, its dtype and device."""
     parser.add_argument("--target", required=True, help="target model: folder or Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: as stored)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
 
 
 def tree_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Tree options the user gave."""
+    """Returns the draft tree options that the user gave."""
     values = {"kind": args.kind, "depth": args.depth, "top_k": args.tree_top_k, "total_tokens": args.total_tokens,
               "choices": args.choices, "children": args.children, "lookup": args.lookup}  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}
 
 
 def torch_dtype(name: str) -> torch.dtype | str:
-    """`"auto"` or the torch dtype of that name."""
+    """Returns the torch dtype of that name, or `"auto"` unchanged."""
     import torch
 
     return name if name == "auto" else getattr(torch, name)
 
 
 def load_target(args: argparse.Namespace, source: str) -> PreTrainedModel:
-    """A target in the type it is stored in, on the CPU, for commands that only read of it."""
+    """Loads a target on the CPU in its stored dtype, for commands that only read its weights."""
     note(args, f"Loading the target {source} ...")
     from ..target import loading
 
@@ -122,14 +122,14 @@ def load_target(args: argparse.Namespace, source: str) -> PreTrainedModel:
 
 
 def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A target's tokenizer.
+    """Loads the tokenizer of a target.
 
     Args:
         source: Folder or Hub id of the target.
-        **options: Of `from_pretrained`.
+        **options: Passed to `from_pretrained`.
 
     Raises:
-        FileNotFoundError: for a folder without one, which transformers says less plainly.
+        FileNotFoundError: If a folder has no tokenizer; transformers' own error is less clear.
     """
     from transformers import AutoTokenizer
 
@@ -145,7 +145,7 @@ def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> DraftHead:
-    """Heads as the arguments ask for them."""
+    """Loads heads with the options that the user gave."""
     note(args, f"Loading the heads {source} ...")
     from .. import load_heads
 
@@ -162,13 +162,13 @@ def load_heads_from(args: argparse.Namespace, source: str, **kwargs: Any) -> Dra
 
 
 def load_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
-    """Target, tokenizer and heads, the heads bound (and thereby checked) to the target."""
+    """Loads target, tokenizer and heads, and binds the heads to the target, which checks that they fit."""
     target, tokenizer, heads = load_unbound_pair(args)
     return target, tokenizer, heads.bind(target)
 
 
 def load_unbound_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
-    """The same without looking whether they were made for each other."""
+    """Loads target, tokenizer and heads without checking that the heads were made for the target."""
     note(args, f"Loading the target {args.target} ...")
     from ..target import loading
     from ..target.borrowed import BorrowedModules

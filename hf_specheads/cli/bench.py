@@ -1,10 +1,10 @@
-"""Compare tokens per second: plain generation, heads drafting every round, heads as they are, compiled; all in turns.
+"""Compare tokens per second of plain generation, heads drafting every round, heads as they are, and compiled heads.
 
-Prompts as for `specheads eval`, or suites that others report on: `--suite ours` needs no network, the others come from
-the Hub through `datasets`. Every side runs every prompt (or batch of prompts) `--repeats` times; a ratio is the median
-over repeats. With `--temperature` texts are drawn, with the same seed for all sides. The JSON has vLLM's names.
-Exit code 0: all greedy texts are the plain ones, or differ where rounding decides between two tokens; 1: one differs
-otherwise (`specheads diff` says where); 2: wrong input.
+The sides take turns. Prompts are those of `specheads eval`, or published suites: `--suite ours` needs no network, the
+others are read from the Hub with `datasets`. Every side runs every prompt (or batch of prompts) `--repeats` times; a
+ratio is the median over repeats. With `--temperature`, texts are sampled, with the same seed for all sides. The JSON
+uses vLLM's metric names. Exit code 0: all greedy texts equal the plain ones, or differ only where rounding decides
+between two tokens; 1: a text differs for another reason (`specheads diff` says where); 2: wrong input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AGAINST = "other heads, every round"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompts, and what is compared."""
+    """Adds options for models, prompts, and what is compared."""
     add_model_arguments(parser)
     add_prompt_arguments(parser, required=False)
     parser.add_argument("--suite", help="ours, mt_bench, humaneval, gsm8k, math500, mbpp, alpaca, spec_bench, or a "
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sides_of(heads: DraftHead, compiled: bool, against: DraftHead | None = None) -> dict[str, DraftHead | None]:
-    """What takes turns, by name."""
+    """Returns the sides that are compared, by name; `None` stands for plain generation."""
     every_round, adaptive = heads.with_tree(), heads.with_tree()
     every_round.adaptive, adaptive.adaptive = False, True
     sides = {PLAIN: None, EVERY_ROUND: every_round, ADAPTIVE: adaptive}
@@ -62,10 +62,10 @@ def sides_of(heads: DraftHead, compiled: bool, against: DraftHead | None = None)
 
 
 def suite_prompts(args: argparse.Namespace) -> list[SuitePrompt]:
-    """Prompts of the suites asked for; none for `--prompts`.
+    """Loads the prompts of the chosen suites; empty if `--prompts` is given instead.
 
     Raises:
-        ValueError: unless exactly one of the two is given.
+        ValueError: Unless exactly one of `--suite` and `--prompts` is given.
     """
     if (args.prompts is None) == (args.suite is None):
         raise ValueError("give either --prompts FILE ... or --suite NAME,...; `--suite ours` needs no network.")
@@ -77,7 +77,7 @@ def suite_prompts(args: argparse.Namespace) -> list[SuitePrompt]:
 
 
 def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_size: int) -> list[dict[str, Any]]:
-    """Left-padded batches, in the order of the prompts; the last one may be smaller."""
+    """Makes left-padded batches, in the order of the prompts; the last batch may be smaller."""
     from ..texts import all_token_ids, left_padded, pad_token_id_of
 
     rows = [ids[0].tolist() for ids in all_token_ids(prompts, tokenizer)]
@@ -86,7 +86,7 @@ def batches_of(tokenizer: PreTrainedTokenizerBase, prompts: list[Any], batch_siz
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the comparison; 1 if a greedy text differs from the plain one by more than rounding."""
+    """Prints the comparison; returns 1 if a greedy text differs from the plain one by more than rounding."""
     chosen = suite_prompts(args)
     prompts: list[Any] = [] if chosen else read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
@@ -134,8 +134,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Timed(NamedTuple):
-    """One side on one batch: new tokens, wall seconds, statistics (`None` of plain generation), and seconds until the
-    first token (`None` in batches)."""
+    """Result of one side on one batch.
+
+    Attributes:
+        token_ids: New tokens of every sequence.
+        seconds: Wall seconds.
+        stats: Statistics of the generation; `None` for plain generation.
+        first: Seconds until the first token; `None` for batches of several prompts.
+    """
 
     token_ids: list[list[int]]
     seconds: float
@@ -147,14 +153,14 @@ Runs = list[list[Timed]]  # `[repeat][batch]`
 
 
 def rounds_of(runs: Runs) -> list[PromptRounds]:
-    """Rounds by prompt, of the first repeat."""
+    """Returns the rounds of every prompt in the first repeat."""
     from ..evaluation.dialect import PromptRounds
 
     return [rounds for run in runs[0] if run.stats is not None for rounds in PromptRounds.of(run.stats)]
 
 
 def facts_of(runs: Runs, plain: Runs) -> dict[str, Any]:
-    """What one side's runs say next to the plain ones; medians over repeats, texts of the first."""
+    """Metrics of one side, compared to plain generation: medians over repeats, and texts of the first repeat."""
     from ..evaluation.dialect import field_metrics
 
     seconds, plain_seconds = ([sum(run.seconds for run in repeat) for repeat in each] for each in (runs, plain))
@@ -178,7 +184,7 @@ def facts_of(runs: Runs, plain: Runs) -> dict[str, Any]:
 def differences(
     target: PreTrainedModel, batches: list[dict[str, Any]], runs: Runs, plain: Runs, judged: dict[str, Any]
 ) -> dict[str, int]:
-    """How many texts of the first repeat are not the plain ones, and of how many rounding decided."""
+    """Counts the texts of the first repeat that differ from the plain ones, and those that differ at a tie."""
     from ..diagnosis.difference import part_at_a_tie
 
     ties = []
@@ -190,7 +196,7 @@ def differences(
 
 
 def latency(runs: Runs) -> dict[str, float | None]:
-    """Seconds to the first token, the median of all runs, and tokens per second after it; `None` in batches."""
+    """Median seconds to the first token, and tokens per second after it; `None` for batches of several prompts."""
     timed = [run for repeat in runs for run in repeat if run.first is not None]
     decoding = sum(run.seconds - run.first for run in timed if run.first is not None)
     tokens = sum(len(run.token_ids[0]) - 1 for run in timed)
@@ -201,7 +207,7 @@ def latency(runs: Runs) -> dict[str, float | None]:
 
 
 def by_group(chosen: list[SuitePrompt], runs: Runs) -> dict[str, Any]:
-    """Metrics of every suite, and of every category of it where there are several; of batches of one prompt only."""
+    """Metrics of every suite and of each of its categories; empty unless there are rounds for every prompt."""
     from ..evaluation.dialect import field_metrics
 
     rounds = rounds_of(runs)
@@ -215,7 +221,7 @@ def by_group(chosen: list[SuitePrompt], runs: Runs) -> dict[str, Any]:
 
 
 def difference(ours: Runs, theirs: Runs) -> dict[str, float]:
-    """tau with the heads less tau with the others, paired by prompts."""
+    """Difference of tau, the heads' minus that of the other heads, paired by prompt."""
     from ..evaluation.dialect import tau_difference
 
     found = tau_difference(rounds_of(ours), rounds_of(theirs))
@@ -223,7 +229,7 @@ def difference(ours: Runs, theirs: Runs) -> dict[str, float]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """One line a side, one for every side that took plain steps, and acceptance position by position."""
+    """Renders a line per side, a line per side with plain steps, and acceptance by draft position."""
     facts = found["sides"]
     rows = [
         (name, number(side["tokens_per_second"], 1), number(side["speed_up"], suffix="x"),
@@ -253,14 +259,14 @@ def report(found: dict[str, Any]) -> str:
 
 
 def same_text(side: dict[str, Any]) -> str:
-    """Whether one side's texts are the plain ones."""
+    """Says whether the texts of a side equal the plain ones."""
     if side["identical"]:
         return "yes"
     return "up to ties" if side.get("differing") == side.get("ties", -1) else "NO"
 
 
 def acceptance_lines(side: dict[str, Any]) -> list[str]:
-    """Of the side that drafts every round."""
+    """Lines on acceptance, for the side that drafts in every round."""
     if "num_drafts" not in side:
         return []
     depth = len(side["num_accepted_tokens_per_pos"])

@@ -1,4 +1,4 @@
-"""Rewrite heads in another layout (their authors', a serving engine's, speculators') in this package's own layout."""
+"""Convert heads in another layout (their authors', a serving engine's, speculators') to this package's own layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .display import emit, note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Source, destination, and what the source does not tell."""
+    """Adds options for source and destination, and for facts that the source does not contain."""
     parser.add_argument("heads", help="folder or Hub id of the heads to read")
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("--target", help="target they were made for: its identity is stored with the heads")
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, checks, remembers the target if given, writes."""
+    """Loads and checks the heads, stores the target's identity if a target is given, and writes the heads."""
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())) and not args.overwrite:
         raise FileExistsError(f"{args.output} exists and is not empty; choose another folder or pass --overwrite.")
     heads = load_heads_from(args, args.heads, dtype=torch_dtype(args.dtype))

@@ -1,6 +1,6 @@
 """Show heads at work: the same text as plain generate, in fewer forwards; fails if a text differs.
 
-Uses the target and the POSS heads that come with the project, or those of a pair of your own.
+Uses the target and the POSS heads that come with the project, or a target and heads of your own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ..heads.base import DraftHead
 
-TASKS = "hf_specheads.trainer.shipped_pair.tasks"  # whose checkers know right answers
+TASKS = "hf_specheads.trainer.shipped_pair.tasks"  # has the checkers of right answers
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
@@ -57,7 +57,7 @@ No heads for it yet?  specheads train --config eagle target=your/target output_d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which pair, how much to generate."""
+    """Adds options for the pair of models, the prompts and their number."""
     add_pair_arguments(parser, help="the same, of the heads (default: the best of the pair)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftHead]:
-    """Target, tokenizer and heads in fp32, in which plain and speculative generation agree to the last token."""
+    """Loads target, tokenizer and heads in fp32, in which plain and speculative generation give the same tokens."""
     chosen = args.heads or preferred_of(heads_of_pair(find_pair(args.pair)))
     target_name, heads_name = member(args.pair, args.target), member(args.pair, chosen)
     note(args, f"Loading {target_name} and {heads_name} ...")
@@ -82,8 +82,11 @@ def load_demo_pair(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTraine
 
 
 def read_demo_prompts(path: Path | None, chats: bool = False) -> list[dict[str, Any]]:
-    """Entries with `name`, and `prompt` or `messages`; the built-in ones were written for the demo, so no model has
-    seen them. `chats` asks for the built-in ones of a target that chats."""
+    """Reads entries with `name`, and `prompt` or `messages`, from a file or the built-in ones.
+
+    The built-in prompts were written for the demo, so no model was trained on them. `chats` selects the built-in
+    prompts for a target that chats.
+    """
     built_in = resources.files(__package__).joinpath("demo_chats.jsonl" if chats else "demo_prompts.jsonl")
     text = (path or built_in).read_text(encoding="utf-8")
     prompts = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -91,12 +94,15 @@ def read_demo_prompts(path: Path | None, chats: bool = False) -> list[dict[str, 
 
 
 def prompt_of(entry: dict[str, Any]) -> str | list[dict[str, Any]]:
-    """The text of an entry, or its chat up to where the answer begins."""
+    """Returns the text of an entry, or its chat up to the start of the answer."""
     return entry["prompt"] if "prompt" in entry else _asked(entry)
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[str | list[dict[str, Any]]]:
-    """The built-in texts, or chats for a target that chats; none with tools, which not every chat template takes."""
+    """Returns the built-in texts, or chats for a target that chats.
+
+    Chats with tools are left out, because not every chat template supports tools.
+    """
     entries = read_demo_prompts(None, bool(tokenizer.chat_template))
     return [prompt_of(entry) for entry in entries if not entry.get("tools")]
 
@@ -104,7 +110,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[str | list[dict[str,
 def _inputs(
     entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
 ) -> dict[str, torch.Tensor]:
-    """Token ids and mask of a text, or of a chat that ends where the answer begins."""
+    """Token ids and mask of a text, or of a chat up to the start of the answer."""
     if "prompt" in entry:
         return encode(tokenizer, target, entry["prompt"])
     options = {"tools": entry.get("tools"), **(entry.get("chat_template_kwargs") or {})}
@@ -118,22 +124,22 @@ def _inputs(
 
 
 def _asked(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a chat without the right answer that a checked one ends with."""
+    """Messages of a chat; the right answer at the end of a chat with `facts` is left out."""
     return entry["messages"][:-1] if "facts" in entry else entry["messages"]
 
 
 def answer_problem(entry: dict[str, Any], answer: str) -> str | None:
-    """What is wrong with an answer to a chat whose family has a checker, or `None`."""
+    """Checks an answer to a chat and says what is wrong with it, or returns `None` if it is right."""
     tasks = import_module(TASKS)
     row = {name: value for name, value in entry.items() if name != "name"}
     return tasks.answer_problem(tasks.Example.from_row(row), answer)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Texts with accepted runs marked, then tables, greedy and sampled; 1 if a text differs from plain generation."""
+    """Prints texts with marked accepted tokens, and tables, greedy and sampled; returns 1 if a text differs."""
     say = (lambda *words, **options: None) if args.json else print
     say("hf-specheads: the same text as plain generate, in fewer forward passes. Loading ...", flush=True)
-    hide_progress()  # two small models: bars would only be in the way of the texts
+    hide_progress()  # loading two small models is quick, so progress bars would only disturb the texts
     target, tokenizer, heads = load_demo_pair(args)
     prompts = read_demo_prompts(args.prompts, bool(tokenizer.chat_template))[: args.limit]
     colour = use_colour()
@@ -159,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(entry: dict[str, Any], sample: Sample, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
-    """Question and answer of one prompt, and whether the answer is right where that is known."""
+    """Question and answer of one prompt, and whether the answer is right if there is a checker."""
     shown = marked_text(sample.token_ids, sample.steps, tokenizer.decode, colour)
     if "prompt" in entry:
         return f"--- {entry['name']}\n{entry['prompt']}{shown}"

@@ -15,7 +15,7 @@ from .generate import add_prompt_argument, encode, read_prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompt, and the script to write."""
+    """Adds options for models, prompt, and the script to write."""
     add_model_arguments(parser)
     add_prompt_argument(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the verdict; 1 for a bug."""
+    """Prints the verdict; returns 1 for a bug."""
     text = read_prompt(args)
     target, tokenizer, heads = load_pair(args)
     from ..diagnosis.difference import explain_difference

@@ -1,7 +1,7 @@
-"""Find out why heads accept little: wrong settings, another target, another kind of text, or too little training.
+"""Find out why few drafts are accepted: wrong settings, another target, another kind of text, or too little training.
 
-The target continues the prompts; its texts and hidden states are captured once, and every setting that the files do
-not prove is tried on them. Exit code 0: the heads accept as trained; 1: something was found; 2: wrong input.
+The target continues the prompts. Its texts and hidden states are captured once, and every setting that the files do
+not determine is tried on them. Exit code 0: the heads accept as trained; 1: a cause was found; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .prompts import read_prompts, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompts, and where mended heads go."""
+    """Adds options for models, prompts, and the folder of repaired heads."""
     parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
     add_target_arguments(parser)
     parser.add_argument(
@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the page; 1 if anything was found."""
-    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
+    """Prints the diagnosis; returns 1 if a cause was found."""
+    # Prompts are read first, so that a wrong file is refused before any model is loaded.
+    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []
     target, tokenizer, heads = load_unbound_pair(args)
     prompts = (texts_of(prompts, tokenizer) or prompts_for(tokenizer))[: args.limit]
     from ..diagnosis.doctor import diagnose

@@ -1,6 +1,6 @@
 """Print versions and devices, for bug reports.
 
-At once, because torch is not loaded: versions are those of the installed packages, accelerators those that
+Quick, because torch is not imported: versions are those of the installed packages, accelerators those that
 `nvidia-smi` lists. `--devices` asks torch which devices it can use, which takes the seconds of its import.
 """
 
@@ -25,15 +25,15 @@ LIST_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask for devices."""
+    """Adds the option to ask torch for devices."""
     parser.add_argument("--devices", action="store_true", help="ask torch for devices and threads (takes seconds)")
 
 
 def collect(*, ask_torch: bool = True) -> dict[str, str]:
-    """Versions and devices as text.
+    """Collects versions and devices, as text.
 
     Args:
-        ask_torch: Load torch, which alone knows which devices it can use and its threads.
+        ask_torch: Import torch to learn which devices it can use and its number of threads.
     """
     found = versions(PACKAGES)
     facts = {"python": found["python"], "platform": platform.platform(), "processor": processor()}
@@ -47,7 +47,7 @@ def collect(*, ask_torch: bool = True) -> dict[str, str]:
 
 
 def torch_build() -> str:
-    """What the installed torch was built for, e.g. `CUDA 12.8`, by the file in which it keeps its version."""
+    """Platform that the installed torch was built for, e.g. `CUDA 12.8`, read from its `version.py`."""
     spec = importlib.util.find_spec("torch")
     folders = [] if spec is None else spec.submodule_search_locations or []
     for file in (Path(folder) / "version.py" for folder in folders):
@@ -59,7 +59,7 @@ def torch_build() -> str:
 
 
 def listed_accelerators() -> str:
-    """Names of the GPUs that `nvidia-smi` lists, whether torch can use them or not."""
+    """Names of the GPUs that `nvidia-smi` lists, whether or not torch can use them."""
     if shutil.which(LIST_GPUS[0]) is None:
         return "none (there is no nvidia-smi here)"
     try:
@@ -70,7 +70,7 @@ def listed_accelerators() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one fact a line."""
+    """Prints one fact per line."""
     facts = collect(ask_torch=args.devices)
     emit(args, facts, "\n".join(f"{name:<20} {value}" for name, value in facts.items()))
     return 0

@@ -1,8 +1,8 @@
 """Measure heads on your prompts: acceptance length, pos-acc, speed-up, and whether every text is identical.
 
-Prompts: .jsonl with one object a line, or .txt with one prompt per file. Chats (`messages`) go through
-the target's chat template with their `tools` and `chat_template_kwargs`, up to the answer that they end with;
-texts (`prompt`, `text`) go in as they are.
+Prompts: .jsonl with one object per line, or .txt with one prompt per file. Chats (`messages`) are rendered by the
+target's chat template with their `tools` and `chat_template_kwargs`, without the answer that they end with; texts
+(`prompt`, `text`) are used as they are.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from .prompts import read_prompts, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompts and lengths."""
+    """Adds options for models, prompts and lengths."""
     add_model_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--no-plain", action="store_true", help="skip plain generation: faster, but no speed-up")
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Prompts, how many, and how far they are continued."""
+    """Adds options for the prompts, their number, and the number of new tokens."""
     parser.add_argument("--prompts", type=Path, nargs="+", required=required, help=".jsonl or .txt files")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a summary; 1 if a text differs from the plain one."""
+    """Prints a summary; returns 1 if a text differs from the plain one."""
     prompts = read_prompts(args.prompts)[: args.limit]
     target, tokenizer, heads = load_pair(args)
     texts = texts_of(prompts, tokenizer)
     from ..tuning.progress import bar
 
-    heads.adaptive = False  # the heads are measured, not the choice of when to use them
+    heads.adaptive = False  # measures the heads themselves, not the adaptive choice of when to draft
     runs = "with heads" if args.no_plain else "with heads and plainly"
     note(args, f"Generating {args.max_new_tokens} tokens from each of {len(prompts)} prompts, {runs} ...")
     warm_up(target, heads, encode(tokenizer, target, texts[0]))
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(summary: Summary) -> str:
-    """The numbers, one a line."""
+    """Renders one number per line."""
     same = {True: "yes", False: "NO", None: "-"}[summary.all_identical]
     rows = [
         ("prompts", str(len(summary.samples))),

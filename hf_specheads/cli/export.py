@@ -9,12 +9,12 @@ from pathlib import Path
 from .arguments import DTYPES, add_heads_arguments, load_heads_from, load_target, torch_dtype
 from .display import emit, note
 
-# `checkpoints.write.ALL_DESTINATIONS`, without loading what writes them.
+# Copy of `checkpoints.write.ALL_DESTINATIONS`, because importing that module would load torch.
 DESTINATIONS = ("dflash", "eagle", "hydra", "medusa", "mtp", "sglang", "speculators", "vllm", "vllm-medusa")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Heads, destination, and the target where it is needed."""
+    """Adds options for the heads, the destination, and the target, which some exports need."""
     parser.add_argument("heads", help="folder or Hub id of the heads")
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("--to", choices=DESTINATIONS, required=True, help="who is to read them")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads, refuses or writes, and says what is lost and how to serve the export."""
+    """Loads the heads, writes the export or refuses, and prints what is lost and how to serve the export."""
     heads = load_heads_from(args, args.heads, dtype=torch_dtype(args.dtype))
     from ..checkpoints.write import export_heads, needs_target
 

@@ -1,8 +1,8 @@
-"""Draw the papers' figures for a target and its heads: measured, as PNG and SVG, with a Markdown page around them.
+"""Measure a target and its heads and draw the papers' figures, as PNG and SVG, with a Markdown page that shows them.
 
-pos-acc, tau against depth, n-alpha, time of a round, throughput, tree size, training curves. `--quick` for a look in
-passing, `--no-timing` on a busy machine, `--from results.json` to draw again what was measured. Needs the extra
-`figures`.
+pos-acc, tau against depth, n-alpha, time of a round, throughput, tree size, training curves. `--quick` gives a first
+impression, `--no-timing` is for a busy machine, and `--from results.json` draws earlier measurements again. Needs the
+extra `figures`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DEFAULT_HEADS = (
     "dflash",
     "medusa",
     "hydra-plus",
-)  # of a pair, those that are there
+)  # those of them that the pair has are drawn
 SWEEPS = ("depths", "nodes", "batch_sizes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models, how much, and where it goes."""
+    """Adds options for the models, the measurements, and the output."""
     add_pair_arguments(parser, nargs="+", help="the same, of heads (default: the best known methods of the pair)")
     add_placement_arguments(parser)
     parser.add_argument("--prompts", type=Path, nargs="+", help=".jsonl or .txt files (default: the demo's)")
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, draws, writes the page; prints where it is."""
+    """Measures, draws and writes the page; prints its path."""
     from ..figures.draw import can_draw, check_names, draw_figures
     from ..figures.page import render_page
 
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Results that were measured before.
+    """Reads results that were measured earlier.
 
     Raises:
-        ValueError: if the file holds none.
+        ValueError: If the file holds no results.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -100,10 +100,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sweeps_of(args: argparse.Namespace) -> Any:
-    """How much is measured.
+    """Builds the settings of the measurements from the arguments.
 
     Raises:
-        ValueError: for a number below its minimum.
+        ValueError: If a number is below its minimum.
     """
     from ..figures.measure import Sweeps
 
@@ -128,11 +128,12 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts[: args.limit or (2 if args.quick else None)]
     heads = {name: load_heads(folder, **place).bind(target) for name, folder in folders.items()}
     results = measure(target, heads, prompts, tokenizer, sweeps, folders)
-    words = sys.argv[1:] if sys.argv[1:2] == ["figures"] else ["figures"]  # called from a program: no command line
+    # If another program calls this function, its own command line is not that of `specheads figures`.
+    words = sys.argv[1:] if sys.argv[1:2] == ["figures"] else ["figures"]
     return {**results, "command": shlex.join(["specheads", *words])}
 
 
 def _heads_of(pair: Path) -> list[str]:
-    """The methods of a pair that are compared by default: one of each colour."""
+    """Heads of a pair that are compared by default: those of [`DEFAULT_HEADS`] that exist, or else all."""
     found = heads_of_pair(pair)
     return [name for name in DEFAULT_HEADS if name in found] or found

@@ -1,4 +1,4 @@
-"""Generate text with draft heads; it is the target's own text, only faster."""
+"""Generate text with draft heads; the text is the target's own, only faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Models, prompt, sampling, and what to show."""
+    """Adds options for models, prompt, sampling and output."""
     add_model_arguments(parser)
     add_prompt_argument(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
-    """One prompt, as text or from a file."""
+    """Adds options for a prompt, given as text or in a file."""
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue, or the user's message with --chat")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds it, - for stdin")
@@ -43,7 +43,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompt: str | list[dict[str, str]]
 ) -> dict[str, torch.Tensor]:
-    """Token ids [1, T] and mask of a text, or of chat messages through the tokenizer's chat template."""
+    """Token ids [1, T] and mask of a text, or of chat messages rendered by the tokenizer's chat template."""
     from ..texts import token_ids_of
 
     ids = token_ids_of(prompt, tokenizer)[None].to(target.get_input_embeddings().weight.device)
@@ -58,16 +58,16 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The text of `--prompt` or `--prompt-file`; UTF-8, whatever Python takes words and stdin for."""
+    """Reads the text of `--prompt` or `--prompt-file` as UTF-8, whatever the encoding of arguments and stdin."""
     if args.prompt is None and args.prompt_file != "-":
         return Path(args.prompt_file).read_text(encoding="utf-8")
     text = sys.stdin.read() if args.prompt is None else args.prompt
-    # Bytes that the locale has no letters for are kept as surrogates, which no tokenizer takes.
+    # Python keeps bytes that the locale cannot decode as surrogates, which tokenizers do not accept.
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Text on stdout, statistics on stderr; 1 if `--compare` finds a difference that is no tie."""
+    """Prints the text to stdout and statistics to stderr; returns 1 if `--compare` finds a difference but no tie."""
     text = read_prompt(args)
     target, tokenizer, heads = load_pair(args)
     from transformers import TextStreamer
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _statistics(sample: Sample) -> str:
-    """What the generation was, and how it compares to plain generation."""
+    """Statistics of the generation, and its comparison to plain generation if there was one."""
     stats, num_tokens = sample.stats, len(sample.token_ids)
     because = [stats.plain_because] if stats.plain_because else []
     text = (

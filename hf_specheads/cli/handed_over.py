@@ -1,4 +1,4 @@
-"""Commands whose arguments are all of a module of the trainer, `--help` included."""
+"""Commands that pass all their arguments, `--help` included, to a module of the trainer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ The same as `python -m hf_specheads.trainer.features ...`."""
 
 
 class HandedOver:
-    """One of them; it has what modules of commands have.
+    """A command that runs a module of the trainer. It has the same interface as the modules of other commands.
 
     Args:
-        name: Of the command.
-        module: That is run.
-        doc: What the command does, in its overview.
+        name: Name of the command.
+        module: Module that is run.
+        doc: Description of the command for the overview of commands.
     """
 
     def __init__(self, name: str, module: str, doc: str):
         self.name, self.module, self.__doc__ = name, module, doc
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Only makes the command show in the overview."""
+        """Adds a placeholder, so that the command appears in the overview."""
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
 
     def run(self, args: argparse.Namespace) -> int:
         return self.hand_over(args.arguments)
 
     def hand_over(self, arguments: Sequence[str]) -> int:
-        """Runs the entry point of the module with these arguments; returns its exit code."""
+        """Runs the module as a program with these arguments; returns its exit code."""
         saved, sys.argv = sys.argv, [f"specheads {self.name}", *arguments]
         try:
             runpy.run_module(self.module, run_name="__main__", alter_sys=False)

@@ -1,7 +1,7 @@
-"""Say what draft heads are: layout, method, sizes, target, what is assumed and what `load_heads` must be told.
+"""Describe draft heads: layout, method, sizes, target, what is assumed, and which arguments `load_heads` needs.
 
-Of a folder or Hub repository only config.json and the headers of safetensors files are read (a few KiB); `--check`
-loads a folder whole, `--download` a repository, and every tensor is checked.
+Only config.json and the headers of safetensors files are read (a few KiB), from a folder or a Hub repository.
+`--check` (or `--download`) loads all weights, downloading those of a repository, and checks every tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 SIZES = ("vocab_size", "feature_size", "embedding_size", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "num_heads", "num_blocks", "fc_bias", "attention_bias",
          "feature_layers")  # fmt: skip
-# Fields of a config.json that hint at a method where the weights cannot be asked.
+# Fields of a config.json that hint at the method if the weights cannot be read.
 HINTS = ("architectures", "model_type", "hydra_num_heads", "medusa_num_heads", "draft_vocab_size",
          "speculators_model_type", "base_model_name_or_path")  # fmt: skip
 VALUES = "values (NaN, damage)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The heads, and how far to look."""
+    """Adds options for the heads, and whether to load all weights."""
     parser.add_argument("heads", help="folder or Hub id")
     parser.add_argument("--check", "--download", action="store_true", dest="load",
                         help="load all weights, downloading a repository's, and check every tensor")  # fmt: skip
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def describe(heads: DraftHead) -> dict[str, Any]:
-    """Facts about loaded heads, as plain values."""
+    """Describes loaded heads, as plain values."""
     state = {key: tensor for key, tensor in heads.state_dict().items() if key not in heads.all_tied_weights_keys}
     facts = _facts(heads.config, type(heads).__name__, *_numbers(state))
     return facts if heads._chosen_tree is None else facts | {"tree_config": heads.tree_config.to_dict()}
 
 
 def _numbers(tensors: dict[str, Any]) -> tuple[int, str]:
-    """Weights, counted, and the type of most of them."""
+    """Number of floating-point weights, and the dtype of most of them."""
     from ..checkpoints.tensors import usual_dtype
 
     counted = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
@@ -55,7 +55,7 @@ def _numbers(tensors: dict[str, Any]) -> tuple[int, str]:
 
 
 def _facts(config: Any, head_class: str, parameters: int, dtype: str) -> dict[str, Any]:
-    """What the config says, loaded or as its file has it."""
+    """Facts from the config, which is either a loaded one or one with the fields of the file."""
     target = dict(config.target or {})
     fingerprint = "stored" if target.pop("fingerprint", None) else "not stored"
     drafted = getattr(config, "draft_vocab_size", None) or config.pruned_vocab_size
@@ -77,7 +77,7 @@ def _facts(config: Any, head_class: str, parameters: int, dtype: str) -> dict[st
 
 
 def describe_look(look: Look) -> dict[str, Any]:
-    """Facts about heads that were only looked at, as plain values."""
+    """Describes heads of which only headers were read, as plain values."""
     from ..heads.auto import HEADS
 
     found, files = look.found, {name: f"{size:,} bytes" for name, size in look.sizes.items()}
@@ -97,7 +97,7 @@ def describe_look(look: Look) -> dict[str, Any]:
 
 
 def describe_glance(found: Glance) -> dict[str, Any]:
-    """Facts about heads in our own layout, from their files' first bytes, as plain values."""
+    """Describes heads in our own layout from the first bytes of their files, as plain values."""
     return {
         "layout": TITLES[OURS], **_facts(found.config, found.head_class, found.parameters, found.dtype),
         "files": {name: f"{size:,} bytes" for name, size in found.sizes.items()}, "assumed": list(found.notes),
@@ -106,7 +106,7 @@ def describe_glance(found: Glance) -> dict[str, Any]:
 
 
 def _unchecked(found: StoredHeads) -> str:
-    """What headers leave open."""
+    """Says what was checked, and what headers leave open."""
     if not any(tensor.is_meta for tensor in found.tensors.values()):
         return "all tensors"
     open_questions = [VALUES, "the fingerprint of the target" if found.layout != "specheads" else None]
@@ -116,7 +116,7 @@ def _unchecked(found: StoredHeads) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks, or loads so that damage of any kind is an error, and prints the facts."""
+    """Prints the facts. With `--check`, loads the heads first, so that any damage is an error."""
     note(args, f"Looking at {args.heads} ...")
     loaded = {**describe(load_heads_from(args, args.heads)), "checked": "all tensors"} if args.load else {}
     facts = _looked_at(args) | loaded
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _looked_at(args: argparse.Namespace) -> dict[str, Any]:
-    """What headers tell: of heads as this package saves them at once, without loading torch or transformers."""
+    """Facts from headers. For heads in this package's own layout, torch and transformers are not imported."""
     if not args.load and args.positions_per_specialist is None and Path(args.heads).is_dir():
         found = glance_at(Path(args.heads), MODEL_TYPES)
         if found is not None:
@@ -144,7 +144,7 @@ def _looked_at(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _line(value: Any) -> Any:
-    """A value on one line; long lists of choices are counted."""
+    """Formats a value on one line; of `choices`, only the number of paths is shown."""
     if isinstance(value, dict):
         items = {key: f"{len(item)} paths" if key == "choices" and item else item for key, item in value.items()}
         value = ", ".join(f"{key}={item}" for key, item in items.items() if item is not None)

@@ -1,4 +1,4 @@
-"""Generating the same prompt plainly and with heads, and what the comparison says."""
+"""Generates the same prompts plainly and with heads, and compares the two."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sample:
-    """One prompt generated with heads and, unless left out, plainly.
+    """One prompt generated with heads and, unless skipped, plainly.
 
     Attributes:
-        prompt_length: Tokens of the prompt.
+        prompt_length: Number of tokens of the prompt.
         token_ids: New tokens with heads.
         seconds: Wall seconds with heads.
         stats: Statistics of the generation with heads.
-        steps: Tokens that each target forward gained, and how many of them, the first ones, were drafted.
-        plain_token_ids, plain_seconds: The same, generated plainly; `None` if left out.
+        steps: For every target forward, the number of tokens that it gained, and how many of these were drafted; the
+            drafted tokens come first.
+        plain_token_ids, plain_seconds: New tokens and wall seconds of plain generation; `None` if skipped.
     """
 
     prompt_length: int
@@ -36,12 +37,12 @@ class Sample:
 
     @property
     def identical(self) -> bool | None:
-        """Whether both generations gave the same tokens, `None` without the plain one."""
+        """Whether both generations gave the same tokens; `None` if plain generation was skipped."""
         return None if self.plain_token_ids is None else self.plain_token_ids == self.token_ids
 
     @property
     def speed_up(self) -> float | None:
-        """Tokens per second with heads over tokens per second plain."""
+        """Tokens per second with heads, divided by those of plain generation."""
         if not self.plain_seconds:
             return None
         return (len(self.token_ids) / self.seconds) / (len(self.plain_token_ids or ()) / self.plain_seconds)
@@ -49,7 +50,7 @@ class Sample:
 
 @dataclass
 class Summary:
-    """All samples of a run taken together; ratios of sums, so that long generations weigh more."""
+    """All samples of a run together. Rates are ratios of sums, so long generations weigh more."""
 
     samples: list[Sample] = field(default_factory=list)
 
@@ -60,12 +61,12 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """With heads, prefill included."""
+        """Tokens per second with heads, prefill included."""
         return self.num_tokens / max(sum(sample.seconds for sample in self.samples), 1e-9)
 
     @property
     def plain_tokens_per_second(self) -> float | None:
-        """Plain, prefill included; `None` if any sample lacks it."""
+        """Tokens per second of plain generation, prefill included; `None` if any sample lacks it."""
         if not self.samples or any(sample.plain_seconds is None for sample in self.samples):
             return None
         tokens = sum(len(sample.plain_token_ids or ()) for sample in self.samples)
@@ -73,7 +74,7 @@ class Summary:
 
     @property
     def speed_up(self) -> float | None:
-        """Of tokens per second."""
+        """Tokens per second with heads, divided by those of plain generation; `None` if not compared."""
         plain = self.plain_tokens_per_second
         return None if plain is None else self.tokens_per_second / plain
 
@@ -106,22 +107,22 @@ class Summary:
 
     @property
     def plain_steps(self) -> int:
-        """Target forwards of single tokens in between rounds."""
+        """Number of target forwards without drafts, between rounds."""
         return sum(sample.stats.plain_steps for sample in self.samples)
 
     @property
     def plain_because(self) -> list[str]:
-        """Why there were some, each reason once."""
+        """Distinct reasons for plain steps."""
         return list(dict.fromkeys(s.stats.plain_because for s in self.samples if s.stats.plain_because))
 
     @property
     def all_identical(self) -> bool | None:
-        """Whether every text is identical, `None` if not compared."""
+        """Whether all texts are identical to the plain ones; `None` if not compared."""
         verdicts = [sample.identical for sample in self.samples]
         return None if None in verdicts else all(verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Returns plain values, for JSON."""
         return {
             "prompts": len(self.samples),
             "new_tokens": self.num_tokens,
@@ -146,7 +147,7 @@ def run_sample(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> Sample:
-    """Generates one prompt with heads and, if `compare`, plainly; sampled ones with the same seed."""
+    """Generates one prompt with heads and, if `compare`, plainly, with the same seed."""
     import torch
 
     from ..tuning.turns import timed_generation
@@ -166,6 +167,6 @@ def run_sample(
 
 
 def warm_up(target: PreTrainedModel, heads: DraftHead, inputs: dict[str, torch.Tensor]) -> None:
-    """One short generation of each kind, so that first-call costs are not measured."""
+    """Runs one short generation with heads and one plainly, so that first-call costs are not measured."""
     for assistant in ({"assistant_model": heads}, {}):
         target.generate(**inputs, max_new_tokens=8, do_sample=False, **assistant)

@@ -1,4 +1,4 @@
-"""What `demo`, `app` and `figures` share: a folder that holds a target and heads for it."""
+"""Pairs, which `demo`, `app` and `figures` share: a pair is a folder that holds a target and heads for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFERRED = ("poss3-longer", "poss3")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, **heads: Any) -> None:
-    """Which models; `heads` says how many there may be and which by default."""
+    """Adds options for the models; `heads` are argparse options of `--heads`, such as `nargs` and `help`."""
     parser.add_argument(
         "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
     )
@@ -27,16 +27,16 @@ def add_pair_arguments(parser: argparse.ArgumentParser, **heads: Any) -> None:
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the models are loaded as, and where."""
+    """Adds options for the dtype and device of the models."""
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
 
 
 def find_pair(given: Path | None) -> Path:
-    """The folder of the shipped pair: as given, as installed with the package, or in the checkout it runs from.
+    """Finds the folder of a pair: the given one, or the shipped one in the installed package or the checkout.
 
     Raises:
-        FileNotFoundError: saying where it looked.
+        FileNotFoundError: If the folder does not exist; the message says where it was searched.
     """
     here = Path(__file__)
     candidates = [given] if given else [here.parents[1] / "demo_pair", here.parents[2] / "model_cards"]
@@ -47,10 +47,10 @@ def find_pair(given: Path | None) -> Path:
 
 
 def member(pair: Path | None, name: str) -> str:
-    """A model of the pair (`None` for the shipped one), or any other.
+    """Folder or Hub id of a model, which is a member of the pair (`None` for the shipped pair) or any other model.
 
     Raises:
-        FileNotFoundError: for a folder that does not exist.
+        FileNotFoundError: If the name is neither an existing folder nor a Hub id.
     """
     if Path(name).is_dir():
         return name
@@ -63,11 +63,13 @@ def member(pair: Path | None, name: str) -> str:
 
 
 def heads_of_pair(folder: Path) -> list[str]:
-    """Names of the draft heads in a pair's folder that serve the target as it is: those trained together with an
-    adapter of the target (Medusa-2) change its text, and are left out.
+    """Names of the draft heads in a pair's folder that draft for the unchanged target.
+
+    Heads that were trained together with an adapter of the target (Medusa-2) are left out, because the adapter changes
+    the text.
 
     Raises:
-        FileNotFoundError: if there are none.
+        FileNotFoundError: If there are none.
     """
     found = []
     for path in sorted(folder.glob("*/config.json")):
@@ -80,13 +82,15 @@ def heads_of_pair(folder: Path) -> list[str]:
 
 
 def preferred_of(names: Sequence[str]) -> str:
-    """Of the heads of a pair those that are shown where nobody chose: of the shipped ones, those that accept most."""
+    """Chooses the default heads of a pair: of the shipped heads, those with the highest acceptance; else the first."""
     return next((name for name in PREFERRED if name in names), names[0])
 
 
 def sources_of(pair: Path | None, names: list[str]) -> dict[str, str]:
-    """Folders or Hub ids of heads, by what they are called: folders by their last name, or as they are given where
-    several share it."""
+    """Folders or Hub ids of heads, by display name.
+
+    The display name of a folder is its last part, or the whole path as given if several share that part.
+    """
     called = [Path(name).name if Path(name).is_dir() else name for name in names]
     return {
         name if called.count(short) > 1 else short: member(pair, name)
@@ -97,7 +101,7 @@ def sources_of(pair: Path | None, names: list[str]) -> dict[str, str]:
 def load_placed_target(
     args: argparse.Namespace, heads: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """The target as the arguments place it, its tokenizer, and with which options heads are loaded beside it."""
+    """Loads the target with the chosen dtype and device, its tokenizer, and the options for loading heads with it."""
     source = member(args.pair, args.target)
     note(args, f"Loading the target {source}{heads and f' and {heads}'} ...")
     from ..target.borrowed import BorrowedModules

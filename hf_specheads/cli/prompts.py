@@ -1,4 +1,4 @@
-"""Files of prompts, for all commands that generate from some: texts, and chats as data sets write them."""
+"""Reads files of prompts for all commands that generate: texts, and chats in the form of data sets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TEXT_COLUMNS = ("prompt", "text")
 
 @dataclass(frozen=True)
 class AskedChat:
-    """A chat whose row says more to the chat template than its messages.
+    """A chat whose row has further options for the chat template.
 
     Attributes:
-        messages: Up to where the answer begins.
-        options: Of `apply_chat_template`: the row's `tools` and what its `chat_template_kwargs` hold.
+        messages: Messages up to the start of the answer.
+        options: Arguments of `apply_chat_template`: the row's `tools` and the entries of its `chat_template_kwargs`.
     """
 
     messages: list[dict[str, Any]]
@@ -34,10 +34,10 @@ Prompt = str | list[dict[str, Any]] | AskedChat
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """Prompts of several files: texts, or chats up to where the assistant's last answer begins.
+    """Reads the prompts of several files: texts, or chats up to the start of the assistant's last answer.
 
     Raises:
-        ValueError: naming file and line of an entry that is neither.
+        ValueError: If an entry is neither; the message names file and line.
     """
     prompts: list[Prompt] = []
     for file in files:
@@ -54,14 +54,14 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 
 
 def texts_of(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """The prompts as functions of this package take them: those with options of their own as token ids.
+    """Converts prompts to the types that functions of this package accept: chats with options become token ids.
 
     Args:
-        prompts: As [`read_prompts`] returns them.
-        tokenizer: The target's.
+        prompts: Prompts as returned by [`read_prompts`].
+        tokenizer: Tokenizer of the target.
 
     Raises:
-        ValueError: for a chat that the template refuses.
+        ValueError: If the chat template refuses a chat.
     """
     from ..texts import chat_token_ids
 
@@ -72,7 +72,7 @@ def texts_of(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def _text_of(file: Path) -> str:
-    """What a file of prompts says. Some editors begin it with a mark of its encoding, which is no part of a prompt."""
+    """Reads a file of prompts, without the byte order mark that some editors write."""
     if file.suffix == ".json":
         raise ValueError(f"{file} would be one prompt as it is; write its entries into a .jsonl file, one a line.")
     try:
@@ -97,7 +97,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
 
 
 def _chat_of(entry: Mapping[str, Any], name: str, where: str) -> list[dict[str, Any]] | AskedChat:
-    """A chat as `regenerate` reads it: without the answer that it ends with, with what the row tells the template."""
+    """Reads a chat as `regenerate` does: without the answer at its end, with the row's options for the template."""
     messages = list(entry[name])
     if not all(isinstance(message, Mapping) and message.get("role") for message in messages):
         raise ValueError(f"{where} is no chat: every message needs a `role`; got {str(messages)[:80]!r}.")
@@ -112,7 +112,7 @@ def _chat_of(entry: Mapping[str, Any], name: str, where: str) -> list[dict[str, 
 
 
 def _tools_of(entry: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Tools of a row, also where they are written as JSON."""
+    """Tools of a row, given as a list or as a JSON string."""
     tools = entry.get("tools") or None
     try:
         return (json.loads(tools) or None) if isinstance(tools, str) else tools

@@ -1,8 +1,8 @@
 """Upload heads to the Hub: weights, config, a model card rendered from facts, and its figures.
 
-Facts of training and speed are read from `training_facts.json` and `eval_results.json` beside the heads. What you
-wrote into the card on the Hub stays. Log in with `hf auth login`, or set HF_TOKEN. With --to-folder the repository is
-written to a folder, and nobody is asked.
+Facts of training and speed are read from `training_facts.json` and `eval_results.json` in the folder of the heads.
+What you wrote into the card on the Hub is kept. Log in with `hf auth login`, or set HF_TOKEN. With --to-folder the
+repository is written to a folder, and the Hub is not accessed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CARD = ("base_model", "license", "datasets", "language", "tags")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Source, repository, how to commit, and facts for the card."""
+    """Adds options for source, repository and commit, and facts for the card."""
     parser.add_argument("heads", help="folder or Hub id of the heads; any layout that can be read")
     parser.add_argument(
         "repository", nargs="?",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the heads, so that nothing damaged is pushed, and uploads them or writes them to a folder."""
+    """Loads the heads, so that damaged files are never pushed, and uploads them or writes them to a folder."""
     refuse_wrong_place(args)
     card = {name: getattr(args, name) for name in CARD if getattr(args, name) is not None}
     if args.results:
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def naming_the_hub(repository: str) -> Iterator[None]:
-    """Says which Hub did not answer; what one answers says that itself.
+    """Adds the address of the Hub to errors of a Hub that does not answer; its answers contain the address already.
 
     Raises:
-        ConnectionError: with the reason.
+        ConnectionError: With the reason.
     """
     from huggingface_hub import constants
 
@@ -105,11 +105,11 @@ def naming_the_hub(repository: str) -> Iterator[None]:
 
 
 def refuse_wrong_place(args: argparse.Namespace) -> None:
-    """Refuses a call that says no place, a repository that the Hub cannot have, or a folder that holds something else.
+    """Refuses a call without destination, an invalid repository name, or a folder that is not empty.
 
     Raises:
-        ValueError: without a repository and a folder, or for an impossible name.
-        FileExistsError: for a folder that is not empty.
+        ValueError: If neither repository nor folder is given, or the repository's name is invalid.
+        FileExistsError: If the folder is not empty.
     """
     if args.to_folder is None and args.repository is None:
         raise ValueError("say where to push: `specheads push HEADS OWNER/NAME`, or pass --to-folder DIR.")
@@ -123,10 +123,10 @@ def refuse_wrong_place(args: argparse.Namespace) -> None:
 
 
 def refuse_impossible_name(repository: str) -> None:
-    """Refuses what the Hub would, before anything is loaded.
+    """Refuses names that the Hub would refuse, before anything is loaded.
 
     Raises:
-        ValueError: naming the rule that is broken.
+        ValueError: The message names the rule that is broken.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -137,15 +137,15 @@ def refuse_impossible_name(repository: str) -> None:
 
 
 def name_after(folder: Path) -> str:
-    """A folder's name, as a repository could have it."""
+    """Makes a valid repository name from a folder's name."""
     return re.sub(r"[^A-Za-z0-9._-]|--|\.\.", "-", folder.resolve().name).strip("-.") or "draft-heads"
 
 
 def read_results(file: Path) -> dict:
-    """Results as `specheads eval --json` prints them, named after the file.
+    """Reads results of `specheads eval --json`; the file's name becomes their `task`.
 
     Raises:
-        ValueError: for a file that holds something else.
+        ValueError: If the file holds something else.
     """
     try:
         return {"task": file.stem, **json.loads(file.read_text(encoding="utf-8"))}

@@ -1,6 +1,7 @@
-"""Find the fastest draft tree, and draft vocabulary, of heads with a target on this machine; saved with the heads.
+"""Find the fastest draft tree, and draft vocabulary, of heads on this machine; the result is saved with the heads.
 
-The heads then use that tree on machines of this name, type of weights and number of threads, if no other is asked for.
+The heads then use that tree on machines with the same name, dtype of weights and number of threads, unless another
+tree is requested.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Heads, target, prompts, what to tune, and where the heads go."""
+    """Adds options for heads, target, prompts, what to tune, and where to save."""
     parser.add_argument("heads", help="draft heads: folder or Hub id")
     add_target_arguments(parser)
     add_heads_arguments(parser)
@@ -50,11 +51,12 @@ def _size(text: str) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes, prints what was measured, and saves."""
+    """Tunes, prints the measurements, and saves the heads."""
     folder = args.output or (Path(args.heads) if Path(args.heads).is_dir() else None)
     if folder is None and not args.dry_run:
         raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
-    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []  # before anything is loaded
+    # Prompts are read first, so that a wrong file is refused before any model is loaded.
+    prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []
     target, tokenizer, heads = load_pair(args)
     prompts = (texts_of(prompts, tokenizer) or prompts_for(tokenizer))[: args.limit]
     import torch

@@ -1,1 +1,1 @@
-"""Why heads accept little, and why two texts differ: hypotheses and comparisons on the user's own target."""
+"""Diagnoses on the user's own target: why few drafts are accepted, and why two texts differ."""

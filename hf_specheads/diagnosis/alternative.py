@@ -1,4 +1,4 @@
-"""One setting of heads with another value: what it is, trying it, and putting it into force."""
+"""An alternative value of one setting of heads: describing it, trying it, and applying it permanently."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .evidence import Level
 
 @dataclass(frozen=True)
 class Alternative:
-    """One setting with another value than the one in force.
+    """An alternative value of one setting.
 
     Attributes:
-        setting: Its name, in the words of the table.
-        value: The other value.
-        in_force: What is in force.
-        cause: What it would mean if the other value were right.
-        changes: Fields of the config that put it into force; empty if no config can.
-        mend: What to do, if no config can.
-        levels: Hidden states to read, `None` for those in force.
+        setting: Name of the setting, as shown in the table.
+        value: The alternative value.
+        in_force: The current value.
+        cause: Cause that is found if the alternative is right; a key of [`findings.KIND`].
+        changes: Config fields that apply the alternative; empty if no config field can.
+        mend: Advice for the user if no config field can apply it.
+        levels: Hidden states to read; `None` for the current ones.
         shift: As in [`teacher_forced.draft_everywhere`].
-        modules: Weights that stand in for those of the heads, by their names.
-        least: What it must gain at position 1, where it shows the heads more than what is in force.
-        rotated: Share of an attention head's width that rope rotates, `None` for all of it.
-        embedding: What the target's embeddings are multiplied by.
+        modules: Weights that replace those of the heads, by name.
+        least: Gain at position 1 that is required to win; above 0 if the alternative gives the heads more information.
+        rotated: Share of an attention head's width that rope rotates; `None` for all of it.
+        embedding: Factor for the target's embeddings.
     """
 
     setting: str
@@ -52,7 +52,7 @@ class Alternative:
 
     @property
     def what_to_do(self) -> str:
-        """The argument that mends it."""
+        """Advice for the user: the config fields to set, or else `mend`."""
         if not self.changes:
             return self.mend
         fields = "; ".join(f"heads.config.{name} = {value!r}" for name, value in self.changes.items())
@@ -61,17 +61,17 @@ class Alternative:
 
 @contextmanager
 def tried(heads: DraftHead, alternative: Alternative) -> Iterator[None]:
-    """While this lasts the heads are as the alternative says; afterwards as they were."""
+    """Context manager that applies an alternative to the heads, and restores them at exit."""
     with ExitStack() as undo:
         _change(heads, alternative, undo)
         yield
 
 
 def _change(heads: DraftHead, alternative: Alternative, undo: ExitStack) -> None:
-    """Makes heads what the alternative says, and notes how to undo it."""
+    """Applies an alternative to the heads, and registers callbacks that undo it."""
     scale = getattr(heads.config, "embedding_scale", 1.0)
     for name, value in alternative.changes.items():
-        if name != "feature_layers":  # read by the caller
+        if name != "feature_layers":  # the caller passes the levels to the forward instead
             _set(heads.config, name, value, undo)
     _follow(heads, alternative.changes, scale, undo)
     if alternative.rotated is not None:
@@ -82,7 +82,7 @@ def _change(heads: DraftHead, alternative: Alternative, undo: ExitStack) -> None
 
 
 def _follow(heads: DraftHead, changes: dict[str, Any], scale: float, undo: ExitStack) -> None:
-    """What was made of the config's fields when the heads were built."""
+    """Updates the parts of the heads that were computed from config fields when the heads were built."""
     if changes.keys() & {"rope_parameters", "layer_config", "head_dim"}:
         _swap_rotary(heads, undo)
     if "head_dim" in changes:
@@ -123,8 +123,11 @@ def _reshape_attention(heads: DraftHead, undo: ExitStack) -> None:
 
 
 def _rotate_partly(heads: DraftHead, share: float, undo: ExitStack) -> None:
-    """Rope over the first dimensions of every attention head only. The rotation in force has its pairs elsewhere, so
-    rows of the projections move to where these are; scores of attention do not depend on the order."""
+    """Applies rope only to the first dimensions of every attention head.
+
+    The rope implementation pairs dimensions i and i + width/2, so the rows of the projections are moved to these
+    pairs. Attention scores do not depend on the order of dimensions.
+    """
     for module in heads.modules():
         if isinstance(module, DraftAttention):
             order = partial_rotation(module.head_dim, share)
@@ -143,8 +146,10 @@ def _rotate_partly(heads: DraftHead, share: float, undo: ExitStack) -> None:
 
 
 def partial_rotation(width: int, share: float) -> list[int]:
-    """Where the dimensions of an attention head come from, if pairs (i, i + r/2) of its first r, rotated ones shall
-    stand at (i, i + width/2)."""
+    """Order of an attention head's dimensions in which the rotated pairs (i, i + r/2) are at (i, i + width/2).
+
+    The first r dimensions are rotated.
+    """
     rotated, half = int(width * share), width // 2
     first, second = list(range(rotated // 2)), list(range(rotated // 2, rotated))
     rest = list(range(rotated, width))
@@ -152,17 +157,17 @@ def partial_rotation(width: int, share: float) -> list[int]:
 
 
 def partial_frequencies(width: int, share: float, base: float) -> torch.Tensor:
-    """Frequencies [width/2] of such a rotation: those of a head of r dimensions, and none."""
+    """Frequencies [width/2] of a partial rotation: those of an attention head of r dimensions, followed by zeros."""
     rotated = int(width * share)
     some = base ** (-torch.arange(0, rotated, 2, dtype=torch.float) / rotated)
     return torch.nn.functional.pad(some, (0, width // 2 - len(some)))
 
 
 def put_into_force(heads: DraftHead, changes: dict[str, Any]) -> None:
-    """Settles what a config can settle, in the heads as they are and in what they save."""
-    _change(heads, Alternative("", "", "", "", changes), ExitStack())  # never closed: what was changed stays
+    """Applies config fields permanently, both to the loaded heads and to the config that they save."""
+    _change(heads, Alternative("", "", "", "", changes), ExitStack())  # never closed, so the changes stay
     for name, value in changes.items():
         setattr(heads.config, name, value)
     most = heads.max_draft_positions
-    if most is not None and heads.tree_config.depth > most:  # a slot less
+    if most is not None and heads.tree_config.depth > most:  # an idle root slot leaves one draft position less
         heads.tree_config = default_tree(heads.device, heads.published_tree, most)

@@ -1,4 +1,4 @@
-"""What files of drafters of whole blocks do not prove: which slot drafts first, who sees whom, what a mask is."""
+"""Settings that files of block drafters do not determine: the first drafting slot, attention masks, the mask token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .alternative import Alternative
 
 
 def block_settings(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """Alternatives for block drafters, and for others that draft with mask tokens; none for the rest."""
+    """Alternatives for block drafters, and for other heads that draft with mask tokens; empty for all others."""
     found = mask_tokens(heads, target)
     config = heads.config
     if not isinstance(config, BlockHeadConfig):
@@ -25,7 +25,7 @@ def block_settings(heads: DraftHead, target: PreTrainedModel) -> list[Alternativ
 
 
 def windows(config: BlockHeadConfig, target: PreTrainedModel) -> list[Alternative]:
-    """Sliding layers run as full ones, the target's window over all of them, and other ways to count it."""
+    """Alternatives for sliding windows: none at all, the target's window in all layers, or counted differently."""
     if config.sliding_layers:
         found = _others("sliding_layers", [()], config.sliding_layers, "window")
         found += _others("sliding_causal", (True, False), config.sliding_causal, "window")
@@ -39,7 +39,7 @@ def windows(config: BlockHeadConfig, target: PreTrainedModel) -> list[Alternativ
 
 
 def mask_tokens(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """Other tokens that may stand for unknown ones: the target's special ones, the first and the last."""
+    """Alternatives for the mask token: the target's special tokens, and the first and last of the vocabulary."""
     now = getattr(heads.config, "mask_token_id", None)
     if now is None:
         return []

@@ -1,4 +1,4 @@
-"""What the doctor says: a page, and the same as plain values."""
+"""Result of a diagnosis, as a page of text and as plain values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SOUND = "accepts as trained"
 
 @dataclass
 class Diagnosis:
-    """What was found.
+    """Result of a diagnosis.
 
     Attributes:
-        findings: Causes, the first is the verdict; empty for sound heads.
-        facts: What was measured.
+        findings: Causes, of which the first is the verdict; empty for sound heads.
+        facts: All measurements.
         positions: Teacher-forced acceptance per draft position, given that all earlier ones were right.
         chain: Where acceptance is lost, from the draft vocabulary to the speed-up.
-        heads: The heads.
-        target_name: The target.
-        texts, tokens: How much of its own text was looked at.
-        problems: Why rounds could not be run.
-        seconds: Wall seconds it took.
+        heads: The heads that were diagnosed.
+        target_name: Name of the target.
+        texts, tokens: Number of the target's own texts, and of their tokens, that were examined.
+        problems: Reasons why real rounds could not be run.
+        seconds: Wall seconds of the diagnosis.
     """
 
     findings: list[Finding]
@@ -49,21 +49,21 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """In one line."""
+        """The verdict, in one line."""
         if self.sound:
             return SOUND
         return f"{self.findings[0].kind}: {self.findings[0].said}"
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Fields of the heads' config that mend what was found; empty if no config can."""
+        """Config fields that repair the heads; empty if no config field can."""
         return next((dict(one.changes) for one in self.findings if one.changes), {})
 
     def write(self, folder: str | Path) -> None:
-        """Saves the heads with the settings that mend them, which are in force from then on.
+        """Applies the settings that repair the heads, and saves the heads with them.
 
         Raises:
-            ValueError: if no setting was found that does.
+            ValueError: If no such settings were found.
         """
         if not self.changes:
             raise ValueError(
@@ -73,7 +73,7 @@ class Diagnosis:
         self.heads.save_pretrained(folder)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         facts = self.facts
         return {
             "verdict": self.verdict,
@@ -157,5 +157,5 @@ def _number(name: str, value: float | None) -> str:
 
 
 def names(findings: Sequence[Finding]) -> list[str]:
-    """Causes by name."""
+    """Names of the causes."""
     return [one.cause for one in findings]

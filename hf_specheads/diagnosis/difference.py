@@ -1,4 +1,4 @@
-"""Where a text with draft heads and the plain one differ, and why: a tie that rounding decides, or a bug."""
+"""Explains where a text with draft heads differs from the plain one: a tie that rounding decides, or a bug."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from ..target.recurrence import recurrence_problem
 from .reproducer import write_reproducer
 from .rounding import Rounding, logit_shifts, measure_rounding
 
-# How many times the largest rounding seen at a few positions still counts as rounding at another one.
+# Rounding is measured at a few positions only; at others, errors up to this multiple still count as rounding.
 MARGIN = 4.0
-FEWEST_STEPS = 4.0  # roundings of a logit in its type that are always allowed, where none was seen
+FEWEST_STEPS = 4.0  # rounding steps of a logit in the target's dtype that are always allowed, even if none is measured
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What two generations of one prompt say.
+    """Comparison of a generation with heads to the plain generation from the same prompt.
 
     Attributes:
-        verdict: `"same"`, `"tie"` (two tokens so close that rounding decides: both texts are the target's) or
+        verdict: `"same"`, `"tie"` (two tokens so close that rounding decides; both texts are the target's) or
             `"bug"`.
-        because: Why, in one sentence.
-        position: New token at which the texts differ, from 0; `None` for equal texts.
-        token, plain_token: With heads and plainly, at that position; `None` where a text has ended.
-        logits: Of these two tokens in the plain run (`plain`), and where the round with heads verified them
-            (`heads`); `plain_token` first. `None` for equal texts.
-        gap, gap_with_heads: By how much the plain token is ahead in either.
-        allowed_gap: Up to which gap rounding may decide.
-        first_wrong: First new token whose logits with heads are off by more than rounding; `None` if none are.
-        first_wrong_token: The token that stands there with heads.
-        shift, allowed_shift: The largest root mean square by which logits were off up to `position`, and what
-            rounding allows.
-        rounding: As measured on this target with this text.
-        full_forward_token: Favourite of one forward over the whole text, a third witness; `None` for equal texts.
+        because: Reason for the verdict, in one sentence.
+        position: Index of the first new token that differs, from 0; `None` for equal texts.
+        token, plain_token: Tokens at that position with heads and plainly; `None` if the text has ended.
+        logits: Logits of `plain_token` and `token` in the plain run (`plain`) and in the round that verified them
+            (`heads`); `None` for equal texts.
+        gap, gap_with_heads: Logit of the plain token minus that of the other, in either run.
+        allowed_gap: Largest gap at which rounding may decide.
+        first_wrong: Index of the first new token whose logits with heads are off by more than rounding; `None` if
+            there is none.
+        first_wrong_token: Token at that index with heads.
+        shift, allowed_shift: Largest root mean square error of logits up to `position`, and the error that rounding
+            allows.
+        rounding: Rounding as measured on this target with this text.
+        full_forward_token: Most likely token of one forward over the whole text, as third evidence; `None` for equal
+            texts.
         token_ids, plain_token_ids: New tokens of both texts.
         words: Both texts around the difference, if there is a tokenizer.
     """
@@ -65,7 +67,7 @@ class Difference:
     words: dict[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -104,26 +106,26 @@ def explain_difference(
     reproducer: str | Path | None = None,
     **generate_options: Any,
 ) -> Difference:
-    """Generates greedily with heads and plainly, and says where the texts differ and why.
+    """Generates greedily with heads and plainly, and explains where and why the texts differ.
 
-    The logits that decided are compared where they were computed: in the round that verified the token, and in the
-    plain step. A forward over several tokens instead of one rounds differently; by how much is measured on this
-    target, type and number of nodes ([`rounding`]). What exceeds that is a bug, of this package or of the target's
-    attention.
+    The comparison uses the logits that decided: those of the round that verified the token, and those of the plain
+    step. A forward over several tokens rounds differently from a forward over one token. The difference is measured
+    for this target, dtype and number of nodes ([`rounding`]). A larger error is a bug, of this package or of the
+    target's attention.
 
     Args:
         target: The target.
-        inputs: What a tokenizer returns for one prompt: `input_ids` [1, T], `attention_mask`.
-        heads: Its heads. They draft every round, whether that pays or not, and without the probe that would refuse a
-            target whose logits are off.
-        max_new_tokens: Tokens to generate.
-        tokenizer: Of the target, to show the texts in words.
-        reproducer: File to write: a script that runs this comparison again, whatever comes out of it.
-        **generate_options: For both `generate` calls, e.g. logits processors.
+        inputs: Output of a tokenizer for one prompt: `input_ids` [1, T], `attention_mask`.
+        heads: Draft heads of the target. They draft in every round, whether or not that pays, and without the probe
+            that refuses targets with wrong logits.
+        max_new_tokens: Number of tokens to generate.
+        tokenizer: Tokenizer of the target, to show the texts in words.
+        reproducer: File to write: a script that repeats this comparison, whatever its result.
+        **generate_options: Arguments of both `generate` calls, e.g. logits processors.
 
     Raises:
-        UnsupportedGenerationError: for sampling or several sequences, whose texts are compared otherwise, and for
-            calls draft heads cannot serve.
+        UnsupportedGenerationError: For sampling or several sequences, which cannot be compared this way, and for calls
+            that draft heads cannot serve.
     """
     if generate_options.get("do_sample") or inputs["input_ids"].shape[0] != 1:
         raise UnsupportedGenerationError(
@@ -154,17 +156,19 @@ def part_at_a_tie(
     nodes: int,
     **generate_options: Any,
 ) -> bool:
-    """Whether greedy texts that are already there differ, at first, by no more than rounding decides. What a bug did
-    before, [`explain_difference`] finds. Never, where rounding is not measured: of targets with recurrent states
-    from which no forward over several tokens goes on, and of a text of one token.
+    """Whether two existing greedy texts first differ at a tie that rounding may decide.
+
+    Errors before the first difference are not detected; [`explain_difference`] finds them. The result is `False` if
+    rounding cannot be measured: for targets whose recurrent states do not allow a forward over several tokens, and for
+    a text of one token.
 
     Args:
         target: The target.
         prompt: int64 [1, T], without padding.
         token_ids: New tokens with heads.
-        plain_token_ids: Plainly.
-        nodes: Of the forwards that verified them, at the most.
-        **generate_options: For a `generate` call that computes the scores both were chosen by.
+        plain_token_ids: New tokens of plain generation.
+        nodes: Largest number of nodes of the forwards that verified the tokens.
+        **generate_options: Arguments of the `generate` call that computes the scores of both tokens.
     """
     position = first_difference(token_ids, plain_token_ids)
     if position is None:
@@ -184,13 +188,13 @@ def part_at_a_tie(
 
 
 def _least_allowed(target: PreTrainedModel, logits: torch.Tensor) -> float:
-    """By how much logits of this size may always be off: [`FEWEST_STEPS`] roundings."""
+    """Error that is always allowed for logits of this size: [`FEWEST_STEPS`] rounding steps."""
     return FEWEST_STEPS * float(torch.finfo(target.dtype).eps) * float(logits.abs().median())
 
 
 @dataclass(frozen=True)
 class _Run:
-    """New tokens of a generation, raw logits [T, V] and scores [T, V] that they were chosen by."""
+    """New tokens of a generation, their raw logits [T, V], and the scores [T, V] by which they were chosen."""
 
     token_ids: list[int]
     logits: torch.Tensor
@@ -205,7 +209,7 @@ class _Run:
         return cls(new, logits, scores)
 
     def not_chosen_by_scores(self, end: int) -> int | None:
-        """First token before `end` that is no favourite of its scores."""
+        """Index of the first token before `end` that does not have the highest score; `None` if there is none."""
         chosen = self.scores[:end].gather(-1, torch.tensor(self.token_ids[:end], device=self.scores.device)[:, None])
         wrong = (chosen[:, 0] < self.scores[:end].amax(-1)).nonzero()
         return int(wrong[0]) if len(wrong) else None
@@ -256,7 +260,7 @@ def _compare(
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """Index of the first token that differs, or at which one of the texts has ended; `None` for equal ones."""
+    """Index of the first token that differs, or at which only one of the texts has ended; `None` for equal texts."""
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return index
@@ -297,7 +301,7 @@ def _verdict(
 
 
 def _gaps(plain: _Run, ours: _Run, position: int) -> tuple[float, float, float]:
-    """Plain token ahead of ours in the plain logits, in those with heads, and in the plain scores."""
+    """Lead of the plain token over ours, in the plain logits, in the logits with heads, and in the plain scores."""
     pair = [plain.token_ids[position], ours.token_ids[position]]
     sides = [(*_pair(run, position, pair),) for run in (plain, ours)]
     scores = plain.scores[position, pair].tolist()

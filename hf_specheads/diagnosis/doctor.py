@@ -1,4 +1,4 @@
-"""Why heads accept what they accept, on the user's own target: one pass over its texts, many hypotheses."""
+"""Diagnoses the acceptance of heads on the user's own target: one pass over its texts, many hypotheses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .trials import Score, label_offsets, mapping_trials, try_all
 
 POSITIONS = 4  # draft positions that hypotheses are scored on
 MODE_TOKENS = 64  # new tokens per prompt in another mode
-RUN_PROMPTS, RUN_TOKENS = 4, 64  # of real rounds
+RUN_PROMPTS, RUN_TOKENS = 4, 64  # prompts, and new tokens of each, for real rounds
 LONGEST_PROMPT = 4096
 
 
@@ -55,25 +55,27 @@ def diagnose(
     speed: bool = True,
     evidence: Evidence | None = None,
 ) -> Diagnosis:
-    """Finds out why heads accept little, by evidence: the target's own texts and hidden states are captured once, and
-    every setting that the files do not prove is tried on them.
+    """Finds out why few drafts are accepted.
+
+    The target's own texts and hidden states are captured once, and every setting that the files do not determine is
+    tried on them.
 
     Args:
         target: The target.
-        heads: Loaded heads. They may be made for another target; that is then among the findings.
+        heads: Loaded heads. If they were made for another target, this is among the findings.
         prompts: Strings, chats or token ids; 8 are enough for effects that matter.
-        tokenizer: Of the target, for strings and chats, and to try other forms of the prompts.
-        max_new_tokens: The target's own text per prompt.
-        positions: Draft positions to look at.
-        speed: Also run rounds, for tau as it is in use and the speed-up.
-        evidence: What [`gather`] captured of this target after these prompts, to look at several heads.
+        tokenizer: Tokenizer of the target, for strings and chats, and for trying other forms of the prompts.
+        max_new_tokens: Number of tokens that the target writes per prompt.
+        positions: Number of draft positions to examine.
+        speed: Also run real rounds, to measure tau in use and the speed-up.
+        evidence: Result of [`gather`] for this target and these prompts, for diagnosing several heads.
 
     Returns:
-        What was found; `print(...)` shows a page. The heads are left as they were, but bound to the target.
+        The diagnosis; `print(...)` shows it as a page. The heads are left unchanged, but bound to the target.
 
     Raises:
-        WrongTargetError: for heads whose sizes do not fit the target.
-        ValueError: without prompts, or if the target ends all texts at once.
+        WrongTargetError: If the sizes of the heads do not fit the target.
+        ValueError: If there are no prompts, or the target ends all texts at once.
     """
     started = time.perf_counter()
     if not prompts:
@@ -100,7 +102,7 @@ def diagnose(
 
 @contextmanager
 def bound_anyway(heads: DraftHead, target: PreTrainedModel) -> Iterator[str | None]:
-    """Binds heads to a target that fits in size, and says why it is another one."""
+    """Binds heads to any target of fitting size; yields the reason if they were made for another target."""
     identity, adapter = heads.config.target, heads.config.target_adapter
     said = None
     try:
@@ -129,7 +131,7 @@ def _as_it_drafts(heads: DraftHead) -> Iterator[None]:
 
 
 def gather(target: PreTrainedModel, prompts: Sequence[Text], tokenizer: Any, max_new_tokens: int) -> Evidence:
-    """The target's own continuations of prompts, and what it computes over them."""
+    """Generates the target's continuations of prompts, and captures its hidden states and predictions on them."""
     limit = context_limit(target)
     longest = LONGEST_PROMPT if limit is None else max(1, min(LONGEST_PROMPT, limit - max_new_tokens))
     given = prompts_of(prompts, tokenizer, longest)
@@ -152,7 +154,7 @@ def measure(
     positions: int,
     wrong_target: str | None,
 ) -> tuple[Drafts, Facts]:
-    """Everything but real rounds."""
+    """Measures everything except real rounds."""
     positions = min(positions, _most_positions(heads))
     levels = tuple(heads.feature_layers)
     drafts = draft_everywhere(heads, evidence, levels, positions)
@@ -185,16 +187,21 @@ def measure(
 
 
 def _most_positions(heads: DraftHead) -> int:
-    """Those in use, since later ones may not have been trained; of blocks as many whichever slot is the first."""
+    """Number of draft positions in use, since later ones may be untrained.
+
+    For block drafters, the number must be possible with either first drafting slot.
+    """
     most = heads.config.block_size - 1 if heads.trains_at_anchors else heads.max_draft_positions
     depth = heads.tree_config.depth
     return depth if most is None else min(depth, most)
 
 
 def _statistics_differ(heads: DraftHead, forms: Sequence[Evidence]) -> str | None:
-    """Against what was stored with the heads when they were trained, of the hidden states that were read then: which
-    ones are read today is another matter. Texts of a kind that a target was not trained on have other features, too:
-    what is as in training in any form of the prompts, is the same target."""
+    """Says how the target's feature statistics differ from those stored with the heads in training, or `None`.
+
+    The hidden states read in training are compared, which may differ from those read now. Unusual text also changes
+    the features, so the target counts as the same if the statistics agree for any form of the prompts.
+    """
     stored = heads.config.feature_statistics
     if not stored or not heads.feature_layers:
         return None
@@ -208,7 +215,7 @@ def _statistics_differ(heads: DraftHead, forms: Sequence[Evidence]) -> str | Non
 
 
 def measured_statistics(evidence: Evidence, levels: Sequence[Level]) -> dict[str, Any]:
-    """Of some hidden states over the target's own texts."""
+    """Statistics of some hidden states over the target's own texts."""
     statistics = FeatureStatistics(levels)
     features = evidence.features(levels)
     assert features is not None
@@ -219,10 +226,10 @@ def measured_statistics(evidence: Evidence, levels: Sequence[Level]) -> dict[str
 
 
 def _other_modes(target: PreTrainedModel, prompts: Sequence[Text], tokenizer: Any) -> dict[str, Evidence]:
-    """The target's own texts after the same prompts in other forms, by their names."""
+    """Evidence of the target's texts after the same prompts in other forms, by name of the form."""
     found = {}
     for name, texts in modes(prompts, tokenizer).items():
-        with suppress(ValueError):  # nothing is said in that mode
+        with suppress(ValueError):  # the target writes nothing in this form
             found[name] = gather(target, texts, tokenizer, MODE_TOKENS)
     return found
 
@@ -233,7 +240,7 @@ def _group_of_mode(heads: DraftHead, name: str, evidence: Evidence) -> Group:
 
 
 def _conditional(drafts: Drafts, evidence: Evidence) -> list[float]:
-    """Teacher-forced pos-acc, position 1 first."""
+    """Teacher-forced pos-acc, from position 1."""
     from .teacher_forced import accepted
 
     count, roots = accepted(drafts, evidence)
@@ -248,12 +255,14 @@ def _conditional(drafts: Drafts, evidence: Evidence) -> list[float]:
 
 # ---------------------------------------------------------------------- real rounds
 def _rounds(target: PreTrainedModel, heads: DraftHead, evidence: Evidence, depth: int) -> dict[str, Any]:
-    """tau of a chain and of the tree in force, and the speed-up, on some of the prompts; teacher-forced tau of the
-    same texts."""
+    """Runs real rounds on some of the prompts: measures tau of a chain and of the current tree, and the speed-up.
+
+    Also computes teacher-forced tau of the same texts.
+    """
     some = evidence.part(range(min(RUN_PROMPTS, len(evidence.lengths))))
     prompts = [some.token_ids[i, :start][None] for i, start in enumerate(some.starts)]
     longest = max(length - start for length, start in zip(some.lengths, some.starts, strict=True))
-    new_tokens = min(RUN_TOKENS, longest)  # of the texts that were captured
+    new_tokens = min(RUN_TOKENS, longest)  # not beyond the captured texts
     sides = {"plain": None, "tree": heads.with_tree(), "chain": heads.with_tree(**_chain(depth))}
     stats: dict[str, list[list[int]]] = {"tree": [], "chain": []}
 
@@ -281,7 +290,7 @@ def _rounds(target: PreTrainedModel, heads: DraftHead, evidence: Evidence, depth
 
 
 def _beginnings(evidence: Evidence) -> Evidence:
-    """The same texts, as long as those of real rounds."""
+    """Cuts the texts to the length of those in real rounds."""
     lengths = tuple(min(length, start + RUN_TOKENS)
                     for length, start in zip(evidence.lengths, evidence.starts, strict=True))  # fmt: skip
     return Evidence(evidence.token_ids, lengths, evidence.starts, evidence.states, evidence.favourites,
@@ -293,7 +302,7 @@ def _chain(depth: int) -> dict[str, Any]:
 
 
 def _ceiling_chain(facts: Facts, runs: dict[str, Any]) -> dict[str, float | None]:
-    """Where acceptance is lost: each number bounds what follows it, but for trees, which offer more than a chain."""
+    """Shows where acceptance is lost: each number bounds the next, except for trees, which offer more than a chain."""
     return {
         "draft vocabulary coverage": facts.coverage,
         "teacher-forced position 1": facts.score.position_1,

@@ -1,4 +1,4 @@
-"""What hypotheses are tried on: texts of the target, its hidden states and what it says, captured once."""
+"""Evidence for trying hypotheses: texts of the target, its hidden states and its predictions, captured once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Level = int | str
 
 @dataclass(frozen=True)
 class Evidence:
-    """Texts, right-padded, and what the target made of them.
+    """Right-padded texts, and the target's computations on them.
 
     Attributes:
         token_ids: int64 [B, T].
-        lengths: Of every text.
-        starts: Tokens of every text that were not written by the target: its prompt.
-        states: [B, T, H] by index of the hidden state, 0 to N (as in transformers; N is after the final norm), and
-            [`BEFORE_NORM`] where the target's final norm could be found.
-        favourites: int64 [B, T], the target's favourite after every token.
-        confidence: fp32 [B, T], its probability.
-        surprise: fp32 [B, T], minus the logarithm of the probability of every token but the first, which has 0.
+        lengths: Number of tokens of every text.
+        starts: Number of tokens of every text's prompt, which the target did not write.
+        states: Hidden states [B, T, H] by index 0 to N (as in transformers; N is after the final norm), and by
+            [`BEFORE_NORM`] if the target's final norm could be found.
+        favourites: int64 [B, T], the target's most likely token after every token.
+        confidence: fp32 [B, T], probability of that most likely token.
+        surprise: fp32 [B, T], negative log-probability of every token; 0 for the first.
     """
 
     token_ids: torch.Tensor
@@ -42,11 +42,11 @@ class Evidence:
 
     @property
     def depth(self) -> int:
-        """Layers N of the target."""
+        """Number N of layers of the target."""
         return max(level for level in self.states if isinstance(level, int))
 
     def features(self, levels: Sequence[Level]) -> torch.Tensor | None:
-        """[B, T, F], hidden states side by side, -1 for the last; `None` for no levels."""
+        """Features [B, T, F], hidden states side by side, where level -1 is the last; `None` without levels."""
         if not levels:
             return None
         chosen = [self.states[self.depth if level == -1 else level] for level in levels]
@@ -55,8 +55,10 @@ class Evidence:
     def rows(
         self, features: torch.Tensor | None, embed: Any, lm_head: Any, anchors: torch.Tensor | None = None
     ) -> TrainingRows:
-        """Teacher-forced rows [B, T - 1] of all texts: feature of a token, the token after it; rounds start at the
-        rows `anchors` int64 [B, A], or at all of them."""
+        """Teacher-forced rows [B, T - 1] of all texts: the feature of a token, and the token after it.
+
+        Rounds start at the rows `anchors` int64 [B, A], or at all rows.
+        """
         places = torch.arange(self.token_ids.shape[1] - 1, device=self.token_ids.device)
         lengths = torch.tensor(self.lengths, device=self.token_ids.device)[:, None]
         documents = torch.where(places[None] < lengths - 1, 0, -1)
@@ -74,7 +76,7 @@ class Evidence:
         )
 
     def part(self, sequences: Sequence[int]) -> Evidence:
-        """Some of the texts."""
+        """Evidence of some of the texts, given by index."""
         index = list(sequences)
         return Evidence(
             self.token_ids[index],
@@ -88,7 +90,7 @@ class Evidence:
 
 
 def prompts_of(prompts: Sequence[Text], tokenizer: Any, longest: int | None) -> list[torch.Tensor]:
-    """Token ids [1, T] of prompts, their last `longest` tokens."""
+    """Token ids [1, T] of the prompts, cut to their last `longest` tokens."""
     texts = all_token_ids(prompts, tokenizer)
     return texts if longest is None else [ids[:, -longest:] for ids in texts]
 
@@ -97,7 +99,10 @@ def prompts_of(prompts: Sequence[Text], tokenizer: Any, longest: int | None) -> 
 def continue_texts(
     target: PreTrainedModel, prompts: Sequence[torch.Tensor], max_new_tokens: int, at_once: int = 8
 ) -> list[torch.Tensor]:
-    """The target's own greedy continuations, prompt included, int64 [T] each; several prompts at once, left-padded."""
+    """Generates the target's own greedy continuations: int64 [T] each, prompt included.
+
+    `at_once` prompts are generated together, left-padded.
+    """
     texts: list[torch.Tensor] = []
     ends = target.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
@@ -122,12 +127,12 @@ def continue_texts(
 
 @torch.no_grad()
 def capture(target: PreTrainedModel, texts: Sequence[torch.Tensor], starts: Sequence[int]) -> Evidence:
-    """One forward per text, with all hidden states.
+    """Captures all hidden states and predictions of the target, with one forward per text.
 
     Args:
         target: The target.
         texts: int64 [T] each, at least 3 tokens.
-        starts: Tokens of each that it was given.
+        starts: Number of tokens of each text's prompt.
     """
     longest = max(map(len, texts))
     captured: list[dict[Level, torch.Tensor]] = []
@@ -151,7 +156,7 @@ def capture(target: PreTrainedModel, texts: Sequence[torch.Tensor], starts: Sequ
 
 
 def _probabilities(logits: torch.Tensor, ids: torch.Tensor, rows: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probability of every favourite, and surprise of every token, fp32 [T] each, from [T, V]; few rows at a time."""
+    """Confidence and surprise of every token, fp32 [T] each, from logits [T, V], a few rows at a time."""
     following = ids.roll(-1)
     sure, unlikely = [], []
     for part, after in zip(logits.split(rows), following.split(rows), strict=True):
@@ -164,7 +169,7 @@ def _probabilities(logits: torch.Tensor, ids: torch.Tensor, rows: int = 256) -> 
 
 
 def _forward(target: PreTrainedModel, ids: torch.Tensor) -> tuple[dict[Level, torch.Tensor], torch.Tensor]:
-    """All hidden states of one text [1, T], what enters the final norm, and logits [T, V]."""
+    """Computes all hidden states of one text [1, T], the input of the final norm, and the logits [T, V]."""
     before: list[torch.Tensor] = []
     norm = final_norm(target)
     hook = None if norm is None else norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
@@ -182,7 +187,7 @@ def _forward(target: PreTrainedModel, ids: torch.Tensor) -> tuple[dict[Level, to
 
 
 def final_norm(target: PreTrainedModel) -> torch.nn.Module | None:
-    """The norm before a target's `lm_head`, by its usual names; `None` where it has another."""
+    """Finds the norm before a target's `lm_head` by its usual names; `None` if it has another name."""
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else None
     names = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
     return next((norm for name in names if isinstance(norm := getattr(decoder, name, None), torch.nn.Module)), None)

@@ -1,4 +1,4 @@
-"""From evidence to causes: what is wrong, by how much, and what mends it."""
+"""Rules that turn measurements into causes: what is wrong, by how much, and what to do about it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ KIND = {
     "unexplained": UNKNOWN, "under-trained": TRAINED,
     "training labels": TRAINED, "not its own answers": TRAINED, "training gap": LOADED,
 }  # fmt: skip
-# Acceptance at position 1 below which heads are of little use: of what the target is sure of, and whatever it is.
+# Acceptance at position 1 below which heads are of little use: relative to predictability, and absolutely.
 LOW, LOW_ANYWAY = 0.5, 0.1
 GROUP_GAP, FEWEST = 0.15, 16
-TURN_GAP = 0.25  # beginnings are harder anyway, for heads that see less there than the target
+TURN_GAP = 0.25  # larger, because beginnings are harder for heads, which see less context there than the target
 LABEL_GAP, STORED_GAP, SERVING_GAP = 0.1, 0.2, 0.25
-# A gap between texts that heads were trained on alike is as soon that of the texts; it must be so much wider.
+# A gap between texts that heads were equally trained on must be wider by this factor, as it may come from the texts.
 WITHIN_TRAINING = 2
-GOOD, MUCH = 0.7, 0.15  # acceptance against how sure the target is; a gain that explains by itself
+GOOD, MUCH = 0.7, 0.15  # acceptance relative to predictability of good heads; a gain that is an explanation by itself
 LEAST_COVERAGE = 0.85
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause.
+    """One cause of low acceptance.
 
     Attributes:
         cause: A key of [`KIND`].
         said: What is wrong, in one sentence with the evidence.
-        mend: What to do.
-        before, after: Acceptance of draft position 1 as it is, and mended, where that was tried.
-        tau: The same of teacher-forced tau.
-        changes: Fields of the config that mend it.
-        certain: Whether it is an error, or only a warning.
+        mend: What to do about it.
+        before, after: Acceptance of draft position 1 now, and after the repair if it was tried.
+        tau: Teacher-forced tau now and after the repair.
+        changes: Config fields that repair it.
+        certain: Whether this is an error; otherwise it is a warning.
     """
 
     cause: str
@@ -59,33 +59,33 @@ class Finding:
 
     @property
     def kind(self) -> str:
-        """First words of the verdict."""
+        """Kind of the cause, with which the verdict begins."""
         return KIND[self.cause]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass
 class Facts:
-    """Everything that was measured, for the rules below.
+    """All measurements, for the rules below.
 
     Attributes:
-        score: As things are.
-        trials: Hypotheses, those about the vocabulary included.
-        labels: As [`trials.label_offsets`] says.
-        turn: First and later tokens of answers.
-        answers: Whether prompts end where a turn begins, as far as the tokenizer's template tells.
-        contexts, modes: Groups; `modes` holds the given one first.
-        special, given, own: Special tokens; the prompts' tokens; the target's own tokens.
-        coverage: Share of the target's tokens in the draft vocabulary.
-        identity: Why the target is another one, or `None`.
-        stored: As [`stored.stored_numbers`].
-        noise: Whether the prompts are text to the target, `None` where that cannot be known.
-        untouched: Whether the heads' norms and biases are as they are made, `None` if there are none.
-        free_running, forced: tau of a chain in rounds, and teacher-forced from every token.
-        train_max_length: Of the heads, if known.
+        score: Score with the current settings.
+        trials: Trials of hypotheses, including those about the vocabulary.
+        labels: Result of [`trials.label_offsets`].
+        turn: Groups of the first and of the later tokens of answers.
+        answers: Whether an answer begins where the prompts end, according to the tokenizer's chat template.
+        contexts, modes: Groups by context and by form of the prompt; the given form comes first.
+        special, given, own: Groups of special tokens, of the prompts' tokens, and of the target's own tokens.
+        coverage: Share of the target's tokens that are in the draft vocabulary.
+        identity: Evidence that the heads were made for another target, or `None`.
+        stored: Result of [`stored.stored_numbers`].
+        noise: Whether the prompts are text to the target; `None` if unknown.
+        untouched: Whether norms and biases look freshly initialised; `None` if there are none.
+        free_running, forced: tau of a chain in real rounds, and teacher-forced tau on the same texts.
+        train_max_length: Longest text that the heads were trained on, if known.
     """
 
     score: Score
@@ -109,7 +109,7 @@ class Facts:
 
     @property
     def low(self) -> bool:
-        """Whether little is accepted, given how sure the target is."""
+        """Whether acceptance is low, given how predictable the text is."""
         return self.score.position_1 < _least(self.own)
 
 
@@ -119,8 +119,11 @@ def _least(group: Group) -> float:
 
 
 def _clearly_worse(here: Group, there: Group, gap: float, fewest: int = FEWEST, surely: float = 1 / 3) -> bool:
-    """Whether much less is accepted here than there, where the heads are good: of heads that are good nowhere, less is
-    accepted of what the target is sure of, whatever the reason."""
+    """Whether acceptance is clearly lower in one group than in another, in which the heads are good.
+
+    The heads must be good in the other group, because heads that are bad everywhere always fall short most where the
+    text is most predictable.
+    """
     if min(here.count, there.count) < fewest or there.acceptance.mean < _least(there):
         return False
     worse = here.worse_than(there)
@@ -128,10 +131,10 @@ def _clearly_worse(here: Group, there: Group, gap: float, fewest: int = FEWEST, 
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Causes, the most certain first. Silent where nothing is wrong."""
+    """Returns the causes, the most certain first; empty if nothing is wrong."""
     elsewhere = [*_modes(facts), *_policy(facts)]
     settings = [one for one in _settings(facts) if not _good_elsewhere(one, elsewhere)]
-    labels = list(_labels(facts, settings))  # which say more than any setting, if anything
+    labels = list(_labels(facts, settings))  # wrong training labels explain more than any setting
     found = [*_identity(facts), *labels, *(() if labels else settings), *_serving(facts)]
     explained = bool(found)
     found += [*_texts(facts), *(one for one in elsewhere if one.cause == "mode" or not explained)]
@@ -142,19 +145,21 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def _good_elsewhere(setting: Finding, elsewhere: list[Finding]) -> bool:
-    """Whether heads accept more of other texts, as they are, than of these with another setting: then they are loaded
-    as they should be, and the setting makes up for the texts a little."""
+    """Whether acceptance on other texts, with current settings, is at least that on these texts with another setting.
+
+    In this case the heads are loaded correctly, and the setting only compensates a little for the kind of text.
+    """
     return any((one.after or 0.0) >= (setting.after or 0.0) for one in elsewhere)
 
 
 def _settings(facts: Facts) -> Iterator[Finding]:
-    """The best of the clear winners; others may win because they make up for the same mistake."""
+    """Finds the best of the settings that clearly win; others may win because they compensate for the same error."""
     winners = [trial for trial in facts.trials if trial.wins and _explains(trial, facts)]
     if not winners:
         return
     best = max(winners, key=lambda trial: (round(trial.score.tau, 1), trial.score.log_likelihood or -math.inf))
     best = _simplest(best, winners)
-    if best.alternative.setting == "lm_head":  # rows that stand for other tokens look like damaged ones
+    if best.alternative.setting == "lm_head":  # a wrong map from rows to tokens also looks like a damaged `lm_head`
         best = next((trial for trial in winners if trial.alternative.cause == "draft vocabulary"), best)
     one, now = best.alternative, facts.score
     yield Finding(
@@ -170,8 +175,11 @@ def _settings(facts: Facts) -> Iterator[Finding]:
 
 
 def _simplest(best: Trial, winners: list[Trial]) -> Trial:
-    """The first winner that the best one is neither much nor surely better than: the list begins with what happens
-    most, and of neighbouring hidden states, say, few texts tell little."""
+    """Returns the first winner than which the best one is neither much nor certainly better.
+
+    The list begins with the most frequent errors, and few texts hardly distinguish similar settings such as
+    neighbouring hidden states.
+    """
     for trial in winners:
         gain = best.score.gain_over(trial.score)
         surely = max(gain.length.low, -math.inf if gain.likelihood is None else gain.likelihood.low) > 0
@@ -181,8 +189,11 @@ def _simplest(best: Trial, winners: list[Trial]) -> Trial:
 
 
 def _explains(trial: Trial, facts: Facts) -> bool:
-    """Whether heads are good with the setting, or much better; of bad heads, some settings make up for a little. A
-    fitted map does so wherever heads err systematically, and a wrong map is wrong nearly everywhere."""
+    """Whether heads are good with the setting, or much better; some settings improve bad heads only a little.
+
+    A fitted vocabulary map must make them much better: it compensates for any systematic error a little, and a wrong
+    map is wrong for nearly all tokens.
+    """
     now, then = facts.score.position_1, trial.score.position_1
     much = then >= max(now + MUCH, 1.5 * now)
     if "fitted" in trial.alternative.value:
@@ -193,7 +204,7 @@ def _explains(trial: Trial, facts: Facts) -> bool:
 def _labels(facts: Facts, settings: list[Finding]) -> Iterator[Finding]:
     right = facts.labels.get(0, 0.0)
     offset, share = max(facts.labels.items(), key=lambda item: item[1])
-    explained = any((one.after or 0.0) >= share for one in settings)  # e.g. drafts read from the slot after theirs
+    explained = any((one.after or 0.0) >= share for one in settings)  # e.g. by reading drafts from the wrong slot
     if offset and share >= right + LABEL_GAP and not explained:
         yield Finding(
             "training labels",
@@ -259,7 +270,7 @@ def _modes(facts: Facts) -> Iterator[Finding]:
 
 
 def _turns(facts: Facts) -> Iterator[Finding]:
-    if not facts.answers:  # beginnings of what else? of any text they are as hard as the prompt is strange
+    if not facts.answers:  # the beginning of other texts is as hard as the prompt is unusual
         return
     early, later = facts.turn
     if _clearly_worse(early, later, TURN_GAP):

@@ -1,4 +1,4 @@
-"""Acceptance by kind of text: mode of the prompt, distance from the start of a turn, context, special tokens."""
+"""Acceptance by group of tokens: form of the prompt, distance from the start of a turn, context, special tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ CONTEXT_BINS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 30)
 
 @dataclass(frozen=True)
 class Group:
-    """Guesses of draft position 1 at some tokens, per text.
+    """Guesses of draft position 1 for a group of tokens, with one value per text.
 
     Attributes:
-        name: What is common to them.
-        right, guesses: Right ones, and all.
-        expected: Sum of the probabilities that the target gave its own tokens, or, for heads that do not read the
-            token before, both: how easy the text is.
-        longest: Tokens that stand before the guessed one, at most, where that is what is common.
+        name: Common property of the tokens.
+        right, guesses: Number of right guesses, and of all guesses.
+        expected: Sum over guesses of how predictable the token is; see [`foreseeable`].
+        longest: Upper end of the context length, for groups by context.
     """
 
     name: str
@@ -38,22 +37,25 @@ class Group:
 
     @property
     def acceptance(self) -> Interval:
-        """Of draft position 1."""
+        """Acceptance of draft position 1."""
         return ratio_interval(self.right, self.guesses)
 
     @property
     def predictability(self) -> float:
-        """Mean probability the target gives its own favourite."""
+        """Mean of how predictable the tokens are to the target."""
         return sum(self.expected) / max(sum(self.guesses), 1)
 
     @property
     def count(self) -> int:
-        """Guesses."""
+        """Number of guesses."""
         return int(sum(self.guesses))
 
     def worse_than(self, other: Group) -> Interval:
-        """By how much less of what the target is sure of is accepted here than there: acceptance less the target's own
-        confidence, so that harder text does not count against the heads. Of few texts the interval is wide."""
+        """How much worse acceptance is in this group than in the other, relative to predictability.
+
+        The shortfall of a group is its predictability minus its acceptance, so that harder text does not count against
+        the heads. With few texts the interval is wide.
+        """
         sides = [
             ([e - r for e, r in zip(group.expected, group.right, strict=True)], group.guesses)
             for group in (self, other)
@@ -67,14 +69,14 @@ class Group:
         return careful(Interval(mean, mean - width, mean + width), units)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         found = self.acceptance
         return {"name": self.name, "position_1": found.mean, "interval": [found.low, found.high],
                 "guesses": self.count, "predictability": self.predictability}  # fmt: skip
 
 
 def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor, longest: int | None = None) -> Group:
-    """The tokens `where` bool [B, T] says, as far as they were guessed."""
+    """Group of the tokens given by `where`, bool [B, T], for which there is a guess."""
     where = where & (drafts.slots[0] >= 0)
     right = hits(drafts, evidence)[0] & where
     expected = foreseeable(drafts, evidence) * where
@@ -88,16 +90,19 @@ def group_of(name: str, drafts: Drafts, evidence: Evidence, where: torch.Tensor,
 
 
 def foreseeable(drafts: Drafts, evidence: Evidence) -> torch.Tensor:
-    """fp32 [B, T], how likely the target made token t, of all tokens between it and what the heads have read: whoever
-    knows the target's probabilities guesses at least as well on texts drawn from them."""
+    """How predictable token t is, fp32 [B, T].
+
+    This is the product of the target's confidence in token t and in the tokens before it that the heads have not read.
+    On texts that are drawn from the target, guesses from the target's own probabilities are right at least this often.
+    """
     likely = torch.ones_like(evidence.confidence)
     for step in range(1, drafts.unread + 2):
-        likely = likely * evidence.confidence.roll(step, dims=1)  # the token before says this one
+        likely = likely * evidence.confidence.roll(step, dims=1)  # confidence at token t - 1 is about token t
     return likely
 
 
 def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
-    """The first guesses of every answer, and the others."""
+    """Groups of the first guesses of every answer, and of all later ones."""
     text = guessed_text(drafts, evidence)
     places = torch.arange(text.shape[1], device=text.device)[None]
     starts = torch.tensor(evidence.starts, device=text.device)[:, None]
@@ -109,7 +114,7 @@ def by_turn(drafts: Drafts, evidence: Evidence) -> tuple[Group, Group]:
 
 
 def by_context(drafts: Drafts, evidence: Evidence) -> list[Group]:
-    """By how many tokens stand before the guessed one."""
+    """Groups by the number of tokens before the guessed one."""
     text = guessed_text(drafts, evidence)
     places = torch.arange(text.shape[1], device=text.device)[None]
     found = []
@@ -122,13 +127,13 @@ def by_context(drafts: Drafts, evidence: Evidence) -> list[Group]:
 
 
 def special_tokens(drafts: Drafts, evidence: Evidence, ids: Sequence[int]) -> Group:
-    """Tokens such as ends of turns, which the target wrote."""
+    """Group of special tokens that the target wrote, such as ends of turns."""
     special = torch.isin(evidence.token_ids, torch.tensor(list(ids) or [-1], device=evidence.token_ids.device))
     return group_of("special tokens", drafts, evidence, own_text(evidence, 0) & special)
 
 
 def given_text(drafts: Drafts, evidence: Evidence) -> Group:
-    """The prompts, which the target did not write: whether its favourite there is guessed."""
+    """Group of the prompts' tokens, which the target did not write; a right guess is the target's favourite there."""
     places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
     starts = torch.tensor(evidence.starts, device=places.device)[:, None]
     where = (places >= 2) & (places < starts) & (drafts.tokens[0] >= 0)
@@ -140,8 +145,10 @@ def given_text(drafts: Drafts, evidence: Evidence) -> Group:
 
 # ---------------------------------------------------------------------- modes of a prompt
 def modes(prompts: Sequence[Text], tokenizer: Any) -> dict[str, list[Any]]:
-    """The same prompts in other forms: raw text, a user's message, with and without thinking. Texts in the form given
-    are not among them."""
+    """The same prompts in other forms, by name: raw text, a user's message, with and without thinking.
+
+    The form in which the prompts are given is not included.
+    """
     template = getattr(tokenizer, "chat_template", None)
     if not template or not all(isinstance(prompt, str) or _is_chat(prompt) for prompt in prompts):
         return {}
@@ -162,8 +169,10 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def begins_turns(prompts: Sequence[Text], tokenizer: Any) -> bool:
-    """Whether an answer begins where the prompts end: they are chats, or end as the tokenizer's template does when it
-    asks for one."""
+    """Whether an answer begins where the prompts end.
+
+    This holds for chats, and for texts that end with the generation prompt of the tokenizer's chat template.
+    """
     if all(_is_chat(prompt) for prompt in prompts):
         return True
     if not getattr(tokenizer, "chat_template", None) or any(_is_chat(prompt) for prompt in prompts):
@@ -179,14 +188,14 @@ def begins_turns(prompts: Sequence[Text], tokenizer: Any) -> bool:
 
 
 def given_mode(prompts: Sequence[Text]) -> str:
-    """What the given prompts are."""
+    """Name of the form in which the prompts are given."""
     if all(_is_chat(prompt) for prompt in prompts):
         return "chat"
     return "raw text" if all(isinstance(prompt, str) for prompt in prompts) else "as given"
 
 
 def coverage(heads: DraftHead, evidence: Evidence) -> float:
-    """Share of the target's own tokens that the heads can draft at all."""
+    """Share of the target's own tokens that are in the draft vocabulary."""
     vocabulary = heads.draft_vocabulary
     if vocabulary is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""What the files of heads do not prove, and what it could be instead."""
+"""Hypotheses: settings that the files of heads do not determine, and their alternative values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .block_settings import block_settings
 from .evidence import BEFORE_NORM, Level
 from .layouts import layouts
 
-# Rows of EAGLE heads that are equally wide.
+# Inputs of EAGLE heads that have the same width, so the weights do not tell them apart.
 PAIRINGS = ("feature+shifted_token", "feature+token")
 ROPE_BASES = (10000.0, 500000.0, 1000000.0)
 PARTIAL = (0.25, 0.5)
@@ -30,12 +30,12 @@ MOST_TO_PERMUTE = 3
 
 # ---------------------------------------------------------------------- what could be otherwise
 def alternatives(heads: DraftHead, target: PreTrainedModel, depth: int, levels: Sequence[Level]) -> list[Alternative]:
-    """Everything the tensors of these heads leave open.
+    """Lists alternatives for everything that the tensors of these heads leave open.
 
     Args:
-        heads: Bound to the target.
+        heads: Heads, bound to the target.
         target: The target.
-        depth: Its layers N.
+        depth: Number N of layers of the target.
         levels: Hidden states that were captured.
     """
     found = [*tap_sets(heads, depth, levels), *flags(heads), *ropes(heads, target), *partial_ropes(heads, target)]
@@ -44,7 +44,7 @@ def alternatives(heads: DraftHead, target: PreTrainedModel, depth: int, levels: 
 
 
 def tap(heads: DraftHead, levels: tuple[Level, ...], what: str) -> Alternative:
-    """Other hidden states."""
+    """Alternative that reads other hidden states."""
     numbers = [level for level in levels if isinstance(level, int)]
     in_config = hasattr(heads.config, "feature_layers") and len(numbers) == len(levels)
     return Alternative(
@@ -60,7 +60,11 @@ def tap(heads: DraftHead, levels: tuple[Level, ...], what: str) -> Alternative:
 
 
 def tap_sets(heads: DraftHead, depth: int, levels: Sequence[Level]) -> list[Alternative]:
-    """All hidden states one layer up or down, the default sets of other programs, another order, without the norm."""
+    """Alternatives for the hidden states that are read.
+
+    These are all hidden states one layer up or down, defaults of other programs, other orders, and the last hidden
+    state without the final norm.
+    """
     ours = tuple(depth if level == -1 else level for level in heads.feature_layers)
     if not ours:
         return []
@@ -87,14 +91,14 @@ def tap_sets(heads: DraftHead, depth: int, levels: Sequence[Level]) -> list[Alte
 
 
 def single_taps(heads: DraftHead, depth: int, levels: tuple[Level, ...]) -> Iterator[tuple[int, list[Alternative]]]:
-    """For every place of a feature all hidden states that could stand there."""
+    """For every part of the feature, alternatives that read any other hidden state as this part."""
     for place in range(len(levels)):
         others = [(*levels[:place], level, *levels[place + 1 :]) for level in range(depth + 1)]
         yield place, [tap(heads, other, "") for other in others if len(set(other)) == len(other) and other != levels]
 
 
 def flags(heads: DraftHead) -> list[Alternative]:
-    """Norms that no tensor tells of, and which token a row is made of."""
+    """Alternatives for norm flags that no tensor reveals, and for the token that a row is made of."""
     found = []
     for name in ("norm_before_residual", "norm_output"):
         if hasattr(heads.config, name):
@@ -108,7 +112,7 @@ def flags(heads: DraftHead) -> list[Alternative]:
 
 
 def ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """The usual bases, the target's rope, and scaling left out."""
+    """Alternatives for the rope: the usual bases, the target's rope, and no scaling."""
     held = _rope_of(heads)
     if held is None:
         return []
@@ -133,18 +137,18 @@ def ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
 
 
 def target_rope(target: PreTrainedModel) -> dict[str, Any]:
-    """Rope of the target, of its full layers where it has several."""
+    """Rope parameters of the target; those of its full-attention layers if it has several kinds."""
     theirs = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return {**(theirs.get("full_attention") or theirs)}
 
 
 def _rope_of(heads: DraftHead) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]] | None:
-    """Rope of the heads, and fields of their config that hold another one; `None` of heads that do not rotate."""
+    """Rope parameters of the heads, and a function that makes config fields with others; `None` without rope."""
     config: Any = heads.config
     if isinstance(config, MtpHeadConfig):
         layer = dict(config.layer_config or {})
         kept = layer.get("rope_parameters") or {}
-        whole = "rope_theta" in kept  # not one for every kind of layer
+        whole = "rope_theta" in kept  # false if there is a rope for each kind of layer
         return (
             (dict(kept), lambda other: {"layer_config": {**layer, "rope_parameters": {**kept, **other}}})
             if whole
@@ -157,7 +161,7 @@ def _rope_of(heads: DraftHead) -> tuple[dict[str, Any], Callable[[dict[str, Any]
 
 
 def partial_ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """Rotation of the first half or quarter of every attention head, or of as much as the target rotates."""
+    """Alternatives that rotate only a half or quarter of every attention head, or the share that the target does."""
     plain = (getattr(heads.config, "rope_parameters", None) or {}).get("rope_type", "default") == "default"
     layers = [module for module in heads.modules() if isinstance(module, DraftAttention)]
     whole = all(
@@ -165,7 +169,7 @@ def partial_ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative
         for layer in layers
         for part in (layer.q_proj, layer.k_proj)
         for weight in part.parameters()
-    )  # and not in two factors
+    )  # false for low-rank factors, which have no row per output dimension
     if not (plain and layers and whole):
         return []
     shares = {*PARTIAL, float(target_rope(target).get("partial_rotary_factor") or 1.0)} - {1.0}
@@ -181,8 +185,11 @@ def _rope_words(rope: dict[str, Any]) -> str:
 
 
 def shifts(heads: DraftHead) -> list[Alternative]:
-    """Tokens paired with the feature before, or after, the one they belong to; the latter has seen the token, and says
-    more of the next one."""
+    """Alternatives that pair tokens with an earlier or later feature.
+
+    The later feature was computed from the token itself and reveals more about the next one, so this alternative must
+    gain more to win.
+    """
     if not heads.feature_layers:
         return []
     words = {1: "the feature two tokens before it", -1: "its own feature"}
@@ -196,7 +203,7 @@ def shifts(heads: DraftHead) -> list[Alternative]:
 
 @torch.no_grad()
 def halves(heads: DraftHead) -> list[Alternative]:
-    """Embedding and feature fused in the other order, where nothing but the file says which half is which."""
+    """Alternative with the halves of `fc` swapped, if embedding and feature have the same width."""
     found, sizes = [], (heads.config.embedding_size, heads.config.feature_size)
     for name, module in heads.named_modules():
         fuses = isinstance(module, nn.Linear) and name.rpartition(".")[2] == "fc" and len(heads.feature_layers) == 1
@@ -212,7 +219,10 @@ def halves(heads: DraftHead) -> list[Alternative]:
 
 @torch.no_grad()
 def borrowed_parts(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """The target's own weights in place of copies that the heads have: lost, random or of another target."""
+    """Alternatives that use the target's weights instead of the heads' own `lm_head` or embedding.
+
+    The heads' own weights may be random, damaged, or those of another target.
+    """
     found = []
     lm_head = heads._modules.get("lm_head")
     if isinstance(lm_head, nn.Linear) and lm_head.in_features == heads.config.feature_size:

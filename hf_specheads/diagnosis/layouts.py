@@ -1,4 +1,4 @@
-"""What a converter of files may do to weights without changing a shape, so that no loader can notice it."""
+"""Alternatives for errors of file converters that change no shape, so that no loader can notice them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..heads.layers import DraftAttention, LayerHeadConfig
 from .alternative import Alternative
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu")
-STACKS = ("layers", "blocks", "lm_heads")  # lists whose entries have an order
+STACKS = ("layers", "blocks", "lm_heads")  # module lists whose order matters
 MOST_TO_REORDER = 8
-SHARED_NAMES = ("lora_A", "lora_B")  # of specialists, which are told apart by name
+SHARED_NAMES = ("lora_A", "lora_B")  # adapters of specialists, which are identified by name, not by order
 
 
 @torch.no_grad()
 def layouts(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
-    """Weights read as other programs write them, and sizes of attention that the same matrices would fit."""
+    """Alternatives for weights in other programs' conventions, and for attention shapes that fit the same matrices."""
     found = [*attention_shapes(heads), *activations(heads), *norm_offsets(heads), *swapped_gates(heads)]
     found += [*interleaved(heads), *transposed(heads), *orders(heads), *tokens_first(heads)]
     return [*found, *embedding_scales(heads, target)]
@@ -30,11 +30,11 @@ def layouts(heads: DraftHead, target: PreTrainedModel) -> list[Alternative]:
 
 # ---------------------------------------------------------------------- settings
 def attention_shapes(heads: DraftHead) -> Iterator[Alternative]:
-    """Twice or half as many attention heads, of half or twice the width."""
+    """Alternatives with twice or half as many attention heads, of half or twice the width."""
     config = heads.config
     layers = [module for module in heads.modules() if isinstance(module, DraftAttention)]
     if not isinstance(config, LayerHeadConfig) or not layers or any(layer.q_norm is not None for layer in layers):
-        return  # norms of queries are as wide as a head, and prove its width
+        return  # a norm of queries has the width of an attention head, so the width is certain
     queries, keys, width = config.num_attention_heads, config.num_key_value_heads or 1, config.head_dim or 1
     now = f"{queries} heads of {width}, {keys} of keys"
     for times in (2.0, 0.5):
@@ -47,7 +47,7 @@ def attention_shapes(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def activations(heads: DraftHead) -> Iterator[Alternative]:
-    """Other functions of the MLP."""
+    """Alternatives with other activation functions of the MLP."""
     now = getattr(heads.config, "hidden_act", None)
     if now is None or not any(hasattr(module, "act_fn") for module in heads.modules()):
         return
@@ -57,9 +57,9 @@ def activations(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def embedding_scales(heads: DraftHead, target: PreTrainedModel) -> Iterator[Alternative]:
-    """Of targets that scale their embedding: heads trained on what it looks like in the file."""
+    """Alternative for targets that scale their embeddings: the heads were trained on unscaled ones."""
     scale = embedding_scale_of(target.get_input_embeddings())
-    if scale == 1 or isinstance(heads.config, BlockHeadConfig):  # the latter have a setting for it
+    if scale == 1 or isinstance(heads.config, BlockHeadConfig):  # block drafters have a setting for the scale
         return
     mend = (
         f"the heads were trained on embeddings that are not multiplied by {scale:.3g}, as this target's are; multiply "
@@ -71,8 +71,7 @@ def embedding_scales(heads: DraftHead, target: PreTrainedModel) -> Iterator[Alte
 
 # ---------------------------------------------------------------------- weights
 def norm_offsets(heads: DraftHead) -> Iterator[Alternative]:
-    """Weights of norms that are kept as their difference from one, as Gemma's and Qwen 3.5's are, or the other way
-    round."""
+    """Alternatives for norm weights written as the difference from one (as in Gemma and Qwen 3.5), or vice versa."""
     norms = {name: weight for name, weight in heads.named_parameters()
              if weight.ndim == 1 and name.endswith("norm.weight")}  # fmt: skip
     if not norms:
@@ -84,7 +83,7 @@ def norm_offsets(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def swapped_gates(heads: DraftHead) -> Iterator[Alternative]:
-    """Both halves of a fused `gate_up_proj` the other way round."""
+    """Alternative with `gate_proj` and `up_proj` exchanged, as if a fused `gate_up_proj` was split the wrong way."""
     weights = dict(heads.named_parameters())
     found = {}
     for name, weight in weights.items():
@@ -97,7 +96,10 @@ def swapped_gates(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def interleaved(heads: DraftHead) -> Iterator[Alternative]:
-    """Rope over neighbouring dimensions, as the first Llama's files and GGUF have it, read as over halves."""
+    """Alternatives for rows of `q_proj` and `k_proj` that were written for another pairing of rope dimensions.
+
+    Files of the first Llama and GGUF pair neighbouring dimensions; transformers pairs the two halves.
+    """
     for said, back in (("pairs of neighbours", False), ("pairs of halves", True)):
         found = {}
         for name, module in heads.named_modules():
@@ -107,7 +109,7 @@ def interleaved(heads: DraftHead) -> Iterator[Alternative]:
                 for part in ("q_proj", "k_proj"):
                     for which, weight in getattr(module, part).named_parameters():
                         if len(weight) != getattr(module, part).out_features:
-                            return  # in two factors
+                            return  # a low-rank factor has no row per output dimension
                         rows = weight.unflatten(0, (-1, module.head_dim))[:, order.to(weight.device)]
                         found[f"{name}.{part}.{which}"] = rows.flatten(0, 1)
         if found:
@@ -117,7 +119,7 @@ def interleaved(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def transposed(heads: DraftHead) -> Iterator[Alternative]:
-    """Square matrices the other way, which fit as well."""
+    """Alternative with square matrices transposed, which keeps their shape."""
     found = {
         f"{name}.weight": module.weight.detach().T
         for name, module in heads.named_modules()
@@ -129,7 +131,7 @@ def transposed(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def tokens_first(heads: DraftHead) -> Iterator[Alternative]:
-    """Hydra's blocks over embeddings and the feature, instead of the feature and embeddings."""
+    """Alternative for Hydra's blocks: inputs in the order embeddings, feature instead of feature, embeddings."""
     width = heads.config.feature_size
     found = {
         f"{name}.{part}.weight": getattr(module, part).weight.detach().roll(width, dims=1)
@@ -144,7 +146,7 @@ def tokens_first(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def orders(heads: DraftHead) -> Iterator[Alternative]:
-    """Layers, specialists or heads of positions in another order: backwards, and the first changed for another."""
+    """Alternatives with layers, specialists or per-position heads reversed, or the first exchanged with another."""
     if any(part in name for name, _ in heads.named_parameters() for part in SHARED_NAMES):
         return
     stacks = {name: len(stack) for name in STACKS if isinstance(stack := heads._modules.get(name), nn.ModuleList)}
@@ -166,7 +168,7 @@ def orders(heads: DraftHead) -> Iterator[Alternative]:
 
 
 def reordered(heads: DraftHead, stacks: list[str], order: list[int]) -> dict[str, torch.Tensor]:
-    """Weights by the names they would have in another order; nothing where shapes do not allow it."""
+    """Weights by name after reordering the stacks; empty if shapes do not allow the order."""
     weights, found = dict(heads.named_parameters()), {}
     for name, weight in weights.items():
         stack, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""Whether prompts are text to the target, or noise: as likely in any other order of their tokens."""
+"""Tests whether prompts are text to the target, or noise, i.e. equally likely if their tokens are shuffled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..bootstrap import Interval, careful, interval_of, ratio_draws
 from .evidence import Evidence, capture
 
-# Prose, code and talk; a target that was trained on text knows at least one of them.
+# Prose, code and dialogue: a target that was trained on text is familiar with at least one of them.
 SAMPLES = (
     "The river rises in the hills to the north of the town and flows past the old mill before it reaches the sea. "
     "In spring, when the snow melts, the water is high, and nobody who lives near it is surprised when the fields "
@@ -31,13 +31,13 @@ LEAST_ORDER = 0.1
 
 @dataclass(frozen=True)
 class Noise:
-    """Surprise in nats a token.
+    """Surprise of the target on several texts, in nats per token.
 
     Attributes:
-        prompts, shuffled: Of the prompts' tokens in their own order and in a random one.
-        known, random: Of the sample that the target knows best, and of tokens drawn at random.
-        order: Share of the surprise that the prompts' own order saves.
-        told: Whether the target surely tells the sample from random tokens.
+        prompts, shuffled: Surprise of the prompts' tokens in their own order, and in random order.
+        known, random: Surprise of the sample text that the target predicts best, and of random tokens.
+        order: Share of the shuffled tokens' surprise that the prompts' own order saves.
+        told: Whether the target surely predicts the sample better than random tokens, and better than by chance.
     """
 
     prompts: float
@@ -49,21 +49,21 @@ class Noise:
 
     @property
     def found(self) -> bool:
-        """Whether the order of the prompts' tokens surely says next to nothing to a target that knows text at all."""
+        """Whether the prompts are noise: the target knows text, but hardly prefers these tokens in their own order."""
         return self.told and self.order.high < LEAST_ORDER
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which has no infinity: of a single prompt no interval is known."""
+        """Returns plain values, for JSON. Infinite ends of an interval, as for a single prompt, become `None`."""
         ends = {name: value if math.isfinite(value) else None for name, value in asdict(self.order).items()}
         return {**asdict(self), "order": ends}
 
 
 def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -> Noise | None:
-    """Of the prompts of an evidence; `None` without a tokenizer, since no text is known then, or without prompts of
-    more than a few tokens.
+    """Measures the noise of an evidence's prompts.
 
-    Prompts are read without special tokens: a target that was only ever asked for answers need not foresee what users
-    say in a chat, but where they say it in words, it finds the words likelier in their order than shuffled.
+    Returns `None` without a tokenizer, which is needed for the sample texts, or if all prompts are very short. Special
+    tokens are removed from the prompts: a target that was trained only on answers may not predict users' messages in a
+    chat, but it still finds their words likelier in their own order than shuffled.
     """
     if tokenizer is None:
         return None
@@ -71,7 +71,7 @@ def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -
     prompts = [_without(special, ids[:start]) for ids, start in zip(evidence.token_ids, evidence.starts, strict=True)]
     prompts = [ids for ids in prompts if len(ids) >= LEAST_TOKENS]
     samples = [torch.tensor(tokenizer(text)["input_ids"]) for text in SAMPLES]
-    samples = [ids for ids in samples if len(ids.unique()) > LEAST_TOKENS]  # and not unknown words
+    samples = [ids for ids in samples if len(ids.unique()) > LEAST_TOKENS]  # drops samples of mostly unknown tokens
     if not prompts or not samples:
         return None
     known = min((_surprise(target, [ids])[0] for ids in samples), key=lambda one: sum(one) / len(one))
@@ -80,14 +80,14 @@ def measure_noise(target: PreTrainedModel, evidence: Evidence, tokenizer: Any) -
     draws = ratio_draws(known, [1.0] * len(known)), ratio_draws(random, [RANDOM_TOKENS - 1.0] * len(random))
     mean_known, mean_random = sum(known) / len(known), sum(random) / len(random) / (RANDOM_TOKENS - 1)
     told = careful(interval_of(draws[1] - draws[0], mean_random - mean_known), len(random)).low > 0
-    # Who knows no text finds none surely likelier than if all tokens were alike.
+    # A target that knows no text predicts no sample surely better than a uniform distribution over the vocabulary.
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     knows = float(draws[0].quantile(0.975)) < math.log(vocabulary)
     return Noise(*means, mean_known, mean_random, order, told and knows)
 
 
 def _order(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[Interval, tuple[float, float]]:
-    """Share of the surprise that the order of tokens saves; and nats a token in their own order, and shuffled."""
+    """Share of surprise that the order of tokens saves, and nats per token in their own order and shuffled."""
     generator = torch.Generator().manual_seed(0)
     ordered = [sum(one) for one in _surprise(target, prompts)]
     shuffled = [0.0] * len(prompts)
@@ -101,13 +101,13 @@ def _order(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[Interv
 
 
 def _surprise(target: PreTrainedModel, texts: list[torch.Tensor]) -> list[list[float]]:
-    """Of every token but the first, per text."""
+    """Surprise of every token but the first, per text."""
     found = capture(target, texts, [0] * len(texts)).surprise
     return [row[1 : len(ids)].tolist() for row, ids in zip(found, texts, strict=True)]
 
 
 def _without(special: set[int], ids: torch.Tensor) -> torch.Tensor:
-    """int64 [T], ids that are none of the special ones."""
+    """Removes special tokens; int64 [T]."""
     return torch.tensor([token for token in ids.tolist() if token not in special], dtype=torch.long)
 
 

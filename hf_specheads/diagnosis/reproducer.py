@@ -1,4 +1,4 @@
-"""A script that compares two generations again, on another machine or with another version."""
+"""Writes a script that repeats a comparison of two generations, on another machine or with another version."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def write_reproducer(
     options: dict[str, Any],
     found: dict[str, Any],
 ) -> None:
-    """Writes the script. Options of `generate` that are no plain values are left out, and named in it.
+    """Writes the script. Options of `generate` that are not plain values are left out, and the script names them.
 
     Args:
-        path: File to write; its folder is made.
-        target: The target; it is loaded by its name.
+        path: File to write; its folder is created.
+        target: The target; the script loads it by its name.
         inputs: `input_ids` [1, T].
-        heads: With the tree in force.
-        options: Of `generate`.
-        found: What the comparison said.
+        heads: Draft heads, with the tree that was used.
+        options: Arguments of `generate`.
+        found: Result of the comparison.
     """
     plain = {name: value for name, value in options.items() if isinstance(value, bool | int | float | str | list)}
     said = {name: found[name] for name in ("verdict", "because", "position", "token", "plain_token", "rounding")}

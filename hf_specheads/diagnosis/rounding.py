@@ -1,8 +1,8 @@
-"""The rounding of a target: by how much logits change when several tokens enter a forward instead of one.
+"""Measures the rounding of a target: how much logits change if several tokens enter a forward instead of one.
 
-A round verifies its nodes in one forward, plain decoding has a forward per token. Both are the same arithmetic, but
-sums of other shapes are added up in another order, so logits agree up to rounding only. How much that is depends on
-model, type and shape; here it is measured, with forwards of transformers alone.
+A round verifies its nodes in one forward, while plain decoding has one forward per token. Both compute the same sums,
+but for other shapes the terms are added in another order, so logits agree only up to rounding. The size of this error
+depends on model, dtype and shape. It is measured here with transformers' own forwards.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..cache.names import cache_parameter
 from ..target.recurrence import is_recurrent
 from ..target.structure import forward_parameters
 
-POSITIONS = 64  # at the end of a text, at which both kinds of forwards are compared
+POSITIONS = 64  # number of positions at the end of a text at which both kinds of forwards are compared
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a forward over several tokens changes.
+    """Differences between a forward over several tokens and forwards over one token.
 
     Attributes:
-        nodes: Tokens of that forward.
-        positions: At how many positions it was compared with forwards of one token.
-        gap: The most by which the distance between the two favourites changed, in logits.
-        typical_gap: The median of these changes.
-        logits: The largest root mean square of all logits' changes, less their mean.
+        nodes: Number of tokens of the forward over several tokens.
+        positions: Number of positions at which logits were compared.
+        gap: Largest change of the difference between the two largest logits.
+        typical_gap: Median of these changes.
+        logits: Largest root mean square of the changes of all logits, after subtracting the mean change.
     """
 
     nodes: int
@@ -45,12 +45,12 @@ def measure_rounding(target: PreTrainedModel, token_ids: torch.Tensor, nodes: in
     """Compares logits at the end of a text, from forwards of one token and of `nodes` tokens, after the same prefill.
 
     Args:
-        target: The target; only stock forwards with a stock cache are asked of it.
+        target: The target; only its stock forward with a stock cache is used.
         token_ids: int64 [1, T], T at least 2.
-        nodes: Tokens that enter together.
+        nodes: Number of tokens that enter a forward together.
 
     Raises:
-        ValueError: for a text of less than two tokens.
+        ValueError: If the text has fewer than two tokens, or there are several texts.
     """
     length = token_ids.shape[1]
     if token_ids.shape[0] != 1 or length < 2:
@@ -69,12 +69,14 @@ def measure_rounding(target: PreTrainedModel, token_ids: torch.Tensor, nodes: in
 def _logits(
     target: PreTrainedModel, name: str, cache: DynamicCache, token_ids: torch.Tensor, held: int, step: int
 ) -> torch.Tensor:
-    """fp32 [Q, V], logits after every token [1, Q] that follows upon the `held` ones in the cache, `step` tokens a
-    forward."""
+    """Computes the logits after tokens [1, Q], with `step` tokens per forward; fp32 [Q, V].
+
+    The cache already holds `held` tokens.
+    """
     counted = is_recurrent(target) and "position_ids" in forward_parameters(target)
     pieces = []
     for tokens in token_ids.split(step, dim=1):
-        # Caches of recurrent targets may not know how many tokens they hold.
+        # Caches of recurrent targets may not know how many tokens they hold, so positions are passed explicitly.
         positions = torch.tensor([[held]], device=tokens.device) if counted else None
         pieces.append(read_on(target, name, cache, None, positions, tokens).logits[0].float())
         held += tokens.shape[1]
@@ -82,15 +84,18 @@ def _logits(
 
 
 def gap_changes(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """[T], by how much the distance between the two favourites of `expected` [T, V] is another one in `got`."""
+    """How much the difference between the two largest logits of `expected` [T, V] changes in `got`; [T]."""
     favourites = expected.topk(2, dim=-1).indices
     ours, theirs = (logits.gather(-1, favourites.to(logits.device)) for logits in (got, expected))
     return ((ours[:, 0] - ours[:, 1]).cpu() - (theirs[:, 0] - theirs[:, 1]).cpu()).abs()
 
 
 def logit_shifts(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """[T], root mean square of `got` - `expected` [T, V] less its mean: what all tokens share changes no choice.
-    Logits that processors have set to -inf in both are left out."""
+    """Root mean square of `got` - `expected` [T, V] after subtracting its mean over the vocabulary; [T].
+
+    The mean is subtracted because a common shift of all logits changes no choice. Logits that are -inf in both, as set
+    by processors, are left out.
+    """
     expected, got = expected.double().cpu(), got.double().cpu()
     shared = torch.isneginf(expected) & torch.isneginf(got)
     change = (got - expected).masked_fill(shared, 0.0)

@@ -1,4 +1,4 @@
-"""What heads say of their training: acceptance measured then, and how much was trained."""
+"""Reads facts that are stored with heads: acceptance measured in training, and the amount of training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FACTS, EVAL_RESULTS = "training_facts.json", "eval_results.json"
 
 
 def stored_numbers(heads: DraftHead, folder: str | Path | None = None) -> dict[str, Any]:
-    """`position_1`, `acceptance_length`, `tokens` (trained on), `from` (the file); what is not known is missing.
+    """Reads `position_1`, `acceptance_length`, `tokens` (trained on) and `from` (the file); unknown ones are missing.
 
     Args:
-        heads: As loaded.
-        folder: Where their files lie, default where they were loaded from.
+        heads: Loaded heads.
+        folder: Folder of their files; default the one that they were loaded from.
     """
     place = Path(folder or heads.config.name_or_path or "nowhere")
     found: dict[str, Any] = {}
     results, facts = _read(place / EVAL_RESULTS), _read(place / FACTS)
     for entry in results if isinstance(results, list) else []:
-        # In a tree any child may be accepted, which says nothing of the favourite alone.
+        # In a tree, any child may be accepted, so its acceptance says nothing about the most likely child alone.
         chain = isinstance(entry, dict) and (entry.get("tree_config") or {}).get("top_k", 1) == 1
         if chain and entry.get("task") == "greedy" and entry.get("pos_acc"):
             found |= {"position_1": entry["pos_acc"][0], "acceptance_length": entry.get("acceptance_length"),
@@ -39,14 +39,16 @@ def stored_numbers(heads: DraftHead, folder: str | Path | None = None) -> dict[s
 
 
 def untouched(heads: DraftHead) -> bool | None:
-    """Whether nothing that a fresh start makes all alike (weights of norms, biases) differs within itself, as it does
-    after the first step of training; `None` for heads that have no such weights."""
+    """Whether norm weights and biases still look freshly initialised, i.e. each of them has a single value.
+
+    The first training step changes that. `None` for heads without such weights.
+    """
     alike = [weight for name, weight in heads.named_parameters() if name.endswith(("norm.weight", ".bias"))]
     return all(bool((weight == weight.flatten()[0]).all()) for weight in alike) if alike else None
 
 
 def _tokens(facts: dict[str, Any], heads: DraftHead) -> int | None:
-    """Tokens seen in training, as far as the facts tell; at most, where documents may be shorter."""
+    """Number of tokens seen in training, if known; an upper bound if documents may be shorter than the maximum."""
     if facts.get("tokens"):
         return int(facts["tokens"])
     examples = (facts.get("steps") or 0) * (facts.get("examples_per_step") or 0)

@@ -1,4 +1,4 @@
-"""What heads would accept of the target's own text if every earlier draft were right, at every token of it."""
+"""Teacher-forced drafts: what heads draft at every token of the target's own text if all earlier drafts are right."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from ..heads.per_position import PerPositionHead
 from ..unroll.rows import DraftedPass
 from .evidence import Evidence, Level
 
-CHUNK = 512  # rows whose logits exist at a time
-ROUNDS = 48  # of every text, of heads that draft a block at each
-FIRST_TOKENS = 4  # of a turn
-LEAST_LIKELY = -20.0  # nats; what candidates leave out is not impossible
+CHUNK = 512  # number of rows whose logits are in memory at a time
+ROUNDS = 48  # rounds per text, for heads that draft a block per round
+FIRST_TOKENS = 4  # tokens that count as the beginning of a turn
+LEAST_LIKELY = -20.0  # nats; floor for tokens outside of the candidates, which would otherwise be impossible
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Greedy drafts of heads at every row of an evidence.
+    """Greedy drafts of heads at every row of an evidence. Entry t is the guess of token t.
 
     Attributes:
-        slots: int64 [P][B, T], index of the favourite draft logit of draft position p + 1, by the token it guesses:
-            entry t is the guess of token t; -1 where there is none.
-        tokens: The same as token ids of the target.
-        log_probs: fp32 [P][B, T], logarithm of the draft's probability of token t; NaN where it cannot be drafted, or
-            there is no guess.
-        unread: Tokens between the last one the heads read and the one that position 1 guesses.
+        slots: int64 [P][B, T], index of the largest draft logit of draft position p + 1; -1 without a guess.
+        tokens: int64 [P][B, T], the same as token ids of the target.
+        log_probs: fp32 [P][B, T], the draft's log-probability of token t; NaN if token t cannot be drafted, or without
+            a guess.
+        unread: Number of tokens between the last token that the heads read and the one that position 1 guesses.
     """
 
     slots: tuple[torch.Tensor, ...]
@@ -38,7 +37,7 @@ class Drafts:
 
     @property
     def positions(self) -> int:
-        """Draft positions P."""
+        """Number P of draft positions."""
         return len(self.slots)
 
 
@@ -51,16 +50,17 @@ def draft_everywhere(
     shift: int = 0,
     embedding: float = 1.0,
 ) -> Drafts:
-    """Runs the heads on captured features, many rows at once: the forward that training uses, which is drafting's.
+    """Runs the heads on captured features, many rows at once, with training's forward, which agrees with drafting.
 
     Args:
-        heads: Bound to the target. Drafters of whole blocks draft at some rows of every text ([`rounds_in`]), others
-            at all of them.
-        evidence: What was captured.
+        heads: Heads, bound to the target. Block drafters draft at some rows of every text ([`rounds_in`]), others at
+            all rows.
+        evidence: Captured texts and hidden states.
         levels: Hidden states that make up the features.
-        positions: Draft positions.
-        shift: Rows get the feature of the token that many tokens before their own (negative: after).
-        embedding: What the target's embeddings are multiplied by.
+        positions: Number of draft positions.
+        shift: Number of tokens by which features are delayed: each row gets the feature of an earlier token (negative:
+            a later one).
+        embedding: Factor for the target's embeddings.
     """
     features = evidence.features(levels)
     if features is not None and shift:
@@ -73,10 +73,10 @@ def draft_everywhere(
     known = (index >= 0) & (rows.documents.gather(1, index.clamp_min(0)) >= 0)
     slots, tokens, log_probs = [], [], []
     for position, drafted in enumerate(heads.unroll(rows, positions)):
-        # Row t knows the token t + 1 and, at offset o, guesses the token t + 2 + o.
+        # Row t knows token t + 1. At offset o it guesses token t + 2 + o.
         guessed = index + 2 + drafted.offset
         valid = known & (guessed < wanted.shape[1])
-        guessed = guessed.masked_fill(~valid, wanted.shape[1])  # a column of no meaning
+        guessed = guessed.masked_fill(~valid, wanted.shape[1])  # an extra column that is discarded
         labels = torch.nn.functional.pad(wanted, (0, 1), value=-1).gather(1, guessed)
         guesses, likely = _favourites(drafted, valid, labels)
         slots.append(_placed(guesses, guessed, wanted.shape[1], -1))
@@ -88,22 +88,27 @@ def draft_everywhere(
 
 
 def unread_tokens(heads: DraftHead) -> int:
-    """1 for heads of the last feature alone (Medusa, ungrounded Hydra), which do not see the token it led to."""
+    """Number of unread tokens: 1 for heads that read only the last feature and not the token after it, else 0.
+
+    The former are Medusa and ungrounded Hydra heads.
+    """
     return int(isinstance(heads, PerPositionHead) and not getattr(heads.config, "grounded", False))
 
 
 def _placed(values: torch.Tensor, columns: torch.Tensor, width: int, nothing: float) -> torch.Tensor:
-    """[B, T] with values [B, A] in columns [B, A], T = `width` standing for none."""
+    """Scatters values [B, A] to columns [B, A] of a tensor [B, T]; the column T = `width` is discarded."""
     found = torch.full((len(values), width + 1), nothing, dtype=values.dtype, device=values.device)
     return found.scatter(1, columns, values)[:, :width]
 
 
 def rounds_in(evidence: Evidence) -> torch.Tensor:
-    """int64 [B, A], some rows of every text at which a round may start, -1 where there are fewer: the first ones of
-    the target's own text, others spread over it, and a few of the prompt."""
+    """Chooses rows of every text at which rounds start: int64 [B, A], padded with -1.
+
+    They are the first rows of the target's own text, others spread over it, and a few of the prompt.
+    """
     chosen = []
     for start, length in zip(evidence.starts, evidence.lengths, strict=True):
-        first, end = max(start - 1, 0), max(length - 2, 0)  # the last row guesses the last token
+        first, end = max(start - 1, 0), max(length - 2, 0)  # row length - 3 is the last, and guesses the last token
         early = range(first, min(first + FIRST_TOKENS, end))
         chosen.append(sorted({*_spread(0, first, ROUNDS // 4), *early, *_spread(first, end, ROUNDS)}))
     most = max(map(len, chosen))
@@ -116,8 +121,10 @@ def _spread(first: int, end: int, most: int) -> list[int]:
 
 
 def _favourites(drafted: DraftedPass, valid: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the favourite draft logit at valid rows, int64 [B, A], -1 elsewhere, and the log-probability of the
-    labels [B, A], NaN where there is none."""
+    """Computes the index of the largest draft logit, int64 [B, A], and the log-probability of the labels, [B, A].
+
+    Rows that are not valid get -1 and NaN; labels that cannot be drafted get NaN.
+    """
     hidden, wanted = drafted.hidden[:, : valid.shape[1]][valid], labels[valid]
     chosen, likely = [], []
     for part, ids in zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True):
@@ -132,7 +139,10 @@ def _favourites(drafted: DraftedPass, valid: torch.Tensor, labels: torch.Tensor)
 
 
 def _log_probs(drafted: DraftedPass, rows: torch.Tensor) -> torch.Tensor:
-    """What is drafted by, fp32 [R, V], not below [`LEAST_LIKELY`]: of candidates, where heads choose among some."""
+    """Log-probabilities that drafting uses, fp32 [R, V], at least [`LEAST_LIKELY`].
+
+    For heads that choose among candidates, they are the candidates' scores.
+    """
     logits = drafted.logits(rows).float()
     if drafted.selected is not None:
         candidates, scores = drafted.selected(rows, logits)
@@ -141,7 +151,7 @@ def _log_probs(drafted: DraftedPass, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slots_of_token_ids(heads: DraftHead, token_ids: torch.Tensor) -> torch.Tensor:
-    """Indices of the draft logits of tokens, int64 [B, T]; -1 for tokens that cannot be drafted."""
+    """Maps token ids to indices of draft logits, int64 [B, T]; -1 for tokens that cannot be drafted."""
     mapping = heads.trained_vocabulary
     if mapping is None:
         return token_ids
@@ -151,7 +161,7 @@ def slots_of_token_ids(heads: DraftHead, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def token_ids_of_slots(heads: DraftHead, slots: torch.Tensor, mapping: torch.Tensor | None = None) -> torch.Tensor:
-    """Token ids that indices of draft logits stand for; -1 stays."""
+    """Maps indices of draft logits to token ids; -1 is kept."""
     mapping = heads.trained_vocabulary if mapping is None else mapping
     if mapping is None:
         return slots
@@ -159,26 +169,30 @@ def token_ids_of_slots(heads: DraftHead, slots: torch.Tensor, mapping: torch.Ten
 
 
 def own_text(evidence: Evidence, position: int) -> torch.Tensor:
-    """bool [B, T], tokens that draft position `position` (0-based) can guess in rounds: those the target wrote after
-    the first one, which the prefill gives and a round starts from."""
+    """Tokens that draft position `position` (0-based) can guess in rounds, bool [B, T].
+
+    They are the target's tokens except the first ones: the prefill gives the first, and rounds start from it.
+    """
     places = torch.arange(evidence.token_ids.shape[1], device=evidence.token_ids.device)[None]
     starts, lengths = (torch.tensor(one, device=places.device)[:, None] for one in (evidence.starts, evidence.lengths))
     return (places > starts + position) & (places < lengths)
 
 
 def guessed_text(drafts: Drafts, evidence: Evidence, position: int = 0) -> torch.Tensor:
-    """bool [B, T], tokens of [`own_text`] that the drafts have a guess of."""
+    """Tokens of [`own_text`] for which there is a guess, bool [B, T]."""
     return own_text(evidence, position) & (drafts.slots[position] >= 0)
 
 
 def hits(drafts: Drafts, evidence: Evidence) -> list[torch.Tensor]:
-    """bool [P][B, T]: whether draft position p + 1 guesses token t, which the target wrote."""
+    """Whether the guess of draft position p + 1 for token t is right, bool [P][B, T]."""
     return [tokens == evidence.token_ids for tokens in drafts.tokens]
 
 
 def accepted(drafts: Drafts, evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of P drafts a chain from every token of the target's text would have accepted, int64 [B, T], and at
-    which roots all P could have been, bool [B, T]."""
+    """Counts the accepted drafts of a chain of P drafts from every token, int64 [B, T].
+
+    Also returns the tokens that are roots after which all P drafts could have been accepted, bool [B, T].
+    """
     found, length = hits(drafts, evidence), evidence.token_ids.shape[1]
     running = torch.ones_like(evidence.token_ids, dtype=torch.bool)
     count = torch.zeros_like(evidence.token_ids)
@@ -189,5 +203,5 @@ def accepted(drafts: Drafts, evidence: Evidence) -> tuple[torch.Tensor, torch.Te
         count = count + running
     places = torch.arange(length, device=count.device)[None]
     starts, lengths = (torch.tensor(one, device=count.device)[:, None] for one in (evidence.starts, evidence.lengths))
-    begun = torch.nn.functional.pad(drafts.slots[0][:, 1:] >= 0, (0, 1))  # a round starts at a root only
+    begun = torch.nn.functional.pad(drafts.slots[0][:, 1:] >= 0, (0, 1))  # roots: tokens with a guess for the next one
     return count, begun & (places >= starts) & (places + len(found) < lengths)

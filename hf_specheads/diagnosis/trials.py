@@ -1,4 +1,4 @@
-"""Trying hypotheses: what heads accept under each, and which one is clearly better than what is in force."""
+"""Tries hypotheses: measures acceptance under each alternative, and finds those that are clearly better."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from .evidence import Evidence, Level
 from .hypotheses import alternatives, single_taps, tap
 from .teacher_forced import Drafts, accepted, draft_everywhere, guessed_text, hits, own_text, token_ids_of_slots
 
-# A clear winner: that much better at the first position, or that many more tokens a round, and surely so.
+# An alternative wins clearly if it gains CLEAR_FIRST in acceptance at position 1 or CLEAR_LENGTH tokens per round, and
+# the lower end of that gain's interval is at least SURELY.
 CLEAR_FIRST, CLEAR_LENGTH, SURELY = 0.03, 0.1, 0.01
-UNITS = 32  # of text that intervals are drawn over, at least; a piece of a text for each where there are few texts
-# Or a little better, and surely more likely, in nats a token: likelihoods tell what few texts cannot count. What sound
-# heads gain at most and mended ones at least is measured by `python -m benchmarks doctor`.
+UNITS = 32  # least number of units of text for the intervals; if there are fewer texts, they are cut into pieces
+# An alternative also wins if it gains A_LITTLE tokens per round and CLEAR_LIKELIHOOD nats per token. Likelihoods
+# show what counts on few texts cannot. The current setting must then accept at least LEAST_TO_IMPROVE at
+# position 1. `python -m benchmarks doctor` measures the largest gain of sound heads and the smallest of repaired ones.
 CLEAR_LIKELIHOOD, A_LITTLE, LEAST_TO_IMPROVE = 0.025, 0.03, 0.1
 SEARCHED_TEXTS, LARGEST_SEARCH = 2, 200
-HOPELESS = -0.1  # nats a token at position 1: what makes texts that much less likely is not looked at further
+HOPELESS = -0.1  # nats per token at position 1; later positions are not tried for alternatives that lose more
 
 
 @dataclass(frozen=True)
 class Score:
-    """What heads accept of the target's own texts, per unit: a text, or a piece of it where there are few texts.
+    """Acceptance on the target's own texts, per unit: a text, or a piece of it if there are few texts.
 
     Attributes:
-        pieces: Of every text.
-        first, guesses: Guesses of draft position 1 that were right, and all of them.
-        tokens, roots: Accepted drafts of a chain from every token, and the number of these tokens.
-        likelihood, drafted: Log-likelihood of the text's tokens under the drafts, all positions, and their number.
+        pieces: Number of pieces of every text.
+        first, guesses: Number of right guesses of draft position 1, and of all its guesses.
+        tokens, roots: Number of accepted drafts of chains from every token, and of these tokens.
+        likelihood, drafted: Summed log-likelihood of tokens under the drafts at all positions, and their number.
     """
 
     pieces: int
@@ -67,14 +69,14 @@ class Score:
 
     @property
     def log_likelihood(self) -> float | None:
-        """Nats a token, the higher the better; `None` where it was not computed."""
+        """Log-likelihood in nats per token, higher is better; `None` if it was not computed."""
         return sum(self.likelihood) / max(sum(self.drafted), 1) if self.drafted else None
 
     def __str__(self) -> str:
         return self.shown()
 
     def shown(self, whole: bool = True) -> str:
-        """As a row of a table; tau only of all positions."""
+        """Formats the score as a row of a table; tau is shown only if all positions were drafted."""
         likely = "" if self.log_likelihood is None else f"  {self.log_likelihood:.3f}"
         return f"{self.position_1:.3f}  {f'{self.tau:.2f}' if whole else '   -'}{likely}"
 
@@ -85,16 +87,16 @@ class Score:
 
     @property
     def tau(self) -> float:
-        """Tokens a round of a chain, the bonus token included."""
+        """Tokens per round of a chain, bonus token included."""
         return 1 + sum(self.tokens) / max(sum(self.roots), 1)
 
     def of_texts(self, start: int) -> Score:
-        """Of the texts from one on."""
+        """Score of the texts from index `start` on."""
         columns = (self.first, self.guesses, self.tokens, self.roots, self.likelihood, self.drafted)
         return Score(self.pieces, *(column[start * self.pieces :] for column in columns))
 
     def gain_over(self, other: Score) -> Gain:
-        """By how much this is better, unit by unit."""
+        """Gain over another score, paired by unit."""
         known = self.drafted and other.drafted
         return Gain(
             difference_interval((self.first, self.guesses), (other.first, other.guesses)),
@@ -105,7 +107,7 @@ class Score:
 
 
 def by_piece(values: torch.Tensor, evidence: Evidence, pieces: int) -> tuple[Any, ...]:
-    """Sums of values [B, T] over consecutive pieces of every text's own tokens, the pieces of a text together."""
+    """Sums values [B, T] over consecutive pieces of every text's own tokens; pieces of one text are adjacent."""
     places = torch.arange(values.shape[1], device=values.device)[None]
     starts, lengths = (torch.tensor(one, device=places.device)[:, None] for one in (evidence.starts, evidence.lengths))
     piece = (places - starts).clamp_min(0) * pieces // (lengths - starts).clamp_min(1)
@@ -116,11 +118,11 @@ def by_piece(values: torch.Tensor, evidence: Evidence, pieces: int) -> tuple[Any
 
 @dataclass(frozen=True)
 class Gain:
-    """By how much a setting is better than the one in force, paired by units of text.
+    """Gain of an alternative over the current setting, paired by units of text.
 
     Attributes:
-        first, length, likelihood: At position 1, in tau, and in nats a token (`None` where not computed).
-        over: What it is compared with.
+        first, length, likelihood: Gain at position 1, in tau, and in nats per token (`None` if not computed).
+        over: Score that it is compared with.
     """
 
     first: Interval
@@ -130,8 +132,10 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether this is no accident: much more is accepted, or a little more and the text is surely likelier. What
-        is accepted more often must be likelier too; training sees to that, and chance seldom does."""
+        """Whether the gain is significant: much more is accepted, or a little more and the text is surely likelier.
+
+        The likelihood must increase in any case: with the right setting both increase, by chance seldom.
+        """
         if self.likelihood is not None and self.likelihood.mean <= 0:
             return False
         if self.first.mean >= CLEAR_FIRST and self.first.low >= SURELY:
@@ -144,19 +148,20 @@ class Gain:
         return a_little and self.likelihood.mean >= CLEAR_LIKELIHOOD and self.likelihood.low > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: mean, and lower end of the interval."""
+        """Returns plain values, for JSON: mean and lower end of every interval."""
         named = {"position_1": self.first, "tau": self.length, "likelihood": self.likelihood}
         return {name: None if one is None else [one.mean, one.low] for name, one in named.items()}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An alternative, what it scores, and by how much that is better on texts it was not chosen by.
+    """Trial of an alternative.
 
     Attributes:
-        alternative: What was tried.
-        score, gain: What came of it; of position 1 alone where that was bad enough.
-        whole: Whether later positions were looked at.
+        alternative: Alternative that was tried.
+        score: Its score; of position 1 only if that was clearly worse.
+        gain: Its gain, on texts that were not used for choosing the alternative.
+        whole: Whether later positions were tried as well.
     """
 
     alternative: Alternative
@@ -166,14 +171,14 @@ class Trial:
 
     @property
     def wins(self) -> bool:
-        """Whether it should be in force."""
+        """Whether the alternative should replace the current setting."""
         return self.gain.is_clear and self.gain.first.mean >= self.alternative.least
 
 
 def try_all(
     heads: DraftHead, target: PreTrainedModel, evidence: Evidence, positions: int, in_force: Score
 ) -> list[Trial]:
-    """Every alternative, the best of a search over single hidden states included."""
+    """Tries every alternative, including the best of a search over single hidden states."""
     found = []
     levels = tuple(evidence.states)
     first = Score.of(draft_everywhere(heads, evidence, tuple(heads.feature_layers)), evidence)
@@ -184,7 +189,7 @@ def try_all(
     if searched is None or any(searched.levels == trial.alternative.levels for trial in found):
         return found
     trial = _trial(heads, evidence, searched, positions, in_force, SEARCHED_TEXTS)
-    # One of very many sets is better than a known one by chance; it has to be clearly.
+    # Among very many sets, one is always better than a known set by chance, so its lead must be clear.
     rivals = [other.score for other in found if other.wins and other.alternative.levels is not None]
     clear = all(
         trial.score.of_texts(SEARCHED_TEXTS).gain_over(one.of_texts(SEARCHED_TEXTS)).is_clear for one in rivals
@@ -193,7 +198,7 @@ def try_all(
 
 
 def _hopeless(heads: DraftHead, evidence: Evidence, alternative: Alternative, in_force: Score) -> Trial | None:
-    """An alternative that makes position 1 clearly worse, which later ones depend on; `None` for others."""
+    """Trial of an alternative that makes position 1, on which all others depend, clearly worse; `None` otherwise."""
     score = Score.of(drafts_under(heads, evidence, alternative, 1), evidence)
     gain = score.gain_over(in_force)
     worse = gain.likelihood is not None and gain.likelihood.mean < HOPELESS
@@ -203,21 +208,24 @@ def _hopeless(heads: DraftHead, evidence: Evidence, alternative: Alternative, in
 def _trial(
     heads: DraftHead, evidence: Evidence, alternative: Alternative, positions: int, in_force: Score, first: int = 0
 ) -> Trial:
-    """What an alternative scores; its gain on the texts from `first` on, those before have chosen it."""
+    """Tries an alternative. Its gain is measured on texts from `first` on; earlier ones were used to choose it."""
     score = Score.of(drafts_under(heads, evidence, alternative, positions), evidence)
     return Trial(alternative, score, score.of_texts(first).gain_over(in_force.of_texts(first)))
 
 
 def drafts_under(heads: DraftHead, evidence: Evidence, alternative: Alternative, positions: int) -> Drafts:
-    """What the heads draft as the alternative says."""
+    """Drafts of the heads under an alternative."""
     levels = alternative.levels or tuple(heads.feature_layers)
     with tried(heads, alternative):
         return draft_everywhere(heads, evidence, levels, positions, alternative.shift, alternative.embedding)
 
 
 def search_taps(heads: DraftHead, evidence: Evidence) -> Alternative | None:
-    """The best hidden states found by trying all of them at one place after the other, on a few of the texts; `None`
-    if those in force are, if there are too many to try, or too few texts to try the best one on others."""
+    """Searches for better hidden states on a few texts, trying all of them for one part of the feature at a time.
+
+    Returns `None` if the current ones are best, if there are too many to try, or if no other texts would be left for a
+    fair trial.
+    """
     levels: tuple[Level, ...] = tuple(evidence.depth if level == -1 else level for level in heads.feature_layers)
     too_many = len(levels) * (evidence.depth + 1) > LARGEST_SEARCH
     if not levels or too_many or len(evidence.lengths) < 2 * SEARCHED_TEXTS:
@@ -234,14 +242,14 @@ def search_taps(heads: DraftHead, evidence: Evidence) -> Alternative | None:
 
 
 def _likelihood(heads: DraftHead, evidence: Evidence, levels: tuple[Level, ...]) -> float:
-    """Of the texts under first drafts from these hidden states."""
+    """Log-likelihood of the texts under drafts of position 1 from these hidden states."""
     likely = Score.of(draft_everywhere(heads, evidence, levels), evidence).log_likelihood
     return float("-inf") if likely is None else likely
 
 
 # ---------------------------------------------------------------------- vocabulary and labels, without a forward
 def mapping_trials(heads: DraftHead, drafts: Drafts, evidence: Evidence, in_force: Score) -> list[Trial]:
-    """Other meanings of the draft vocabulary: none at all, offsets read as ids, and the one the texts tell."""
+    """Tries other draft vocabularies: identity, shifts by one token, offsets read as ids, a map fitted to texts."""
     mapping = heads.trained_vocabulary
     if mapping is None:
         return []
@@ -275,8 +283,10 @@ def _mapped(
 
 
 def fitted_mapping(drafts: Drafts, evidence: Evidence, mapping: torch.Tensor) -> tuple[Score, Score] | None:
-    """What is accepted if every draft id stands for the token that followed it most often in the other texts, and
-    what is accepted there as it is. `None` for a single text."""
+    """Scores a draft vocabulary fitted to the texts, and the current one; `None` for a single text.
+
+    In each half of the texts, every draft id is mapped to the token that was right most often in the other half.
+    """
     if len(evidence.lengths) < 2:
         return None
     text, slots = own_text(evidence, 0), drafts.slots[0]
@@ -289,7 +299,7 @@ def fitted_mapping(drafts: Drafts, evidence: Evidence, mapping: torch.Tensor) ->
         index = slots[seen].cpu() * vocabulary + evidence.token_ids[seen].cpu()
         pairs, counts = index.unique(return_counts=True)
         fitted = mapping.cpu().clone()
-        for pair in pairs[counts.argsort(stable=True)].tolist():  # the most frequent last
+        for pair in pairs[counts.argsort(stable=True)].tolist():  # ascending: the most frequent overwrites others
             fitted[pair // vocabulary] = pair % vocabulary
         other = slice(1 - half, None, 2)
         tokens[other] = torch.where(slots[other] < 0, -1, fitted.to(slots.device)[slots[other].clamp_min(0)])
@@ -299,13 +309,13 @@ def fitted_mapping(drafts: Drafts, evidence: Evidence, mapping: torch.Tensor) ->
 
 
 def label_offsets(drafts: Drafts, evidence: Evidence, reach: Sequence[int] = (-1, 0, 1, 2)) -> dict[int, float]:
-    """How often the first draft is the token that stands so many places after the one it should guess."""
+    """For every offset, how often the draft of position 1 is the token that many places after the right one."""
     text, guess = guessed_text(drafts, evidence), drafts.tokens[0]
     found = {}
     for offset in reach:
         other = evidence.token_ids.roll(-offset, dims=1)
         usable = text.clone()
-        if offset > 0:  # there must be such a token
+        if offset > 0:  # near the end of a text there is no such token
             usable[:, -offset:] = False
             usable &= own_text(evidence, 0).roll(-offset, dims=1)
         found[offset] = float((guess == other)[usable].float().mean()) if bool(usable.any()) else 0.0

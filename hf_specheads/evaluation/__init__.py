@@ -1,1 +1,1 @@
-"""Measuring in the words and on the prompts that others use, so that numbers can be laid side by side."""
+"""Measures with the metrics and prompts that other projects use, so that numbers can be compared."""

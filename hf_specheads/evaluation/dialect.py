@@ -1,13 +1,13 @@
-"""Acceptance in everybody's words: five definitions of one thing, each from the same rounds.
+"""Acceptance by the definitions of several projects, all computed from the same rounds.
 
-| here | whose |
+| name | definition, and who uses it |
 |---|---|
-| `acceptance_length` | micro: 1 + accepted / rounds over all rounds (vLLM, SGLang, DeepSpec, this package's tau) |
-| `acceptance_length_macro` | mean of the prompts' own (ModelOpt's specdec_bench, z-lab) |
-| `acceptance_length_without_bonus` | EAGLE's scripts |
+| `acceptance_length` | micro average: 1 + accepted / rounds over all rounds (vLLM, SGLang, DeepSpec, our tau) |
+| `acceptance_length_macro` | mean of the acceptance lengths of prompts (ModelOpt's specdec_bench, z-lab) |
+| `acceptance_length_without_bonus` | `acceptance_length` - 1 (EAGLE's scripts) |
 | `draft_acceptance_rate` | accepted / drafted tokens (vLLM) |
-| `acceptance_at_pos_i` | survival: rounds that accepted i or more / rounds (vLLM, speculators) |
-| `conditional_acceptance_at_pos_i` | given that all earlier ones were (EAGLE, ModelOpt, our pos-acc) |
+| `acceptance_at_pos_i` | survival: rounds that accepted i or more tokens / rounds (vLLM, speculators) |
+| `conditional_acceptance_at_pos_i` | acceptance given that all earlier positions were (EAGLE, ModelOpt, our pos-acc) |
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..metrics import GenerationStats, position_acceptance
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """The rounds of one prompt.
+    """Rounds of one prompt.
 
     Attributes:
-        accepted: Accepted draft tokens of each, bonus not counted.
-        offered: Draft positions each could have accepted.
+        accepted: Number of accepted draft tokens of every round, bonus token not counted.
+        offered: Number of draft positions that every round could have accepted.
     """
 
     accepted: tuple[int, ...]
@@ -35,21 +35,21 @@ class PromptRounds:
 
     @classmethod
     def of(cls, stats: GenerationStats) -> list[PromptRounds]:
-        """Of every sequence of a call."""
+        """Returns the rounds of every sequence of a call."""
         rows = zip(stats.num_accepted, stats.offered, strict=True)
         return [cls(tuple(accepted), tuple(offered)) for accepted, offered in rows]
 
 
 def tau_interval(prompts: Sequence[PromptRounds]) -> Interval:
-    """Micro acceptance length with its 95 % interval over prompts."""
+    """Micro-averaged acceptance length, with its 95 % interval over prompts."""
     return ratio_interval(*_tokens_and_rounds(prompts))
 
 
 def tau_difference(ours: Sequence[PromptRounds], theirs: Sequence[PromptRounds]) -> Interval:
-    """Micro acceptance length of `ours` less that of `theirs`, on the same prompts, which are drawn together.
+    """Micro-averaged acceptance length of `ours` minus that of `theirs`, paired by prompt.
 
     Raises:
-        ValueError: for different numbers of prompts.
+        ValueError: If the numbers of prompts differ.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"differences are paired by prompts: got {len(ours)} and {len(theirs)}; use the same.")
@@ -62,13 +62,13 @@ def _tokens_and_rounds(prompts: Sequence[PromptRounds]) -> tuple[list[float], li
 
 
 def field_metrics(prompts: Sequence[PromptRounds]) -> dict[str, Any]:
-    """All definitions, with the names of vLLM's metrics where there are some.
+    """Computes acceptance by all definitions, under the names of vLLM's metrics where these exist.
 
     Args:
-        prompts: Rounds of every prompt; those without any count nowhere.
+        prompts: Rounds of every prompt; prompts without rounds are ignored.
 
     Returns:
-        Plain values; empty without rounds. `histogram` counts rounds by the tokens they gave, the bonus included.
+        Plain values; empty without rounds. `histogram` counts rounds by their number of tokens, bonus token included.
     """
     prompts = [one for one in prompts if one.accepted]
     if not prompts:

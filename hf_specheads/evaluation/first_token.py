@@ -1,4 +1,4 @@
-"""Time to the first token, apart from the time of decoding."""
+"""Measures the time to the first token separately from the time of decoding."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..tuning.turns import timed_generation
 
 @dataclass(frozen=True)
 class TimedText:
-    """One generation.
+    """Result of one timed generation.
 
     Attributes:
         token_ids: New tokens of every sequence.
-        seconds: Wall seconds of all of it.
-        first: Of them, until the first token was there; `None` in batches, which do not stream.
-        times: Moments at which tokens came, from the start, one per token that was streamed.
+        seconds: Wall seconds of the whole generation.
+        first: Seconds until the first token; `None` for batches, which cannot be streamed.
+        times: Seconds from the start to every streamed token.
     """
 
     token_ids: list[list[int]]
@@ -30,7 +30,7 @@ class TimedText:
 
 
 class _Clock(BaseStreamer):
-    """Reads the clock at every token."""
+    """Streamer that reads the clock at every token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -42,16 +42,16 @@ class _Clock(BaseStreamer):
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing is left to say."""
+        """Does nothing; required by the interface."""
 
 
 def timed_text(target: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> TimedText:
-    """Generates, and reads the clock at the first token of a single sequence.
+    """Generates, and reads the clock at every token if there is a single sequence.
 
     Args:
         target: The target.
-        inputs: What a tokenizer returns.
-        **options: For `generate`; greedy by default.
+        inputs: Output of a tokenizer.
+        **options: Arguments of `generate`; greedy by default.
     """
     if inputs["input_ids"].shape[0] > 1:
         token_ids, seconds = timed_generation(target, inputs, **options)
@@ -59,6 +59,6 @@ def timed_text(target: PreTrainedModel, inputs: dict[str, Any], **options: Any) 
     clock = _Clock()
     started = time.perf_counter()
     token_ids, _ = timed_generation(target, inputs, streamer=clock, **options)
-    seconds = time.perf_counter() - started  # read here: moments and their sum must be of one clock, started once
+    seconds = time.perf_counter() - started  # not that of timed_generation: tokens are timed from this start
     times = tuple(moment - started for moment in clock.times)
     return TimedText(token_ids, seconds, times[0] if times else None, times)

@@ -1,9 +1,9 @@
-"""An adapter for ModelOpt's `specdec_bench` (NVIDIA's tool behind SPEED-Bench): its runners call such a model.
+"""Adapter for ModelOpt's `specdec_bench` (NVIDIA's tool behind SPEED-Bench), whose runners call such a model.
 
     from hf_specheads.evaluation.specdec_bench import SpecheadsModel
     model = SpecheadsModel("my/target", 1, {"temperature": 0.0}, draft_model_dir="my/heads")
 
-It answers with the tokens, the moments they came, and how many came at once, which is all its metrics ask for.
+It returns the tokens, the times at which they came, and how many came at once. The tool's metrics need nothing else.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from .first_token import _Clock
 
 
 class SpecheadsModel:
-    """Target and heads behind `specdec_bench`'s interface, one request at a time.
+    """Target and heads behind the interface of `specdec_bench`, one request at a time.
 
     Args:
-        model_dir: Target, folder or Hub id, or a loaded model.
+        model_dir: Folder or Hub id of the target, or a loaded model.
         max_concurrent_requests: Must be 1.
-        sampling_kwargs: `temperature`, `top_p`, `top_k`; greedy at temperature 0 or without.
-        draft_model_dir: Heads, folder or Hub id, or loaded heads; `None` for plain generation.
-        dtype: Of the weights.
-        device: Where they go.
-        **tree_overrides: Draft tree, as for [`load_heads`]; what else its runners pass is for other engines.
+        sampling_kwargs: `temperature`, `top_p`, `top_k`; greedy if the temperature is 0 or missing.
+        draft_model_dir: Folder or Hub id of the heads, or loaded heads; `None` for plain generation.
+        dtype: Dtype of the target's weights.
+        device: Device of the target.
+        **tree_overrides: Fields of the draft tree, as for [`load_heads`]. Other arguments, which the runners pass for
+            other engines, are ignored.
 
     Raises:
-        ValueError: for several requests at a time.
+        ValueError: If `max_concurrent_requests` is not 1.
     """
 
     TREE = ("kind", "depth", "top_k", "total_tokens", "choices")
@@ -61,23 +62,23 @@ class SpecheadsModel:
             tree = {name: value for name, value in tree_overrides.items() if name in self.TREE}
             self.heads = load_heads(draft_model_dir, dtype=self.target.dtype, **tree)
         if self.heads is not None:
-            self.heads.adaptive = False  # rounds are what is counted
+            self.heads.adaptive = False  # the tool measures rounds, so every step should draft
         self.sampling = _generate_options(sampling_kwargs or {})
 
     async def run(
         self, prompt_ids: Sequence[int], max_length: int, end_id: int, request_id: Any = None, turn_id: Any = None
     ) -> dict[str, Any]:
-        """One request.
+        """Serves one request.
 
         Args:
             prompt_ids: Token ids of the prompt.
-            max_length: Most new tokens.
-            end_id: Token that ends the text, -1 for none.
-            request_id, turn_id: Not needed here.
+            max_length: Maximum number of new tokens.
+            end_id: Token that ends the text; -1 for none.
+            request_id, turn_id: Ignored.
 
         Returns:
-            `output_ids` (one list of new tokens), `chunk_lengths` (one list: tokens that came at once, the prefill's
-            first) and `token_times` (the start, then the moment of every chunk).
+            `output_ids` (one list of new tokens), `chunk_lengths` (one list: numbers of tokens that came at once,
+            beginning with the prefill) and `token_times` (time of the start, then of every chunk).
         """
         return await asyncio.to_thread(self._generate, list(prompt_ids), max_length, end_id)
 
@@ -95,12 +96,12 @@ class SpecheadsModel:
         return {"output_ids": [tokens], "chunk_lengths": [chunks], "token_times": moments}
 
     def stop(self) -> None:
-        """Lets go of the models."""
+        """Releases the models."""
         self.target = self.heads = None
 
 
 def _chunks(stats: Any, tokens: int) -> list[int]:
-    """Tokens that came at once: the prefill's, then those of every round, as far as the text goes."""
+    """Numbers of tokens that came at once: in the prefill, then in every round up to the end of the text."""
     lengths, left = [min(1, tokens)], tokens - 1
     for accepted in stats.num_accepted[0] if stats.num_accepted else ():
         if left > 0:

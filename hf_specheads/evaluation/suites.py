@@ -1,8 +1,8 @@
-"""Prompts that others report on, by name: from the Hub through `datasets`, from a folder that mirrors it, or our own.
+"""Published suites of prompts, by name: from the Hub through `datasets`, from a folder that mirrors it, or our own.
 
-Formats and endings follow what papers on draft heads of 2026 publish: the first turn of every entry, a request for a
-boxed answer after tasks of mathematics, a sentence and a code fence around HumanEval's stubs. The target's chat
-template goes around it where the target has one.
+Prompts are formatted as in the papers on draft heads of 2026: the first turn of every entry, a request for a boxed
+answer after tasks of mathematics, a sentence and a code fence around HumanEval's stubs. If the target has a chat
+template, it is applied.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Suite:
-    """Where prompts lie, and what is asked.
+    """Source of a suite, and the form of its prompts.
 
     Attributes:
-        repository: Hub id of the data set.
-        config, split: Of it.
-        prompt: Text of the first turn, from a row.
-        category: Of a row; the suite itself where rows have none.
+        repository: Hub id of the data set, or the URL of a file.
+        config, split: Configuration and split of the data set.
+        prompt: Function that makes the text of the first turn from a row.
+        category: Function that returns the category of a row; `None` if the suite has no categories.
     """
 
     repository: str
@@ -56,7 +56,7 @@ SUITES = {
     "math500": Suite("HuggingFaceH4/MATH-500", None, "test", lambda row: row["problem"] + BOXED),
     "mbpp": Suite("google-research-datasets/mbpp", "full", "test", lambda row: row["text"]),
     "alpaca": Suite("tatsu-lab/alpaca", None, "train", _alpaca),
-    # One file of a repository on GitHub, not a data set on the Hub.
+    # Spec-Bench is a file in a GitHub repository, not a data set on the Hub.
     "spec_bench": Suite("https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
                         None, "train", _first_turn, lambda row: row["category"]),
 }  # fmt: skip
@@ -64,7 +64,7 @@ SUITES = {
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """One prompt: the suite's name, a category, and the text."""
+    """One prompt of a suite: the name of the suite, a category, and the text."""
 
     suite: str
     category: str
@@ -72,17 +72,17 @@ class SuitePrompt:
 
 
 def load_suite(name: str, limit: int | None = None, mirror: Path | None = None) -> list[SuitePrompt]:
-    """Prompts of a suite.
+    """Loads the prompts of a suite.
 
     Args:
-        name: A key of [`SUITES`], `"ours"`, or a `.jsonl` file with `turns` (a list) or `prompt`, and perhaps
+        name: A key of [`SUITES`], `"ours"`, or a `.jsonl` file with `turns` (a list) or `prompt`, and optionally
             `category`.
-        limit: At most that many, drawn by a fixed seed, in their order.
-        mirror: Folder in which data sets lie under their Hub ids, instead of the Hub.
+        limit: Maximum number of prompts; they are drawn with a fixed seed and keep their order.
+        mirror: Folder that holds the data sets under their Hub ids, used instead of the Hub.
 
     Raises:
-        ValueError: for an unknown suite, or entries without what it asks for.
-        ImportError: without `datasets`, for suites of the Hub.
+        ValueError: If the suite is unknown, or an entry lacks a field.
+        ImportError: If `datasets` is not installed, for suites on the Hub.
     """
     if name == OURS or name.endswith(".jsonl"):
         path = Path(__file__).with_name("ours.jsonl") if name == OURS else Path(name)
@@ -128,16 +128,17 @@ def _prompt(name: str, suite: Suite, row: Row, number: int) -> SuitePrompt:
 
 
 def prompts_for(prompts: list[SuitePrompt], tokenizer: Any, thinking: bool | None = None) -> list[Text]:
-    """Texts as the target is given them: token ids of a user's message in its chat template, or the bare text without
-    one.
+    """Converts prompts to inputs of the target: token ids of a user's message in its chat template, or plain texts.
+
+    Texts are used if the tokenizer has no chat template.
 
     Args:
-        prompts: Of suites.
-        tokenizer: Of the target.
-        thinking: `enable_thinking` of the template; `None` leaves that to it.
+        prompts: Prompts of suites.
+        tokenizer: Tokenizer of the target.
+        thinking: `enable_thinking` of the chat template; `None` for the template's default.
 
     Raises:
-        ValueError: if `thinking` is asked for, and the template does not know it.
+        ValueError: If `thinking` is given but the template does not support it.
     """
     template = getattr(tokenizer, "chat_template", None)
     if thinking is not None and "enable_thinking" not in str(template or ""):

@@ -1,1 +1,1 @@
-"""The papers' figures for any pair: what is measured, how it is drawn, and the page around it."""
+"""The papers' figures for any target and heads: measurements, drawing, and the page that shows them."""

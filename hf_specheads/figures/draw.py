@@ -1,4 +1,4 @@
-"""The figures, drawn from results: one colour per method, legends beside the data, readable at half size."""
+"""Draws the figures from results: one colour per method, legends next to the data, readable at half size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 WIDTH, HEIGHT, DPI, COLOURS = 7.6, 3.3, 150, 64
-LEAST_ROUNDS = 5  # that a share is of
-FONT = 10.5  # points at full width; at half of it still larger than footnotes
+LEAST_ROUNDS = 5  # pos-acc values from fewer rounds are not drawn
+FONT = 10.5  # points at full width; at half width still larger than footnotes
 Results = Mapping[str, Any]
 Styles = Mapping[str, Mapping[str, Any]]
 
@@ -26,11 +26,11 @@ class Figure:
     """One figure.
 
     Attributes:
-        title: Of its section on the page, and the alternative text.
-        about: What it shows, in a sentence or two.
-        panels: What draws each of its panels.
-        has: Whether results hold what it shows.
-        timed: Whether it shows clock times.
+        title: Title of its section on the page, and alternative text of the picture.
+        about: What the figure shows, in a sentence or two.
+        panels: Functions that draw its panels.
+        has: Function that says whether results contain the data of the figure.
+        timed: Whether it shows measured times.
     """
 
     title: str
@@ -48,20 +48,20 @@ def can_draw() -> bool:
 def draw_figures(
     results: Results, folder: str | Path, formats: Sequence[str] = FORMATS, only: Sequence[str] | None = None
 ) -> dict[str, list[Path]]:
-    """Draws everything that results hold; the same results give the same bytes.
+    """Draws all figures that the results have data for; the same results give the same bytes.
 
     Args:
-        results: As [`measure.measure`] gives them.
-        folder: Where files go, named after the figures; it is made.
-        formats: Of [`FORMATS`].
-        only: Names of figures; default all.
+        results: Results of [`measure.measure`].
+        folder: Folder for the files, which are named after the figures; it is created if necessary.
+        formats: Formats, from [`FORMATS`].
+        only: Names of figures to draw; default all.
 
     Returns:
         The files of every figure that was drawn, by name.
 
     Raises:
-        ImportError: without matplotlib.
-        ValueError: for an unknown figure or format.
+        ImportError: If matplotlib is not installed.
+        ValueError: If a figure or format is unknown.
     """
     check_names(only, formats)
     if not can_draw():
@@ -76,10 +76,10 @@ def draw_figures(
 
 
 def check_names(only: Sequence[str] | None, formats: Sequence[str]) -> None:
-    """Refuses names there are not.
+    """Refuses unknown names of figures and formats.
 
     Raises:
-        ValueError: naming those there are.
+        ValueError: The message lists the known names.
     """
     for given, known, what in ((only or (), tuple(FIGURES), "figures"), (formats, FORMATS, "formats")):
         if unknown := sorted(set(given) - set(known)):
@@ -88,7 +88,7 @@ def check_names(only: Sequence[str] | None, formats: Sequence[str]) -> None:
 
 def _draw(figure: Figure, results: Results, styles: Styles, path: Path, formats: Sequence[str]) -> list[Path]:
     import matplotlib as mpl
-    from matplotlib.figure import Figure as Canvas  # not pyplot: no global state, no window
+    from matplotlib.figure import Figure as Canvas  # pyplot would have global state and may open windows
 
     with mpl.rc_context({"font.size": FONT, "svg.hashsalt": "specheads", "svg.fonttype": "none"}):
         canvas = Canvas(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
@@ -112,7 +112,8 @@ def _save(canvas: Any, file: Path) -> None:
     from PIL import Image
 
     canvas.savefig(file, metadata={"Software": None})
-    image = Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)  # a third of the size
+    # A palette makes the file a third of the size.
+    image = Image.open(file).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     image.save(file, optimize=True)
 
 
@@ -122,7 +123,7 @@ def _line(axes: Axes, styles: Styles, name: str, x: Sequence[float], y: Sequence
 
 
 def _points(facts: Mapping[str, Any], sweep: str, field: str) -> tuple[list[int], list[float]]:
-    """Points of a sweep that have a field, in order."""
+    """Points of a sweep that have a value for a field, in order, and these values."""
     found = sorted((int(point), one[field]) for point, one in facts.get(sweep, {}).items() if field in one)
     return [point for point, _ in found], [value for _, value in found]
 
@@ -136,7 +137,7 @@ def _pos_acc(axes: Axes, results: Results, styles: Styles) -> None:
     for name, facts in results["heads"].items():
         deepest = _deepest(facts)
         pairs = zip(deepest["pos_acc"], deepest["reached"], strict=True)
-        values = [value for value, reached in pairs if reached >= LEAST_ROUNDS]  # fewer and fewer rounds get that far
+        values = [value for value, reached in pairs if reached >= LEAST_ROUNDS]  # few rounds reach deep positions
         longest = max(longest, len(values))
         _line(axes, styles, name, range(1, len(values) + 1), values)
     axes.set(xlabel="draft position", ylabel="accepted, given all before were", ylim=(0, 1.03))
@@ -144,7 +145,7 @@ def _pos_acc(axes: Axes, results: Results, styles: Styles) -> None:
 
 
 def _sweep(sweep: str, field: str, x: str, y: str) -> Callable[[Axes, Results, Styles], None]:
-    """A panel with one line per heads over a sweep."""
+    """Makes a panel with one line per draft heads over the points of a sweep."""
 
     def draw(axes: Axes, results: Results, styles: Styles) -> None:
         ticks: set[int] = set()
@@ -181,7 +182,7 @@ def _n_alpha(axes: Axes, results: Results, styles: Styles) -> None:
 
 
 def _stages(sweep: str, x: str) -> Callable[[Axes, Results, Styles], None]:
-    """Milliseconds of a round: drafting filled markers, verifying hollow ones."""
+    """Makes a panel of milliseconds per round: filled markers for drafting, hollow ones for verifying."""
 
     def draw(axes: Axes, results: Results, styles: Styles) -> None:
         ticks: set[int] = set()

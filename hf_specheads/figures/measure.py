@@ -1,4 +1,4 @@
-"""What the figures show, measured: chains by depth, trees by nodes, batches, n-alpha, and the curves of trainings."""
+"""Measures the data of the figures: chains by depth, trees by nodes, batches, n-alpha, and training curves."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from ..tuning.turns import generate_text, take_turns, timed_generation
 from .n_alpha import agreement
 
 PLAIN = "plain"
-STAGES = ("draft", "target")  # of `GenerationStats.seconds`
+STAGES = ("draft", "target")  # keys of `GenerationStats.seconds` that are drawn
 FACTS = ("training_facts.json", "trainer_state.json")
 
 
 @dataclass(frozen=True)
 class Sweeps:
-    """How much is measured.
+    """Settings of the measurements.
 
     Attributes:
-        depths: Of chains.
-        nodes: Of dynamic trees, the root included.
-        batch_sizes: Sequences at once, with the chain of [`batch_depth`].
-        batch_depth: Depth of that chain.
-        tree_depth, top_k: Of the dynamic trees.
-        max_n: Most drafted features of n-alpha.
-        max_new_tokens: Per prompt.
-        repeats: Times everything that is timed is run; the median counts.
-        timing: Whether anything is timed; without it a busy machine does no harm.
+        depths: Depths of chains.
+        nodes: Numbers of nodes of dynamic trees, the root included.
+        batch_sizes: Numbers of sequences that are generated together, with a chain of depth `batch_depth`.
+        batch_depth: Depth of the chain for batches.
+        tree_depth, top_k: Depth of the dynamic trees, and children per node.
+        max_n: Largest number of drafted features for n-alpha.
+        max_new_tokens: Number of new tokens per prompt.
+        repeats: Number of repetitions of everything that is timed; the median is reported.
+        timing: Whether to measure times. Without them, other load on the machine does no harm.
     """
 
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -58,13 +58,13 @@ class Sweeps:
 
     @classmethod
     def quick(cls, **changes: Any) -> Sweeps:
-        """A look in passing: a few points, few tokens, once."""
+        """Settings for a first impression: few points, few tokens, no repetitions."""
         few = {"depths": (1, 3, 5), "nodes": (4, 16), "batch_sizes": (1, 2), "max_new_tokens": 32, "repeats": 1}
         return cls(**{**few, **changes})
 
 
 class Side(NamedTuple):
-    """What takes turns: heads by name (or [`PLAIN`]), a kind of sweep, and the point of it."""
+    """One of the configurations that take turns: name of the heads (or [`PLAIN`]), kind of sweep, and its point."""
 
     heads: str
     sweep: str
@@ -72,7 +72,7 @@ class Side(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One side on one prompt or batch."""
+    """Result of one side on one prompt or batch: number of new tokens, wall seconds, statistics."""
 
     tokens: int
     seconds: float
@@ -87,18 +87,18 @@ def measure(
     sweeps: Sweeps | None = None,
     folders: Mapping[str, str | Path] | None = None,
 ) -> dict[str, Any]:
-    """Everything the figures are drawn from, as plain values. All decoding is greedy, and drafts every round.
+    """Measures all data of the figures, as plain values. All decoding is greedy, and every round drafts.
 
     Args:
         target: The target.
-        heads: Its heads by name; copies are made of them.
-        prompts: Strings (chats of one message, where the tokenizer has a template), chats, or token ids.
-        tokenizer: The target's.
-        sweeps: How much; default [`Sweeps`].
-        folders: Where heads lie, by name, for the curves of their training.
+        heads: Draft heads of the target, by name; copies of them are used.
+        prompts: Strings (which become chats of one message if the tokenizer has a template), chats, or token ids.
+        tokenizer: Tokenizer of the target.
+        sweeps: Settings of the measurements; default [`Sweeps`].
+        folders: Folders of the heads, by name, for their training curves.
 
     Raises:
-        ValueError: without heads or prompts.
+        ValueError: If there are no heads or no prompts.
     """
     if not heads or not prompts:
         raise ValueError(f"figures need heads and prompts, got {len(heads)} heads and {len(prompts)} prompts.")
@@ -129,7 +129,7 @@ def measure(
 
 
 def busy() -> float:
-    """Programs that want to run, per core, the mean of the last minute: above 1 a clock tells little."""
+    """Load per core, averaged over the last minute; times measured above 1 are unreliable."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
@@ -141,7 +141,7 @@ def _ids(prompt: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 # ---------------------------------------------------------------------- sides in turns
 def _chains(drafting: Mapping[str, DraftHead], sweeps: Sweeps) -> dict[Side, DraftHead]:
-    """Chains of all depths that the heads can draft."""
+    """Sides with chains of all depths that the heads can draft."""
     sides = {}
     for name, one in drafting.items():
         for depth in sweeps.depths:
@@ -154,7 +154,7 @@ def _chains(drafting: Mapping[str, DraftHead], sweeps: Sweeps) -> dict[Side, Dra
 def _trees(
     target: PreTrainedModel, drafting: Mapping[str, DraftHead], sweeps: Sweeps, skipped: list[str]
 ) -> dict[Side, DraftHead]:
-    """Dynamic trees of all sizes, where target and heads take them."""
+    """Sides with dynamic trees of all sizes, if target and heads support trees; adds reasons to `skipped` if not."""
     if problem := tree_problem_of(target, DynamicCache(config=target.config)):
         skipped.append(f"no draft trees: {problem}")
         return {}
@@ -179,7 +179,7 @@ def _with(heads: DraftHead, tree: DraftTreeConfig) -> DraftHead:
 def _run_all(
     target: PreTrainedModel, sides: Mapping[Side, DraftHead], rows: Sequence[list[int]], sweeps: Sweeps
 ) -> dict[Side, list[list[Run]]]:
-    """All sides and plain decoding on all prompts, in turns."""
+    """Runs all sides, and plain decoding if times are measured, on all prompts in turns."""
     everybody: dict[Side, DraftHead | None] = {**sides}
     if sweeps.timing:
         everybody[Side(PLAIN, PLAIN, 0)] = None
@@ -201,7 +201,7 @@ def _run(target: PreTrainedModel, heads: DraftHead | None, prompt: Any, max_new_
 
 
 def _facts(runs: Sequence[Sequence[Run]], timing: bool) -> dict[str, Any]:
-    """tau and pos-acc over all prompts, tokens per second of the median repeat."""
+    """tau and pos-acc over all prompts, and tokens per second from the median time of the repeats."""
     stats = [run.stats for run in runs[0] if run.stats is not None]
     accepted = [row for one in stats for row in one.num_accepted]
     offered = [row for one in stats for row in one.offered]
@@ -215,7 +215,7 @@ def _facts(runs: Sequence[Sequence[Run]], timing: bool) -> dict[str, Any]:
 
 
 def _reached(accepted: list[list[int]], offered: list[list[int]]) -> list[int]:
-    """Rounds that every value of pos-acc is a share of."""
+    """Number of rounds from which every value of pos-acc was computed."""
     pairs = [pair for row, depths in zip(accepted, offered, strict=True) for pair in zip(row, depths, strict=True)]
     deepest = max((depth for _, depth in pairs), default=0)
     counts = [sum(d >= place and n >= place - 1 for n, d in pairs) for place in range(1, deepest + 1)]
@@ -230,7 +230,10 @@ def _speed(runs: Sequence[Sequence[Run]]) -> float:
 def _add_stages(
     target: PreTrainedModel, sides: Mapping[Side, DraftHead], rows: Sequence[list[int]], found: dict[str, Any]
 ) -> None:
-    """Milliseconds a round spends drafting and verifying, on the first prompt: the stages wait for the devices."""
+    """Adds milliseconds per round for drafting and verifying, on the first prompt only.
+
+    This is a separate run, because timing the stages means waiting for the device after each of them.
+    """
     for side in bar(list(sides), "stages of a round"):
         heads = sides[side].with_tree()
         heads.profile = True
@@ -250,7 +253,7 @@ def _add_batches(
     sweeps: Sweeps,
     results: dict[str, Any],
 ) -> None:
-    """Tokens per second by batch size, where the target takes batches with heads (that is, trees)."""
+    """Adds tokens per second by batch size, if the target supports batches with heads, which require trees."""
     if problem := tree_problem_of(target, DynamicCache(config=target.config)):
         results["skipped"].append(f"no batches: {problem}")
         return
@@ -276,7 +279,7 @@ def _add_batches(
 
 
 def _batch(rows: Sequence[list[int]], size: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """So many prompts, padded on the left; the first ones again where there are fewer."""
+    """Makes a left-padded batch of `size` prompts; if there are fewer, prompts are repeated from the first."""
     chosen = [rows[index % len(rows)] for index in range(size)]
     return left_padded(chosen, pad_token_id_of(tokenizer))
 
@@ -289,7 +292,7 @@ def _add_n_alpha(
     found: dict[str, Any],
     skipped: list[str],
 ) -> None:
-    """Of heads that unroll over rows of a text, on the target's own texts."""
+    """Adds n-alpha on the target's own texts, for heads that unroll over rows of a text."""
     texts = []
     for row in bar(rows, "texts for n-alpha"):
         text = generate_text(target, row, max_new_tokens=sweeps.max_new_tokens)
@@ -305,10 +308,10 @@ def _add_n_alpha(
 
 # ---------------------------------------------------------------------- what was there before
 def training_curve(folder: str | Path) -> dict[str, list[list[float]]]:
-    """Curves of the training that made some heads, `[step, value]` each; empty if their folder does not tell.
+    """Reads the training curves of heads, as lists of `[step, value]`; empty if their folder has no log.
 
     Args:
-        folder: With `training_facts.json`, as heads are saved with, or a checkpoint's `trainer_state.json`.
+        folder: Folder with `training_facts.json`, which is saved with heads, or a checkpoint's `trainer_state.json`.
     """
     history = next((read_history(Path(folder) / name) for name in FACTS if (Path(folder) / name).is_file()), [])
     names = {"loss": "loss", "evaluation_loss": "eval_loss", "tau": "eval_acceptance_length"}
@@ -333,6 +336,6 @@ def _machine(target: PreTrainedModel, started: float, load: float) -> dict[str, 
 
 
 def sweeps_of(settings: Mapping[str, Any]) -> Sweeps:
-    """The sweeps that results were measured with."""
+    """Returns the settings that results were measured with."""
     known = {field.name for field in fields(Sweeps)}
     return Sweeps(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in known})

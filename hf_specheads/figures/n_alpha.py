@@ -1,10 +1,10 @@
-"""n-alpha: how often a chain's draft agrees with the target when n of the features it reads were drafted.
+"""n-alpha: how often a chain's draft agrees with the target if n of the features that it reads were drafted.
 
-EAGLE's measure of how heads bear their own errors (arXiv 2401.15077, section 4): the target writes a text greedily;
-at every position of it, the draft whose last n rows were made of drafted features, and of the true tokens, is compared
-with the target's choice. n-alpha is acceptance at draft position n + 1 given that all before it were accepted, on the
-same positions for every n and every head. Draft heads that draft no features are measured the same way: for Medusa
-the row lies n tokens back.
+This is EAGLE's measure of how well draft heads cope with their own errors (arXiv 2401.15077, section 4). The target
+writes a text greedily. At every position, the draft whose last n rows consist of drafted features and true tokens is
+compared with the target's choice. n-alpha is acceptance at draft position n + 1, given that all earlier drafts were
+accepted, on the same positions for all n and all draft heads. Draft heads that draft no features are measured the same
+way: for Medusa, the row is n tokens back.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from ..unroll.rows import TrainingRows, row_positions
 def agreement(
     target: PreTrainedModel, heads: DraftHead, text: torch.Tensor, prompt_length: int, max_n: int
 ) -> torch.Tensor:
-    """Where draft and target choose the same token, bool [n, positions] for n = 0 to `max_n` (or as far as the heads
-    draft), at every token of the text that the target wrote, but for the first `max_n` + 1 of them.
+    """Whether draft and target choose the same token, bool [n, positions] for n = 0 to `max_n`.
+
+    There are fewer rows if the heads draft fewer positions. The positions are the target's own tokens except the first
+    `max_n` + 1.
 
     Args:
         target: The target.
-        heads: Its heads, of a method that unrolls over rows.
-        text: int64 [1, T], a prompt and what the target made of it.
-        prompt_length: Tokens of the prompt.
-        max_n: Most drafted features.
+        heads: Draft heads of the target, of a method that unrolls over rows.
+        text: int64 [1, T], a prompt and the target's continuation.
+        prompt_length: Number of tokens of the prompt.
+        max_n: Largest number of drafted features.
     """
     layers = heads.feature_layers
     asked = asked_hidden_states((*layers, -1) if layers else (-1,))
@@ -46,7 +48,7 @@ def agreement(
         embed=as_embedding(target.get_input_embeddings()),
         lm_head=as_lm_head(target.get_output_embeddings()),
     )
-    # Row t knows token t + 1 and drafts token t + 2; with n drafted features the round's root was token t + 1 - n.
+    # Row t knows token t + 1 and drafts token t + 2. With n drafted features, the round's root is token t + 1 - n.
     compared = torch.arange(prompt_length + max_n - 1, text.shape[1] - 2)
     wanted = outputs.logits[0, 1:].argmax(dim=-1)[compared]
     passes = max_n + 1 if heads.max_draft_positions is None else min(max_n + 1, heads.max_draft_positions)

@@ -1,4 +1,4 @@
-"""The page around the figures: what each shows, the numbers behind it, and how they were measured."""
+"""Renders the page of the figures: what each figure shows, its numbers, and how they were measured."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from .draw import FIGURES
 
-BUSY = 1.2  # programs per core from which on a clock is not to be trusted
+BUSY = 1.2  # load per core above which times are not reliable
 
 
 def render_page(results: Mapping[str, Any], drawn: Mapping[str, Sequence[Path]], beside: Path, command: str) -> str:
-    """Markdown.
+    """Renders the page as Markdown.
 
     Args:
-        results: As [`measure.measure`] gives them.
-        drawn: Files of every figure.
-        beside: Folder the page lies in; pictures are linked from there.
-        command: What made it.
+        results: Results of [`measure.measure`].
+        drawn: Files of every figure, by name.
+        beside: Folder of the page; links to pictures are relative to it.
+        command: Command line that made the figures.
     """
     settings, machine = results["settings"], results["machine"]
     names = ", ".join(f"{name} ({facts['method']})" for name, facts in results["heads"].items())
@@ -65,7 +65,7 @@ def _clock(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]
 
 
 def _table(name: str, results: Mapping[str, Any]) -> list[str]:
-    """The numbers of a figure that has one value per point."""
+    """Table of the numbers in a figure with one value per point; empty for other figures."""
     sweep, field = {"tau": ("depths", "tau"), "tree_tau": ("nodes", "tau"), "tree_size": ("nodes", "tau"),
                     "throughput": ("depths", "tokens_per_second")}.get(name, ("", ""))  # fmt: skip
     heads = results["heads"]

@@ -1,4 +1,4 @@
-"""One call of `generate`."""
+"""The engine behind one call of `generate` with draft heads."""
 
 from .call import speculative_generate
 

@@ -1,4 +1,4 @@
-"""What a stream knows of its requests: each has its own text, sampler and limit, where a batch has one for all."""
+"""The texts, samplers and length limits of a stream's requests. A batch has one of each, a stream one per request."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .sampling import TokenSampler
 from .sequences import Sequences
 from .stopping import StopRule
 
-MOST_TOKENS = 1 << 40  # where the limits of all requests are counted to, see `RequestTexts.lengths`
+MOST_TOKENS = 1 << 40  # the common limit of all requests, see `RequestTexts.lengths`
 
 
 class RequestTexts(Sequences):
-    """The texts of requests that come and go, by their number; places of a batch, in the order of `active`.
+    """The texts of requests that come and go, by request number. A place of the batch is an index into `active`.
 
     Attributes:
-        active: Requests in the places of the batch.
-        ended: Those of them that have ended: their places are free.
+        active: Number of the request in each place of the batch.
+        ended: Requests in `active` that have ended, so that their places are free.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,11 @@ class RequestTexts(Sequences):
 
     @property
     def lengths(self) -> dict[int, int]:  # type: ignore[override]  # by number, not by place
-        """Tokens of every request as one limit for all of them counts: [`MOST_TOKENS`] less those it may still get; of
-        requests without a limit, their tokens."""
+        """Lengths of the active requests by number, shifted so that `MOST_TOKENS` is the limit of every request.
+
+        The length of a request is `MOST_TOKENS` minus the tokens that it may still get. Without a limit, it is the
+        number of its tokens.
+        """
         return {request: self.texts[request].lengths[0] + self._before(request) for request in self.active}
 
     def _before(self, request: int) -> int:
@@ -38,17 +41,17 @@ class RequestTexts(Sequences):
         return 0 if limit is None else MOST_TOKENS - limit
 
     def open(self, request: int, place: int, text: Sequences, limit: int | None) -> None:
-        """A request takes a place: of one that has ended, or after the last."""
+        """Puts a request into the place of a request that has ended, or after the last place."""
         self.ended = [one for one in self.ended if one not in self.active[place : place + 1]]
         self.active[place : place + 1] = [request]
         self.texts[request], self.limits[request] = text, limit
 
     def free_place(self) -> int:
-        """The first place whose request has ended, else the one after the last."""
+        """The place of the request that ended first, or else the place after the last."""
         return self.active.index(self.ended[0]) if self.ended else len(self.active)
 
     def finish(self, request: int) -> list[int]:
-        """Its new tokens; the request is forgotten."""
+        """Forgets a request, and returns its new tokens."""
         del self.limits[request]
         tokens = self.texts.pop(request).new_ids(0)
         self.finished, self.finished_tokens = self.finished + 1, self.finished_tokens + len(tokens)
@@ -64,11 +67,11 @@ class RequestTexts(Sequences):
         self.texts[sequence].append(0, token_ids, on_device)
 
     def end(self, sequences: list[int]) -> None:
-        """Their places are free."""
+        """Frees the places of these requests."""
         self.ended += sequences
 
     def close_up(self) -> list[int]:
-        """Gives up the places that are free; returns those that are kept."""
+        """Removes the free places from the batch. Returns the former indices of the places that are kept."""
         kept = [place for place, request in enumerate(self.active) if request not in self.ended]
         self.active, self.ended = [self.active[place] for place in kept], []
         return kept
@@ -80,10 +83,11 @@ class RequestTexts(Sequences):
 
 
 class RequestSampler(TokenSampler):
-    """A sampler whose processors are, for every request, those that `generate` has prepared for it.
+    """A sampler that uses, for every request, the processors that `generate` has prepared for this request.
 
     Args:
-        logits_processor, do_sample: Of any request; where processors look at logits alone they are the same for all.
+        logits_processor, do_sample: Those of any request, used where all nodes of a batch are processed at once:
+            processors that look at logits alone are the same for all requests.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool):
@@ -91,17 +95,17 @@ class RequestSampler(TokenSampler):
         self.own: dict[int, TokenSampler] = {}
 
     def at_lengths(self, shortest: int, longest: int) -> TokenSampler:
-        return self  # requests have limits of their own
+        return self  # `RequestTexts.lengths` are shifted, so they are not the lengths that processors count
 
     def for_sequence(self, sequence: int) -> TokenSampler:
         return self.own[sequence]
 
 
 class RequestStop(StopRule):
-    """A stop rule whose limit is, for every request, its own.
+    """A stop rule that uses, for every request, the limit of this request.
 
     Args:
-        criteria: Of any request.
+        criteria: The criteria of any request.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):

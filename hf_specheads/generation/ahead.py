@@ -1,9 +1,9 @@
 """Compiled rounds on CUDA: the next draft begins before the host knows what the target accepted.
 
-What the heads take in next follows from the target's choices, which are on the device: which nodes it accepted, their
-tokens, their features. Computed there, the next draft stands in the device's queue right behind the target's forward,
-and the host waits for the choices only then: what it does in a round, the device does not wait for. A draft that turns
-out to be for nothing, because a text has ended or the next round drafts another tree, is undone.
+The rows that the draft head takes in next (the accepted nodes, their tokens and features) follow from the target's
+choices, which are on the device. Computing the rows there allows the next draft to be queued right behind the target's
+forward, before the host waits for the choices. The device then never waits for the host's work in a round. A draft
+that turns out to be useless, because a text has ended or the next round drafts another tree, is undone.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .verification.accepted import accepted_nodes
 
-QUEUES = ("cuda",)  # kinds of devices that work on while the host does
+QUEUES = ("cuda",)  # types of devices that work through a queue while the host goes on
 
 
 class DraftAhead:
-    """The next draft of one generation, where it has begun already.
+    """Begins the next draft of a generation early, and hands it out or undoes it.
 
     Args:
-        candidates: Of the call, whose rounds are compiled.
+        candidates: The candidate generator of the call, whose rounds are compiled.
 
     Attributes:
-        in_vain: Whether the device drafted in this round what the round did not take.
+        in_vain: Whether the draft that had begun for the current round was discarded.
     """
 
     def __init__(self, candidates: DraftHeadCandidateGenerator):
         self.candidates = candidates
         self._tree: DraftTree | None = None
         self._rows: NewRows | None = None
-        self._drafts: DraftTreeConfig | None = None  # what the tree is one of
+        self._drafts: DraftTreeConfig | None = None  # what `_tree` was drafted from
         self._before: dict[str, Any] = {}
         self._call = 0
         self.in_vain = False
@@ -51,18 +51,19 @@ class DraftAhead:
         lengths: Sequence[int],
         context_length: int,
     ) -> None:
-        """Drafts the next tree, unless it may have to be a smaller one. What the compiled steps of this round returned
-        is written over.
+        """Drafts the next tree, unless a limit may make it smaller.
+
+        The draft may overwrite what the compiled steps of the current round returned.
 
         Args:
-            tree: Of the round, B sequences and N nodes.
+            tree: The tree of the current round, of B sequences and N nodes.
             choices: int64 [B, N], the target's choice at each node.
-            features: [B, N, F], the target's; `None` for heads that read none.
+            features: [B, N, F], the target's features at the nodes; `None` for heads that read none.
             lengths: Tokens committed before the round, per sequence.
-            context_length: Slots in use in the target's cache before it, by the longest sequence.
+            context_length: Slots that the longest sequence used in the target's cache before the round.
         """
         candidates, compiled = self.candidates, self.candidates.compiled
-        most = tree.max_depth + 1  # tokens that this round may emit
+        most = tree.max_depth + 1  # most tokens that this round emits
         longest, context_length = [length + most for length in lengths], context_length + most
         room = candidates.room(longest, context_length)
         if compiled is None or candidates.reach is not None or room < candidates.tree.depth:
@@ -75,8 +76,11 @@ class DraftAhead:
         self._drafts, self._call = candidates.tree, compiled.calls
 
     def accepted(self, paths: PackedPaths) -> NewRows | None:
-        """The rows that the draft took in, now that the host knows the accepted paths as well; `None` if none has
-        begun."""
+        """The rows that the early draft took in, completed by what the host now knows; `None` without a draft.
+
+        Args:
+            paths: The accepted paths of the round.
+        """
         if self._tree is None or self._rows is None:
             return None
         before, cache = self._before["counts"], self.candidates.draft_cache
@@ -84,7 +88,11 @@ class DraftAhead:
         return NewRows(paths.token_ids, self._rows.features, self._rows.valid, paths.counts)
 
     def take(self, drafts: bool) -> DraftTree | None:
-        """The tree that was drafted, if it is one of those that the round is to draft now, and still there."""
+        """Returns the early draft if it is of the tree that the round is to draft; otherwise undoes it.
+
+        Args:
+            drafts: Whether the round drafts.
+        """
         tree, compiled, self.in_vain = self._tree, self.candidates.compiled, False
         if tree is None or compiled is None:
             return None
@@ -96,7 +104,7 @@ class DraftAhead:
         return tree
 
     def undo(self) -> None:
-        """The heads know no more than before the draft, if one has begun."""
+        """Takes the early draft, if there is one, out of the draft cache again."""
         if self._tree is not None:
             self.candidates.draft_cache.go_back(self._before)
         self._tree = self._rows = None
@@ -105,12 +113,14 @@ class DraftAhead:
 def drafts_ahead(
     candidates: DraftHeadCandidateGenerator, options: DraftingOptions, outputs: EmittedOutputs, device: torch.device
 ) -> bool:
-    """Whether rounds of a call may begin the next draft early: nobody looks at what the compiled steps return once
-    the target's choices are known, at clocks or at the text meanwhile.
+    """Whether the rounds of a call may begin the next draft early.
+
+    They may if steps are replayed as CUDA graphs, the draft head is on the target's device, and nothing else needs the
+    outputs of the compiled steps, timings, or the text on the host before the next draft begins.
 
     Args:
-        candidates, options, outputs: Of the call.
-        device: Of the target.
+        candidates, options, outputs: Those of the call.
+        device: The target's device.
     """
     if candidates.compiled is None or not candidates.compiled.replays:
         return False
@@ -120,26 +130,30 @@ def drafts_ahead(
 
 
 def rows_of_choices(tree: DraftTree, choices: torch.Tensor, features: torch.Tensor | None, longest: int) -> NewRows:
-    """What the draft head takes in next, without the host: as [`PackedPaths.rows`] of the paths that
-    [`verification.accepted.agreed_paths`] finds.
+    """Computes the rows that the draft head takes in next, without waiting for the host.
+
+    The rows are those of [`PackedPaths.rows`] for the paths that [`verification.accepted.agreed_paths`] finds.
 
     Args:
         tree, choices, features: As in [`DraftAhead.begin`].
-        longest: Rows to fill up to.
+        longest: Number of rows to pad to.
     """
     path, counts = agreed_path(tree, choices)
     place = torch.arange(longest, device=path.device) - (longest - counts[:, None])
     valid, place = place >= 0, place.clamp_min(0)
     nodes = path.gather(1, place)
-    # A choice that is no token (`NO_DISTRIBUTION`) is refused when the host reads it; no embedding has a row for it.
+    # A choice may be `NO_DISTRIBUTION`, which no embedding has a row for. The host raises when it reads the choice.
     emitted = torch.where(valid, choices.gather(1, nodes).clamp_min(0), 0)
     token_ids = torch.nn.functional.pad(emitted, (1, 0)).scatter_(1, longest - counts[:, None], tree.token_ids[:, :1])
     return NewRows(token_ids, at_nodes(features, nodes), valid, [0] * len(counts))
 
 
 def agreed_path(tree: DraftTree, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The longest path on which every node is what was chosen above it: its nodes, int64 [B, D + 1], filled up at the
-    end with nodes of no meaning, and how many there are, int64 [B]."""
+    """Finds the longest path on which every node is the token chosen at its parent.
+
+    Returns:
+        Nodes int64 [B, D + 1] of the path, padded at the end with meaningless nodes, and their number, int64 [B].
+    """
     batch, nodes = tree.token_ids.shape
     if tree.shape is not None and tree.shape.is_chain:
         agrees = tree.token_ids[:, 1:] == choices[:, :-1]
@@ -147,6 +161,6 @@ def agreed_path(tree: DraftTree, choices: torch.Tensor) -> tuple[torch.Tensor, t
         return path, 1 + agrees.long().cumprod(1).sum(1)
     agrees = tree.token_ids == choices.gather(1, tree.parents.clamp_min(0))
     order = torch.arange(nodes, device=choices.device)
-    # Of nodes equally deep the first one, as the host takes it.
+    # Among equally deep nodes the first one wins, as in `verification.accepted`.
     deepest = torch.where(accepted_nodes(tree, agrees), tree.depths * nodes - order, -nodes).argmax(1)
     return tree.path_to(deepest), 1 + tree.depths.gather(1, deepest[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""One call of `generate` with draft heads: what is refused before any work, and the rounds that serve the rest."""
+"""Serves one call of `generate` with draft heads: refuses it before any work, or runs its rounds."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .sequences import Sequences, pad_token_of
 def begin_call(
     target: PreTrainedModel, heads: DraftingContract, mode: GenerationMode, config: GenerationConfig
 ) -> DraftingOptions:
-    """What every call starts with, once: refusals of the call, heads bound to the target, their settings read.
+    """Begins a call: refuses what cannot be served, binds the draft heads to the target and reads their settings.
 
     Raises:
-        UnsupportedGenerationError: for a call no draft head can serve.
-        WrongTargetError: for heads of another target.
+        UnsupportedGenerationError: if no draft head can serve the call.
+        WrongTargetError: if the draft heads belong to another target.
     """
     refuse_call(target, mode, config)
     heads.bind(target)
@@ -51,30 +51,30 @@ def speculative_generate(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Generates with draft heads; the text is the target's own (unless `heads.verification` says otherwise).
+    """Generates with draft heads. The text is the target's own, unless `heads.verification` is a lossy rule.
 
-    Reached through `target.generate(..., assistant_model=heads)` or, without the dispatch that importing this package
-    installs, through
+    The usual way here is `target.generate(..., assistant_model=heads)`. Without the dispatch that importing this
+    package installs, pass the function itself:
 
         target.generate(**inputs, custom_generate=hf_specheads.speculative_generate, draft_head=heads)
 
-    (transformers hands no streamer and no stop-string tokenizer to a `custom_generate` callable; use
-    `assistant_model=` for those.) Statistics of the call are left in `draft_head.last_stats`.
+    transformers passes neither a streamer nor the tokenizer for stop strings to a `custom_generate` callable; use
+    `assistant_model=` if you need them. The statistics of the call are in `draft_head.last_stats` afterwards.
 
     Args:
         model: The target.
         input_ids: int64 [B, T], the prompt.
         logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepared them.
-        draft_head: Heads made for this target.
-        streamer: Receives every token, one `put` each.
+        draft_head: Draft heads made for this target.
+        streamer: Receives every token with a `put` of its own.
         synced_gpus: Not supported.
 
     Returns:
         int64 [B, T + new tokens], or the usual dict output under `return_dict_in_generate`.
 
     Raises:
-        UnsupportedGenerationError: if the call cannot be served exactly; before any forward.
-        WrongTargetError: if the heads belong to another target; before any forward.
+        UnsupportedGenerationError: if the call cannot be served exactly. Raised before any forward of the call.
+        WrongTargetError: if the draft heads belong to another target. Raised before any forward.
     """
     options = begin_call(model, draft_head, generation_config.get_generation_mode(), generation_config)
     prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -94,7 +94,10 @@ def run_rounds(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """The same for a call that has begun ([`begin_call`]): `draft_head` is bound, `options` are its settings."""
+    """Runs the rounds of a call after [`begin_call`]: `draft_head` is bound, and `options` are its settings.
+
+    The other arguments, the result and the errors are those of [`speculative_generate`].
+    """
     heads = draft_head.for_call(model)
     batch = input_ids.shape[0]
     options = with_a_tree_for(model, options, batch, model_kwargs)

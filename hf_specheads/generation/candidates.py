@@ -1,4 +1,4 @@
-"""The candidate generator: features in, draft tree out. Used by our round loop and by transformers' own loop."""
+"""The candidate generator: takes in features and drafts trees, for our round loop and for transformers' own loop."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ ONE_DRAFT = DraftTreeConfig(kind="chain", depth=1, top_k=1, total_tokens=2)
 
 
 class DraftHeadCandidateGenerator(CandidateGenerator):
-    """Drafts candidates with a draft head, one generation long.
+    """Drafts candidates with a draft head for one generation.
 
     [`draft`] gives trees to [`speculative_generate`]. [`get_candidates`] follows transformers' contract and gives
-    chains to its assisted loop (set `heads.loop = "transformers"`); that loop stops at the exact token for length and
-    end-of-sequence only, and its seeded samples differ from plain `generate`'s although their distribution does not.
+    chains to its assisted loop, which `heads.loop = "transformers"` selects. That loop stops at the exact token only
+    for length and end-of-sequence. Its samples have the same distribution as plain `generate`'s, but a seed gives
+    different ones.
 
     Args:
         head: The draft head.
         target: The target model.
-        max_length: Total tokens of the generation, `None` without limit.
+        max_length: Most tokens of the generation, prompt included; `None` without a limit.
         padding_mask: int or bool [B, T], 0 on padding of the prompt; `None` without padding.
         sampling_processors: Processors and warpers of a call with `do_sample=True`, for trees with sampled children;
             `None` for greedy decoding.
-        options: Settings of a call that has begun, whose heads are bound; by default the heads are bound to the target
-            here, and their settings read.
+        options: Settings of a call that has begun and bound the draft head. By default the draft head is bound to the
+            target here, and its settings are read.
     """
 
     requires_model_outputs = True
@@ -64,21 +65,21 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         options: DraftingOptions | None = None,
     ):
         self.head = head if options is not None else head.bind(target)
-        self.device = self.head.device  # to ask costs a walk through modules
+        self.device = self.head.device  # kept, because the property walks through all modules
         self.options = options or DraftingOptions.of(head)
-        self.tree = self.options.tree  # of the round: the loop may take another one
-        self.reach: Reach | None = None  # of the round
+        self.tree = self.options.tree  # of the current round: a pace may choose another tree
+        self.reach: Reach | None = None  # of the current round; `None` unless its chains have variable length
         self.shared: SharedPrompts | None = None
-        self.moods: list[float | None] = []  # of the sequences, see [`Reach`]; `None` of new ones
-        self.told: list[Favourites] | None = None  # of the round's favourites, per sequence
-        self.text = TextTally()  # of all sequences
+        self.moods: list[float | None] = []  # per sequence, see [`Reach`]; `None` for a new sequence
+        self.told: list[Favourites] | None = None  # what became of the favourites of the last round
+        self.text = TextTally()  # of all sequences together
         self.model_kwargs_overrides: dict[str, Any] = {
             "output_hidden_states": asked_hidden_states(head.feature_layers)
         }
         self.draft_cache = head.new_draft_cache()
         trees = trees_of_call(head, target, self.options)
         self.draft_cache.deepest = max(tree.depth for tree in trees)
-        self.largest = largest(trees)  # of compiled rounds
+        self.largest = largest(trees)  # compiled rounds take their shapes from it
         self.padding_mask = padding_mask
         self.max_length = max_length
         self.draft_cache.most = None if max_length is None else max_length + head.draft_rows(self.tree)
@@ -96,16 +97,18 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         elif self.tree.lookup:
             self.lookup = TextLookup()
         self._proposed: list[int] = []
-        self._taken_in = 0  # tokens of the text that the heads know, in transformers' loop
+        self._taken_in = 0  # tokens that the draft head has taken in, in transformers' loop
 
     def room(self, lengths: Sequence[int], context_length: int) -> int:
-        """Draft positions of the next round: no more than the budget has room for beside the bonus token, and none
-        past the target's context or the length at which its rope changes. Compiled rounds keep their shapes, and so do
-        those of lossy rules, whose text depends on them: of the budget, they leave out the last token alone.
+        """Number of draft positions that the next round has room for.
+
+        The round, with its bonus token, must fit into the length limit, the target's context, and the length at which
+        its rope changes. Compiled rounds keep their shapes, and so do rounds of lossy rules, whose text depends on the
+        shapes: the length limit shortens these rounds only when a single token is left.
 
         Args:
-            lengths: Tokens so far, the root included, as the length limit counts them; per sequence.
-            context_length: Slots in use in the target's cache, by the longest sequence.
+            lengths: Tokens so far per sequence, the root included, as the length limit counts them.
+            context_length: Slots that the longest sequence uses in the target's cache.
         """
         depth = min(self.levels(context_length), self.tree.depth)
         if self.max_length is None:
@@ -115,11 +118,11 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         return depth if keeps_shapes and left > 0 else min(depth, left)
 
     def levels(self, context_length: int) -> int:
-        """Levels below the root that the target's context has room for, looked-up ones included."""
+        """Levels below the root that the target's context has room for, including levels of looked-up tokens."""
         depth = self.tree.most_levels
         limits = [self.max_positions]
         if self.rope_limit is not None and context_length < self.rope_limit[0]:
-            limits.append(self.rope_limit[0])  # the deepest node stays on the side of the limit that the root is on
+            limits.append(self.rope_limit[0])  # all nodes stay on the root's side of this limit
         for limit in limits:
             depth = depth if limit is None else min(depth, limit - 1 - context_length)
         return max(depth, 0)
@@ -134,9 +137,12 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         """Takes in newly committed rows and grows the next tree.
 
         Args:
-            rows: What was committed since the last round, and the root.
+            rows: The rows committed since the last draft, and the root.
             lengths, context_length: As in [`room`].
             input_ids: int64 [1, T + 1], all tokens, for draws that depend on them; `None` in a batch.
+
+        Returns:
+            The tree. Only the root if there is no room, or if the draft head expects no draft to be worth its cost.
         """
         depth, device = self.room(lengths, context_length), self.device
         self.gave_up = False
@@ -148,16 +154,16 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         levels = tree.max_depth if self.reach is None else self.reach.drafted
         self.stats.draft_forwards += 1 if self.head.drafts_in_one_forward else levels
         if self.tree.stop_below > 0:
-            first = 0 if self.head.predicts_acceptance else 1  # of the levels that were asked whether
+            first = 0 if self.head.predicts_acceptance else 1  # the first level where the host may stop
             self.stats.host_syncs += min(tree.max_depth + 1, depth) - first
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
-            self.stats.host_syncs += 2  # there and back
+            self.stats.host_syncs += 2  # rows go to the draft head's device, and the tree comes back
         tree = self._with_lookup(tree.to(rows.token_ids.device), self.levels(context_length))
         self.gave_up = tree.num_nodes == 1
         return tree
 
     def _with_lookup(self, tree: DraftTree, levels: int) -> DraftTree:
-        """The tree and what is copied from the text, where there is something to copy and room for it."""
+        """Adds tokens copied from the text to the tree, if there is something to copy and room for it."""
         nodes = min(self.tree.lookup, levels - tree.max_depth)
         if self.lookup is None or nodes < 1:
             return tree
@@ -166,25 +172,25 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether there is anything to draft: heads that only copy have nothing where the text does not repeat."""
+        """Whether there is anything to draft. Heads that only copy have nothing where the text does not repeat."""
         return self.head.copied_ngrams is None or self.lookup is None or self.lookup.found
 
     def choose(self, pace: Pace, choice: int) -> None:
-        """The next round drafts what a pace has chosen."""
+        """Sets the tree and the reach of the next round to what a pace has chosen."""
         tree = self.options.tree if choice == PLAIN else pace.menu[choice]
-        # The tree in force is always the same object: compiled steps are made for it.
+        # The tree in force is always the same object, because compiled steps are made for that object.
         self.tree = self.options.tree if tree == self.options.tree else tree
         at_once = self.head.drafts_in_one_forward
         open_ended = at_once and self.head.max_draft_positions is None
         self.reach = None if choice == PLAIN else pace.reach(choice, self.moods, at_once, open_ended)
 
     def is_whole(self, tree: DraftTree) -> bool:
-        """Whether the latest draft is as deep as it was meant to be, not cut off by a limit."""
+        """Whether the latest draft is as deep as intended, and was not cut off by a limit."""
         ended = self.tree.stop_below > 0 or (self.reach is not None and self.reach.ended)
         return ended or tree.max_depth >= self.tree.depth
 
     def learn(self, tree: DraftTree, accepted: Sequence[Accepted]) -> None:
-        """What became of a round's tree, one result per sequence: for the choice of the next ones."""
+        """Learns what became of a round's tree, from one result per sequence, to choose the next trees."""
         self.told = None
         if tree.num_nodes == 1:
             return
@@ -197,7 +203,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.moods[:] = [None if mood is None else mood_after(mood, n, tree.max_depth) for mood, n in moods]
 
     def _told(self, tree: DraftTree, accepted: Sequence[Accepted]) -> list[Favourites] | None:
-        """What became of the favourites, per sequence; `None` where nobody asks, or only an accelerator knows."""
+        """What became of the favourites, per sequence; `None` if nobody asks or only an accelerator knows."""
         if self.reach is not None:
             if not (offered := self.reach.offered):
                 return None
@@ -212,18 +218,18 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         return [favourites_of_tree(parents, scores, result.nodes) for parents, scores, result in trees]
 
     def begin_text(self, prompt: torch.Tensor) -> None:
-        """Takes in the prompts [B, T] of a call, where copies are looked for in them."""
+        """Begins new texts with the prompts [B, T] of a call, and indexes the prompts if tokens are looked up."""
         self.moods, self.text = [None] * len(prompt), TextTally()
         if self.lookup is not None:
             self.lookup.begin(prompt, self.padding_mask)
 
     def extend_text(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """The same with the tokens a round has emitted, one list per sequence."""
+        """Indexes the tokens that a round has emitted, one list per sequence, if tokens are looked up."""
         if self.lookup is not None:
             self.lookup.extend(token_ids)
 
     def why_plain(self, pace: Pace | None) -> str | None:
-        """What plain steps were taken for."""
+        """The reason for plain steps, in words; `None` if unknown."""
         if self.head.copied_ngrams is not None:
             return "because the text had nothing to copy there, or because copying had not paid"
         return None if pace is None else pace.why_plain()
@@ -238,7 +244,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
             self.lookup.select_sequences(kept)
 
     def take_in(self, rows: NewRows) -> NewRows:
-        """The heads take in all rows but the last, whose draft is made with others'; returns that one."""
+        """Lets the draft head take in all rows but the last. Returns the last row, for the next draft to take in."""
         if rows.token_ids.shape[1] > 2:
             device = self.device
             features = None if rows.features is None else rows.features[:, :-1].to(device)
@@ -249,8 +255,10 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         return NewRows(rows.token_ids[:, -2:], None if rows.features is None else rows.features[:, -1:])
 
     def _take_in_prompts(self, rows: NewRows, shared: SharedPrompts) -> NewRows:
-        """The heads take in prompts once for several sequences each, all rows but the last. Returns that row and those
-        of plain steps since, of which every sequence has its own."""
+        """Lets the draft head take in prompts that several sequences share, once each and without their last row.
+
+        Returns the rows that every sequence has for itself: that last row, and the rows of plain steps since.
+        """
         self.shared = None
         rows = rows.with_validity() if self.draft_cache.static else rows
         self.take_in(rows.first(shared.rows + 1).select_sequences(shared.readers()))
@@ -259,14 +267,14 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         return NewRows(rows.token_ids[:, shared.rows :], features)
 
     def put_sequence(self, place: int, other: DraftHeadCandidateGenerator, batch: int) -> None:
-        """Takes over the only sequence of another, in the place of one of `batch`, or after the last."""
+        """Takes over the only sequence of another generator, into a place of `batch` or after the last."""
         self.draft_cache.put_sequence(place, other.draft_cache, batch, self.device)
         self.moods[place : place + 1] = other.moods
         if self.lookup is not None and other.lookup is not None:
             self.lookup.put_sequence(place, other.lookup)
 
     def _grow(self, rows: NewRows, depth: int, input_ids: torch.Tensor | None) -> DraftTree:
-        """The heads' own tree, on their device."""
+        """Grows the tree of the draft head, without looked-up tokens, on the draft head's device."""
         device = self.device
         token_ids = rows.token_ids.to(device)
         features = None if rows.features is None else rows.features.to(device)
@@ -297,13 +305,13 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chain candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
+        """Drafts a chain of candidates for transformers' assisted loop, int64 [1, T + 1 + depth].
 
-        The first call returns the prompt alone, so that the target is prefilled and its features exist. Of drawn
-        candidates the log-probabilities fp32 [1, depth, V] of the draft are returned as well: with them the loop
-        applies the rule that is exact for drawn ones (Leviathan et al. 2023, algorithm 1).
+        The first call returns the prompt alone, so that the target is prefilled and its features exist. For drawn
+        candidates, the draft's log-probabilities fp32 [1, depth, V] are returned as well. With them the loop applies
+        the rule that is exact for drawn candidates (Leviathan et al. 2023, algorithm 1).
         """
-        self.stats.target_forwards += 1  # the one that follows this call
+        self.stats.target_forwards += 1  # the target's forward that follows this call
         if is_first_iteration or model_outputs is None:
             return input_ids, None
         length, features = input_ids.shape[1], None
@@ -327,9 +335,9 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Records the round that transformers' assisted loop has just verified."""
         if self.stats.target_forwards == 1:
-            return  # the prefill
+            return  # the prefill is no round
         offered = len(self._proposed)
-        # A last token that agrees with the draft as well was no bonus token: the loop cut the round there.
+        # If the last token agrees with the draft too, it is no bonus token: the loop ended inside the chain.
         if num_matches < offered and self._proposed[num_matches] == int(input_ids[0, -1]):
             offered = num_matches
         self.stats.record_round(0, num_matches, offered)

@@ -1,4 +1,4 @@
-"""Several sequences of one prompt (`num_return_sequences`): the prompt is read once, and its cache is copied."""
+"""Reads a prompt once for all its sequences (`num_return_sequences`), and copies its cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..cache.names import cache_name
 from ..target.features import FeatureReader
 from .committed import NewRows
 
-# Tensors of a call that are [B, T], of which every sequence of a prompt has the same row.
+# Tensors [B, T] of a call, whose rows are equal for all sequences of a prompt.
 ROWS = ("attention_mask", "position_ids")
 
 
 def copies_of_prompts(config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-    """Sequences of every prompt for which the first is read, before the prefill; 1 where each is read by itself.
+    """Number of sequences per prompt if the prefill can read each prompt once, otherwise 1.
 
-    So are inputs that are more than tokens, a mask and positions (images, embeddings), and prompts for caches that do
-    not grow, or hold something already.
+    Every sequence is read by itself if there are inputs besides tokens, a mask and positions (images, embeddings), or
+    if the cache does not grow or is not empty.
     """
     cache, copies = model_kwargs[cache_name(model_kwargs)], config.num_return_sequences or 1
     if copies == 1 or type(cache) is not DynamicCache or cache.get_seq_length() > 0:
@@ -41,7 +41,7 @@ def read_prompts(
     model_kwargs: dict[str, Any],
     copies: int,
 ) -> tuple[ModelOutput, torch.Tensor | None]:
-    """[`FeatureReader.prefill`] of the first of every `copies` sequences; what is returned and cached is of all."""
+    """Runs [`FeatureReader.prefill`] for the first of every `copies` sequences, and copies the results for all."""
     if copies == 1:
         return reader.prefill(target, input_ids, config, model_kwargs)
     rows = {name: model_kwargs[name][::copies] for name in ROWS if model_kwargs.get(name) is not None}
@@ -53,11 +53,12 @@ def read_prompts(
 
 @dataclass
 class SharedPrompts:
-    """What the heads have to take in once for several sequences, when they first draft.
+    """Prompts that the draft head takes in once for several sequences, when it drafts for the first time.
 
     Attributes:
-        rows: Rows of a prompt but the last, whose root every sequence has for itself.
-        prompts: Number of its prompt, per sequence.
+        rows: Rows of a prompt that its sequences share. The last row is not shared, because it goes with the root,
+            which every sequence chose for itself.
+        prompts: Number of the prompt, per sequence.
     """
 
     rows: int
@@ -65,7 +66,7 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, rows: NewRows, copies: int) -> SharedPrompts | None:
-        """Of the rows of a prefill; `None` where every sequence has rows of its own."""
+        """The shared prompts of a prefill's rows; `None` if nothing is shared."""
         batch, shared = rows.token_ids.shape[0], rows.token_ids.shape[1] - 2
         return None if copies == 1 or shared < 1 else cls(shared, [sequence // copies for sequence in range(batch)])
 
@@ -74,6 +75,6 @@ class SharedPrompts:
         return [self.prompts.index(prompt) for prompt in dict.fromkeys(self.prompts)]
 
     def places(self) -> list[int]:
-        """Per sequence, the place of its prompt among the readers."""
+        """The place of its prompt among [`readers`], per sequence."""
         order = list(dict.fromkeys(self.prompts))
         return [order.index(prompt) for prompt in self.prompts]

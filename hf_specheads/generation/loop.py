@@ -49,9 +49,9 @@ logger = logging.get_logger(__name__)
 
 
 class RoundLoop:
-    """State of one generation: caches, rows to take in, and what has been emitted.
+    """State of one generation: the caches, the rows to take in, and the emitted tokens.
 
-    Arguments as in [`call.run_rounds`]; `sequences` hold the prompt.
+    The arguments are those of [`call.run_rounds`]; `sequences` holds the prompt.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class RoundLoop:
             logger.warning_once(LOSSY)
         self.reader = FeatureReader(head.feature_layers, self.outputs.hidden_states is not None)
         self._target_cache: TargetCache | None = None
-        self.prefilled = 0  # tokens in the cache after the prefill
-        # Typical acceptance depends on which rounds draft, and a trace is of rounds.
+        self.prefilled = 0  # tokens in the target's cache after the prefill
+        # The text under typical acceptance depends on which rounds draft, and a trace records only rounds that draft.
         adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.pace_of = partial(pace_of, head, target, options, config=generation_config)
         self.pace: Pace | None = self.pace_of(batch) if adaptive else None
-        self.choice = PLAIN  # of the pace's menu, for the round
+        self.choice = PLAIN  # for the current round: a place in the pace's menu, or PLAIN
         self.group = parallel_group(target)
         self.compiled = compiled_rounds(head, target, generation_config) if options.compiled else None
         self.candidates.compiled = self.compiled
@@ -96,24 +96,24 @@ class RoundLoop:
 
     @property
     def stock(self) -> Cache:
-        """transformers' cache of the call."""
+        """The transformers cache of the call."""
         return self.model_kwargs[cache_name(self.model_kwargs)]
 
     @property
     def is_seen(self) -> bool:
-        """Whether somebody looks at that cache after the call."""
+        """Whether the caller can see the transformers cache after the call."""
         stock = self.model_kwargs.get(cache_name(self.model_kwargs))
         return self.outputs.as_dict or getattr(stock, "_is_user_defined", False)
 
     @property
     def target_cache(self) -> TargetCache:
-        """The target's cache, from the prefill on."""
+        """The target's cache, which the prefill opens."""
         if self._target_cache is None:
             raise RuntimeError("the target's cache is opened by the prefill.")
         return self._target_cache
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """Prefill, then rounds until a stopping criterion is met for every sequence of the batch."""
+        """Runs the prefill, then rounds until a stopping criterion is met for every sequence of the batch."""
         started, sequences = time.perf_counter(), self.sequences
         with self.stats.stage("prefill"):
             rows = self.prefill()
@@ -129,7 +129,10 @@ class RoundLoop:
 
     @any_length
     def round(self, rows: NewRows) -> NewRows:
-        """One round of every active sequence, from the rows that were committed since the last one to the next."""
+        """Runs one round of every active sequence.
+
+        Takes the rows that were committed since the last draft, and returns those for the next round.
+        """
         began = time.perf_counter()
         drafts = self.begin_round()
         with self.stats.stage("draft"):
@@ -155,7 +158,7 @@ class RoundLoop:
 
     # ------------------------------------------------------------------ the prompt
     def prefill(self) -> NewRows:
-        """The prompt's forward and the first token, a plain step. Returns the prompt as rows for the draft head."""
+        """Runs the prompt's forward and chooses the first token. Returns the prompt as rows for the draft head."""
         began, prompt = time.perf_counter(), self.sequences.padded()
         copies, call = copies_of_prompts(self.config, self.model_kwargs), (self.config, self.model_kwargs)
         with self.unrecorded():
@@ -167,7 +170,7 @@ class RoundLoop:
         opened = (self.options, self.batch, self.model_kwargs, counted, self.prefilled, self.is_seen, dtype, fixed)
         self._target_cache = open_cache(self.target, *opened, self.stop.left(self.sequences.prompt_length))
         self.candidates.begin_text(prompt)
-        # A tree of one node, whose own token (there may be none) plays no part.
+        # The tree has a single node. Its token plays no part, as the prompt may have none (`inputs_embeds`).
         accepted = self.accept(DraftTree.root_only(prompt.new_zeros(self.batch)), outputs.logits[:, -1:])
         first = to_device([result.token_ids for result in accepted.values()], prompt.device)
         self.emit(outputs, accepted, first, prefill=True)
@@ -182,7 +185,7 @@ class RoundLoop:
         return rows
 
     def fixed_size(self) -> tuple[int, Rooms | None] | None:
-        """Slots of the target's cache in compiled rounds, and where its buffers come from; `None` in others."""
+        """Slots of the target's cache in compiled rounds, and the rooms of its buffers; `None` in other rounds."""
         if self.compiled is None:
             return None
         budget = self.stop.budget(self.sequences.prompt_length)
@@ -190,7 +193,7 @@ class RoundLoop:
 
     # ------------------------------------------------------------------ a round
     def begin_round(self) -> bool:
-        """Whether the round drafts."""
+        """Chooses what the round drafts. Returns whether it drafts at all."""
         if self.compiled is not None:
             self.compiled.begin_round()
         self.choice = PLAIN
@@ -205,7 +208,7 @@ class RoundLoop:
         return self.choice != PLAIN
 
     def next_tree(self, rows: NewRows, drafts: bool) -> DraftTree:
-        """The tree to verify: one that was drafted ahead, a new draft, or the roots alone."""
+        """The tree to verify: a tree that was drafted ahead, a new draft, or only the roots."""
         if self.ahead is not None and (tree := self.ahead.take(drafts)) is not None:
             return tree
         if self.compiled is not None:
@@ -213,7 +216,7 @@ class RoundLoop:
         return self.draft(rows.joined()) if drafts else DraftTree.root_only(rows.token_ids[:, -1])
 
     def draft(self, rows: NewRows) -> DraftTree:
-        """The next tree of every active sequence."""
+        """Drafts the next tree of every active sequence."""
         sequences = self.sequences
         input_ids = sequences.tokens_of(sequences.active[0]) if self.batch == 1 else None
         lengths = [sequences.lengths[sequence] for sequence in sequences.active]
@@ -221,7 +224,7 @@ class RoundLoop:
             return self.candidates.draft(rows, lengths, max(self.target_cache.counts), input_ids)
 
     def verify(self, tree: DraftTree) -> ModelOutput:
-        """One target forward over all nodes of the tree."""
+        """Runs one target forward over all nodes of the tree."""
         self.stats.target_forwards += 1
         cache, hidden_states = self.target_cache, self.reader.forward_kwargs
         plain = self.pace is not None or self.candidates.lookup is not None
@@ -235,7 +238,7 @@ class RoundLoop:
         return verify_tree(self.target, cache, tree, hidden_states)
 
     def meanwhile(self, tree: DraftTree, outputs: ModelOutput) -> Meanwhile | None:
-        """What the device goes on with while the host waits for a round's choices."""
+        """Work for the device while the host waits for the target's choices: the next draft, or `None`."""
         if (ahead := self.ahead) is None or tree.num_nodes == 1:
             return None
         lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
@@ -255,7 +258,7 @@ class RoundLoop:
         return dict(zip(self.sequences.active, accepted, strict=True))
 
     def commit(self, tree: DraftTree, outputs: ModelOutput, accepted: dict[int, Accepted]) -> NewRows:
-        """Keeps what belongs to the accepted paths, in the target's cache and of the features; forgets the rest."""
+        """Keeps the cache rows and features of the accepted paths only. Returns the rows to take in next."""
         longest = None if self.compiled is None else self.candidates.largest.most_levels + 1
         paths = PackedPaths.of(list(accepted.values()), self.sequences.last_tokens(), tree.token_ids.device, longest)
         with self.unrecorded():
@@ -266,19 +269,22 @@ class RoundLoop:
     def emit(
         self, outputs: ModelOutput, accepted: dict[int, Accepted], token_ids: torch.Tensor, prefill: bool = False
     ) -> None:
-        """Appends emitted tokens, with which the rows of `token_ids` [B, *] end; keeps what the caller asked for."""
+        """Appends emitted tokens and keeps the outputs that the caller asked for.
+
+        The rows of `token_ids` [B, *] end with the emitted tokens.
+        """
         self.outputs.collect(outputs, accepted, prefill)
         for row, (sequence, result) in zip(token_ids, accepted.items(), strict=True):
             self.sequences.append(sequence, result.token_ids, row)
         self.candidates.extend_text([result.token_ids for result in accepted.values()])
 
     def keep_pace(self, pace: Pace, tree: DraftTree, accepted: dict[int, Accepted], seconds: float) -> None:
-        """What the round cost and bought, for the choice of the next trees; rounds cut short are no measure."""
+        """Tells the pace what the round cost and gained, except for rounds that say nothing about others."""
         caught_up = isinstance(self.target_cache, RecurrentCache) and self.target_cache.caught_up
         compiles = self.compiled is not None and self.compiled.compiles
         if caught_up or compiles or (self.ahead is not None and self.ahead.in_vain):
-            return  # neither a plain step nor a round, or one that took too long
-        gave_up = self.choice != PLAIN and self.candidates.gave_up  # a draft, and nothing to show for it
+            return  # its time is neither that of a plain step nor that of a usual round
+        gave_up = self.choice != PLAIN and self.candidates.gave_up  # the draft took time, but has no node
         num_accepted, drafts = [result.num_accepted for result in accepted.values()], self.candidates
         if not (cut := any(result.cut for result in accepted.values())):
             drafts.learn(tree, list(accepted.values()))
@@ -290,7 +296,7 @@ class RoundLoop:
             pace.record_round(self.choice, seconds, num_accepted, drafts.reach, drafts.text, drafts.told)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
-        """Statistics of a finished round."""
+        """Adds a finished round to the statistics."""
         if not drafts:
             self.stats.plain_steps += 1
             return
@@ -298,11 +304,11 @@ class RoundLoop:
             offered = result.num_accepted if result.cut else tree.max_depth
             self.stats.record_round(sequence, result.num_accepted, offered)
         if self.options.trace:
-            # Not the distributions that children were drawn from: a vocabulary per node and round.
+            # The distributions of drawn children are left out: each node would keep a whole vocabulary.
             self.stats.trees.append(replace(tree, sampled=None).to(torch.device("cpu")))
 
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
-        """Sequences that have ended cost nothing from here on."""
+        """Removes ended sequences from the batch, so that they cost nothing from then on. Returns the other rows."""
         ended = [sequence for sequence, result in accepted.items() if result.stopped]
         ended = ended if self.stepwise is None else self.stepwise.ended(ended)
         kept = [index for index, sequence in enumerate(accepted) if sequence not in ended]
@@ -320,8 +326,11 @@ class RoundLoop:
         return rows.select_sequences(kept)
 
     def close(self) -> None:
-        """Gives transformers' cache its contents back, after errors too: of one sequence what plain decoding has in it
-        at the last token that was emitted here; of a batch what it has at the end, if somebody looks, else nothing."""
+        """Gives the transformers cache its contents back, also after errors.
+
+        For a single sequence these are what plain decoding has in the cache at the last emitted token. For a batch
+        they are what plain decoding has at the end if the caller can see the cache; otherwise the cache is emptied.
+        """
         self.candidates.draft_cache.leave_room()
         if self._target_cache is None:
             return

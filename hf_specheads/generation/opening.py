@@ -1,4 +1,4 @@
-"""Which cache a call's rounds have, once transformers' own holds the prompt."""
+"""Chooses the target's cache for the rounds of a call, once transformers' own cache holds the prompt."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def open_cache(
     fixed: tuple[int, Rooms | None] | None,
     budget: int | None,
 ) -> TargetCache:
-    """Takes over the target's cache of a call.
+    """Takes over the transformers cache of a call after its prefill.
 
     Args:
         target: The target.
-        options: Of the call.
-        batch: Sequences.
-        model_kwargs: As after the prefill.
-        counted: Those by which the target knows positions.
-        tokens: In the cache.
-        is_seen: Whether somebody looks at it after the call.
+        options: Settings of the call.
+        batch: Number of sequences.
+        model_kwargs: Keyword arguments of the call, as they are after the prefill.
+        counted: The keyword arguments that tell the target its positions ([`FeatureReader.counted`]).
+        tokens: Number of tokens in the cache.
+        is_seen: Whether the caller can see the cache after the call.
         dtype: The target's compute dtype.
-        fixed: Slots and rooms of compiled rounds.
-        budget: Tokens the call may emit, `None` without a limit.
+        fixed: Slots and rooms of compiled rounds; `None` for other rounds.
+        budget: Most tokens that the call may emit; `None` without a limit.
     """
     name = cache_name(model_kwargs)
     stock, mask = model_kwargs[name], model_kwargs.get("attention_mask")

@@ -1,4 +1,4 @@
-"""How one call of `generate` drafts and verifies: the settings of the heads, read once."""
+"""The settings of the draft heads for one call of `generate`, read once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .observer import Observer
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """Settings that heads had when a call began; what a user assigns to them later is for the next call.
+    """Settings of draft heads as they were when a call began. What a user assigns later is for the next call.
 
     Attributes:
         tree: The draft tree in force.
         verification: Name of a rule in `verification.rules.RULES`.
         posterior_threshold, posterior_alpha, exact_seed, loop, adaptive, probe, compiled, profile, trace, on_round:
             As in `DraftHead`.
-        free_tree: Nobody has assigned a tree, so rounds may draft others than `tree`.
-        in_stream: The text joins others, and leaves them ([`generate_stream`]).
+        free_tree: Whether no tree was assigned, so that rounds may draft other trees than `tree`.
+        in_stream: Whether the text is one of a stream of requests ([`generate_stream`]).
     """
 
     tree: DraftTreeConfig
@@ -39,7 +39,7 @@ class DraftingOptions:
 
     @classmethod
     def of(cls, heads: DraftingContract) -> DraftingOptions:
-        """What the heads say now."""
+        """Reads the current settings of draft heads."""
         derived = ("tree", "free_tree", "in_stream")
         settings = {field.name: getattr(heads, field.name) for field in fields(cls) if field.name not in derived}
         return cls(tree=heads.tree_config, free_tree=not heads.tree_is_assigned, **settings)

@@ -1,4 +1,4 @@
-"""What `generate` returns besides the tokens: scores, raw logits and hidden states of every emitted token."""
+"""Collects what `generate` returns besides tokens: scores, raw logits and hidden states of every emitted token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .verification.accepted import Accepted
 class EmittedOutputs:
     """Scores, raw logits and hidden states of the emitted tokens, one tuple entry per token as in plain `generate`.
 
-    Entries are copies, so that none keeps the logits of a whole tree alive. In a batch, entries of sequences that have
-    ended are zeros (plain `generate` goes on computing them).
+    Entries are copies, so that no entry keeps the logits of a whole tree alive. In a batch, the entries of sequences
+    that have ended are zeros, whereas plain `generate` goes on computing them.
 
     Attributes:
         scores, logits: Per sequence, one entry [1, V] per emitted token; `None` if not asked for.
@@ -34,16 +34,16 @@ class EmittedOutputs:
         self.hidden_states: tuple | None = () if as_dict and config.output_hidden_states else None
 
     def earlier_scores(self, sequence: int) -> tuple[torch.Tensor, ...] | None:
-        """Scores of a sequence's tokens so far, for criteria that read them."""
+        """Scores of a sequence's tokens so far, for stopping criteria that read them."""
         return None if self.scores is None else tuple(self.scores[sequence])
 
     def collect(self, outputs: ModelOutput, accepted: dict[int, Accepted], prefill: bool = False) -> None:
-        """Adds what belongs to the tokens of one round.
+        """Adds the entries of the tokens of one round.
 
         Args:
-            outputs: Of the target's forward; one entry per item of `accepted`, in that order.
+            outputs: Outputs of the target's forward, with one row per item of `accepted`, in that order.
             accepted: What was accepted, by sequence.
-            prefill: The forward was the prefill: the hidden states are those of the whole prompt.
+            prefill: Whether the forward was the prefill, whose hidden states are those of the whole prompt.
         """
         for index, (sequence, result) in enumerate(accepted.items()):
             if self.scores is not None:
@@ -64,13 +64,13 @@ class EmittedOutputs:
                 )
 
     def cut(self, sequence: int, tokens: int) -> None:
-        """Forgets what belongs to tokens of a sequence past its first `tokens` new ones."""
+        """Drops the entries of a sequence after its first `tokens` new tokens."""
         for entries in (self.scores, self.logits):
             if entries is not None:
                 del entries[sequence][tokens:]
 
     def scores_at(self, step: int) -> torch.Tensor | None:
-        """Scores [B, V] of a step, the first is 1; `None` if not asked for."""
+        """Scores [B, V] of a step, counted from 1; `None` if not asked for."""
         return None if self.scores is None else _at_step(self.scores, step - 1)
 
     def result(self, input_ids: torch.Tensor, cache: Cache | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -87,7 +87,7 @@ class EmittedOutputs:
 
 
 def _by_step(sequences: list[list[torch.Tensor]] | None) -> tuple[torch.Tensor, ...] | None:
-    """Entries [B, V] per step from those [1, V] per sequence and step."""
+    """Joins entries [1, V] per sequence and step into entries [B, V] per step."""
     if sequences is None:
         return None
     return tuple(_at_step(sequences, step) for step in range(max(map(len, sequences))))

@@ -1,10 +1,11 @@
-"""Does this target verify drafts as it decodes? Tried once on the target itself, before its first rounds.
+"""Checks on the target itself, before its first rounds, that it computes the same numbers in rounds as in decoding.
 
-Signatures and layer types do not tell whether a forward heeds masks and positions that are given to it: some targets
-hide tokens by masks of their own, made from slots, and the text would be wrong without an error. So a short random
-context is decoded token by token, as plain generation does, and verified as a round would, from the same prefill; the
-logits must be the same up to rounding. That costs four forwards, three of them of at most five tokens, once per class,
-config, attention and kind of rounds in a process (`last_stats.probe_seconds`).
+Signatures and layer types do not tell whether a forward respects the masks and positions it is given. Some targets
+hide tokens by masks of their own, made from cache slots; their text would be wrong without an error. So the probe
+decodes a few tokens one by one after a short random context, as plain generation does, and verifies the same tokens as
+a round would, from the same prefill. The logits must be equal up to rounding. This costs four forwards, three of them
+of at most five tokens, once per class, config, attention and kind of rounds in a process
+(`last_stats.probe_seconds`).
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from ..tree.draft_tree import DraftTree
 from .kernels.any_length import any_length
 
 SHORT_CONTEXT = 16
-BEYOND_WINDOW = 8  # tokens of the context beyond a sliding window
-LONGEST_CONTEXT = 512  # windows that are longer cannot be exceeded cheaply
-PADDING = 3  # of the first sequence of a batch
-EARLIER = 2  # tokens that the second one has committed less than the first
-# Root, its child off the path, its child on the path, that one's child, and a child of the one off the path.
+BEYOND_WINDOW = 8  # tokens by which the context exceeds a sliding window
+LONGEST_CONTEXT = 512  # no longer context is tried, so that the probe stays cheap
+PADDING = 3  # tokens of padding before the first sequence of a batch
+EARLIER = 2  # tokens that the second sequence has committed fewer than the first
+# Parents of the nodes. The root has child 1 off the path and child 2 on it; node 3 follows 2, and node 4 follows 1.
 Nodes = tuple[int, ...]
 TREE: Nodes = (-1, 0, 0, 2, 1)
 TREE_PATH: Nodes = (0, 2, 3)
 CHAIN: Nodes = (-1, 0, 1)
 CHAIN_PATH: Nodes = (0, 1, 2)
 FULL_PRECISION_TOLERANCE = 1e-3
-LOW_PRECISION_ROUNDINGS = 64  # steps of a low-precision type by which logits may differ, in units of their spread
+LOW_PRECISION_ROUNDINGS = 64  # logits may differ by so many steps (eps) of a low-precision type, times their spread
 
 _verdicts: dict[tuple, str | None] = {}
 
 
 @dataclass(frozen=True)
 class RoundKind:
-    """What matters of a call's rounds.
+    """The properties of a call's rounds that the target's numbers may depend on.
 
     Attributes:
         tree: Whether nodes have siblings; otherwise chains are verified.
         ragged: Whether the sequences of a batch have committed different numbers of tokens.
-        static: Whether the cache has a fixed size, all of which is shown (compiled rounds).
-        rolled_back: Whether transformers' own cache is used, and rejected tokens are taken out of it.
-        features: Hidden states that the heads read.
-        recurrent: Whether states are kept, restored and caught up with.
+        static: Whether the cache has a fixed size and attention reads all of its slots (compiled rounds).
+        rolled_back: Whether transformers' own cache is used, and rejected tokens are removed from it.
+        features: Hidden states that the draft head reads.
+        recurrent: Whether rejected tokens are forgotten by restoring earlier states ([`RecurrentCache`]).
     """
 
     tree: bool
@@ -69,11 +70,14 @@ class RoundKind:
 
 
 def refuse_by_probe(target: PreTrainedModel, kind: RoundKind) -> float:
-    """Tries a kind of rounds on a target unless it has been tried in this process. Returns the seconds that took.
+    """Tries a kind of rounds on a target, unless this process has tried it before.
+
+    Returns:
+        Wall seconds that the trial took.
 
     Raises:
         UnsupportedGenerationError: if the target's logits would not be those of plain decoding, or its hidden states
-            are no features.
+            cannot serve as features.
     """
     started = time.perf_counter()
     if (problem := probe_problem(target, kind)) is None:
@@ -97,12 +101,12 @@ def _words(kind: RoundKind) -> str:
 def probe_problem(target: PreTrainedModel, kind: RoundKind) -> str | None:
     """How a target's logits under a kind of rounds differ from plain decoding, in words; `None` if they do not.
 
-    Errors are not remembered: they may have been of the moment.
+    Verdicts are remembered, errors are not, because the cause of an error may be temporary.
     """
     if target.training:
-        return None  # dropout: nothing to compare
+        return None  # with dropout, two forwards cannot be compared
     config = target.config.get_text_config(decoder=True)
-    settings = repr(vars(config))  # `to_json_string` takes 25 times as long, in every call
+    settings = repr(vars(config))  # runs in every call, and `to_json_string` takes 25 times as long
     key = (type(target), settings, config._attn_implementation, target.dtype, kind)
     if key not in _verdicts:
         doing = "decode from tokens, mask and positions alone"
@@ -121,10 +125,12 @@ def probe_problem(target: PreTrainedModel, kind: RoundKind) -> str | None:
 def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> str | None:
     """How logits differ by more than rounding, in words; `None` if they do not.
 
+    The difference is the root mean square over the vocabulary, divided by the spread of the logits. In a low-precision
+    type, a difference of more than a quarter of what is allowed must not change the most probable token.
+
     Args:
-        expected, got: [..., V], in any type.
-        dtype: That they were computed in. The root mean square of the difference is measured in the logits' own
-            spread; in a low-precision type a quarter of what is allowed must leave the favourites alone.
+        expected, got: [..., V], in any dtype.
+        dtype: The dtype in which they were computed.
     """
     expected, got = expected.double(), got.double().to(expected.device)
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean(-1).sqrt()
@@ -144,8 +150,11 @@ def difference(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) ->
 
 
 def drafts_problem(expected: DraftTree, got: DraftTree, dtype: torch.dtype) -> str | None:
-    """How a chain differs from the expected one by more than rounding, in words; `None` if it does not. Where rounding
-    decides on a token, what comes after it says nothing."""
+    """How a chain differs from the expected one by more than rounding, in words; `None` if it does not.
+
+    The chains are compared up to their first different token: rounding may have decided it, and later tokens follow
+    from it.
+    """
     same = (expected.token_ids == got.token_ids).long().cumprod(1)
     compared = torch.nn.functional.pad(same[:, :-1], (1, 0), value=1).bool()
     shift = (expected.scores.double() - got.scores.double()).abs().where(compared, 0.0) / expected.depths.clamp_min(1)
@@ -157,7 +166,7 @@ def drafts_problem(expected: DraftTree, got: DraftTree, dtype: torch.dtype) -> s
 
 
 class _Probe:
-    """A random context, its prefill, and the logits `decoded` [B, 3, V] of the path that rounds will verify."""
+    """A random context, its prefill, and the plainly decoded logits `decoded` [B, 3, V] of the path to verify."""
 
     def __init__(self, target: PreTrainedModel, kind: RoundKind):
         self.target, self.kind = target, kind
@@ -180,7 +189,7 @@ class _Probe:
 
     @torch.no_grad()
     def _forward(self, cache: Any, first: int, end: int) -> torch.Tensor:
-        """One stock forward of some columns, as plain generation does; logits of the newest ones, [B, <= 3, V]."""
+        """Runs a plain forward over the columns from `first` to `end`. Returns its last logits, [B, <= 3, V]."""
         inputs: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True}
         if self.mask is not None:
             inputs["attention_mask"] = torch.nn.functional.pad(self.mask, (0, end - self.length), value=1)
@@ -193,7 +202,7 @@ class _Probe:
         return outputs.logits[:, -EARLIER - 1 :]
 
     def feature_problem(self) -> str | None:
-        """Why the hidden states of the last forward are no features, or `None`."""
+        """Why the hidden states of the last forward cannot serve as features; `None` if they can."""
         return features_problem(self.states, self.kind.features, target_sizes(self.target)["feature_size"])
 
     def _positions(self) -> torch.Tensor:
@@ -203,14 +212,17 @@ class _Probe:
         return positions
 
     def _decode(self) -> torch.Tensor:
-        """Prefill, the root its last token, and two steps. Row 1 of a batch has its path in the prompt's end."""
+        """Decodes the path plainly: a prefill that ends with the root, and two steps of one token.
+
+        In a batch, the path of the second sequence is the last three tokens of its prompt, unless states are restored.
+        """
         cache = DynamicCache(config=self.target.config.get_text_config(decoder=True))
         if self.kind.rolled_back or self.kind.recurrent:
             self._forward(cache, 0, self.length - 1)
             self.prefilled = copy.deepcopy(cache)
             prompt = self._forward(cache, self.length - 1, self.length)
         else:
-            cache.activate_past_recording()  # rounds begin before this prompt's end: windows reach further back
+            cache.activate_past_recording()  # rounds begin before the prompt's end: windows need earlier tokens
             prompt = self._forward(cache, 0, self.length)
             self.prefilled = copy.deepcopy(cache)
         steps = [self._forward(cache, at, at + 1)[:, -1:] for at in (self.length, self.length + 1)]
@@ -222,14 +234,14 @@ class _Probe:
     @torch.no_grad()
     @any_length
     def verified(self) -> torch.Tensor:
-        """The same logits from one forward over the nodes, on the caches of rounds."""
+        """The logits of the same path [B, 3, V] as rounds compute them, with the caches of rounds."""
         root = self.length - 1
         if self.kind.recurrent:
             return self._caught_up(self.tokens[:, root : root + 3])
         paths = [self.tokens[0, root : root + 3]]
         if self.kind.ragged:
             paths.append(self.tokens[1, root - EARLIER : root + 1])
-        token_ids = self.tokens[:, -len(self.parents) :].clone()  # those off the path
+        token_ids = self.tokens[:, -len(self.parents) :].clone()  # tokens of nodes off the path
         for row, path in enumerate(paths):
             token_ids[row, list(self.path)] = path
         tree = _tree(self.parents, token_ids)
@@ -240,7 +252,10 @@ class _Probe:
         return outputs.logits[:, list(self.path)]
 
     def _tree_cache(self) -> TreeCache:
-        """The prompt in slots, less what counts as not committed yet: what such slots hold does not matter."""
+        """A cache with the prompt in slots, in which the path does not count as committed yet.
+
+        What the slots of uncommitted tokens hold does not matter, because rounds overwrite them.
+        """
         lengths = [self.length - 1, self.length - 1 - EARLIER][: self.batch]
         positions = torch.tensor([[length] for length in lengths], device=self.tokens.device)
         if self.kind.ragged and not self.counts_itself:
@@ -254,7 +269,7 @@ class _Probe:
         return cache
 
     def _rolled_back(self, chain: DraftTree) -> torch.Tensor:
-        """A chain of which only the root is kept, and the rest of the path after that."""
+        """Verifies a chain with wrong tokens, keeps only its root, and then verifies the rest of the path."""
         root = self.length - 1
         cache = ChainCache(self.prefilled, None, torch.tensor([[root]]).to(self.tokens.device), self.takes_positions)
         wrong = chain.token_ids.clone()
@@ -269,8 +284,11 @@ class _Probe:
         return torch.cat(logits, dim=1)
 
     def _caught_up(self, path: torch.Tensor) -> torch.Tensor:
-        """Chains of which the first sequence keeps the root, the second its child, too; then the states are restored,
-        and these tokens come before the rest of the path [B, 3]."""
+        """Verifies chains with wrong tokens, then the rest of the path [B, 3] from restored states.
+
+        The first sequence keeps the root of its chain, and the second sequence also keeps the child. The second
+        forward begins with the tokens that were kept.
+        """
         root, kept = self.length - 1, [1, 2][: self.batch]
         positions = torch.full((self.batch, 1), root, device=path.device)
         if self.mask is not None and not self.counts_itself:
@@ -289,7 +307,7 @@ class _Probe:
 
 
 def context_length(target: PreTrainedModel) -> int:
-    """Tokens of the probe's context: beyond every window that is not too long for that."""
+    """Length of the probe's context in tokens: longer than every sliding window that is not too long to exceed."""
     config = target.config.get_text_config(decoder=True)
     stated = [value for name, value in vars(config).items() if "window" in name and isinstance(value, int)]
     windows = [int(window) for window in (*layer_windows(target), *stated) if window]
@@ -300,7 +318,7 @@ def context_length(target: PreTrainedModel) -> int:
 
 
 def _tokens(target: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
-    """int64 [batch, length] at random, none that the config names (those of images and the like)."""
+    """Random token ids, int64 [batch, length], without the ids that the config names (image tokens and the like)."""
     config = target.config.get_text_config(decoder=True)
     named = {value for source in (target.config, config) for name, value in vars(source).items()
              if "token" in name and isinstance(value, int)}  # fmt: skip

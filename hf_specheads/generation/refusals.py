@@ -1,6 +1,7 @@
-"""What cannot work is refused here, in one sentence, before any forward.
+"""Refuses calls that cannot be served, with one sentence that says why, before any forward of the call.
 
-Allow-lists, never trial: a target that silently ignores a tree mask produces wrong text, not an error.
+The checks are allow-lists: a target that silently ignores a tree mask produces wrong text, not an error. After them,
+[`refuse_numbers`] compares the target's numbers in rounds with plain decoding.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from .verification.rules import RULES
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_ATTENTION = {"eager", "sdpa", "flex_attention"}
-# What a verifying forward gets from us; an argument that were dropped in silence could change the text.
+# Arguments that a verifying forward gets. Others are refused, because dropping them silently could change the text.
 FORWARD_ARGUMENTS = {
     *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "inputs_embeds", "logits_to_keep",
     "output_hidden_states", "return_dict",
 }  # fmt: skip
-# Those that carry images, videos and sound, or what an encoder has made of them.
+# Arguments that carry images, videos and sound, or the outputs of their encoders.
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"}
 OFFLOADED_CACHES = {"offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"}
 
 
 def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: GenerationConfig) -> None:
-    """Checks the call itself: decoding mode and target family.
+    """Checks the call itself: its decoding mode and the family of the target.
 
     Raises:
-        UnsupportedGenerationError: for a call no draft head can serve.
+        UnsupportedGenerationError: if no draft head can serve the call.
     """
     text = target.config.get_text_config(decoder=True)
-    both_ways = getattr(text, "use_bidirectional_attention", None)  # "vision": among the tokens of an image only
+    both_ways = getattr(text, "use_bidirectional_attention", None)  # "vision" concerns the tokens of an image only
     reasons = {
         "targets with layers that attend to images (`cross_attention_layers`)": bool(
             getattr(text, "cross_attention_layers", None)
@@ -79,10 +80,10 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
 
 
 def refuse_options(heads: DraftingContract, options: DraftingOptions, config: GenerationConfig) -> None:
-    """Checks the settings of the heads against one another and against the call.
+    """Checks the settings of the draft heads against one another and against the call.
 
     Raises:
-        UnsupportedGenerationError: names the setting and the way out.
+        UnsupportedGenerationError: if settings do not go together. The message names the setting and the way out.
     """
     if config.do_sample and (problem := RULES[options.verification].problem(options)):
         raise UnsupportedGenerationError(
@@ -106,11 +107,11 @@ def refuse_options(heads: DraftingContract, options: DraftingOptions, config: Ge
 def refuse_processors(
     options: DraftingOptions, processors: LogitsProcessorList, config: GenerationConfig, batch_size: int
 ) -> None:
-    """Checks the processors of a call against the way its tokens are verified.
+    """Checks the logits processors of a call against the way its tokens are verified.
 
     Raises:
-        UnsupportedGenerationError: for typical acceptance with processors that may have a state: it asks them about
-            paths that are never written; and for such processors in a batch, whose sequences do not go in step.
+        UnsupportedGenerationError: if processors may have a state, in two cases: a batch, because its sequences are
+            not verified in step, and typical acceptance, which asks processors about paths that are never written.
     """
     if batch_size > 1 and (unknown := out_of_step(processors)):
         raise UnsupportedGenerationError(
@@ -127,9 +128,10 @@ def refuse_processors(
 
 
 def _prompt_learning(target: PreTrainedModel) -> str | None:
-    """Name of a prompt-learning PEFT method on the target: its virtual tokens sit in the cache without ids.
+    """Name of a prompt-learning PEFT method on the target, whose virtual tokens are in the cache without ids.
 
-    peft generates through the base model and only lends it its own `prepare_inputs_for_generation`.
+    peft generates through the base model, to which it assigns its own `prepare_inputs_for_generation`. So the adapters
+    are looked for on the owner of that method too.
     """
     lender = getattr(target.prepare_inputs_for_generation, "__self__", None)
     for model in (target, lender):
@@ -143,7 +145,7 @@ def _prompt_learning(target: PreTrainedModel) -> str | None:
 def with_a_tree_for(
     target: PreTrainedModel, options: DraftingOptions, batch_size: int, model_kwargs: dict[str, Any]
 ) -> DraftingOptions:
-    """The options of a call: with a chain where the target takes no trees and nobody has chosen one."""
+    """The options of a call, with a chain instead of a tree that was not assigned if the target takes no trees."""
     cache = model_kwargs.get(cache_name(model_kwargs))
     if not options.free_tree or options.tree.is_chain or not isinstance(cache, Cache):
         return options
@@ -161,10 +163,10 @@ def refuse_prepared_call(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Checks what `generate` prepared: batch size, cache, and the target's attention under a tree.
+    """Checks what `generate` prepared: the batch size, the cache, and the target's attention under a tree.
 
     Raises:
-        UnsupportedGenerationError: names the obstacle and the way out.
+        UnsupportedGenerationError: if rounds cannot serve it. The message names the obstacle and the way out.
     """
     cache = _usable_cache(target, model_kwargs)
     _refuse_arguments(target, options, model_kwargs)
@@ -196,7 +198,7 @@ def refuse_prepared_call(
 
 
 def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache:
-    """The call's cache, if rounds can take tokens out of it again."""
+    """Returns the cache of the call; refuses calls without a cache from which rounds can remove tokens."""
     cache = model_kwargs.get(cache_name(model_kwargs))
     if not model_kwargs.get("use_cache", True):
         raise UnsupportedGenerationError("draft heads need a cache, got use_cache=False; pass use_cache=True.")
@@ -209,7 +211,7 @@ def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cach
 
 
 def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_kwargs: dict[str, Any]) -> None:
-    """What a verifying forward would not get."""
+    """Refuses arguments that a verifying forward would not get."""
     extra = {name for name, value in model_kwargs.items() if name not in FORWARD_ARGUMENTS and _says(name, value)}
     if options.loop == "own":
         extra -= read_by_the_prompt(target, model_kwargs)
@@ -226,7 +228,7 @@ def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_k
 
 
 def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cache: Cache, problem: str) -> None:
-    """What cannot be drafted for a target that takes no trees: trees, and chains that cannot be rolled back."""
+    """Refuses what a target without trees cannot verify: trees, and chains if its cache cannot be rolled back."""
     problem_of = recurrent_cache_problem if goes_back(target, cache) else chain_cache_problem
     if chain_problem := problem_of(cache):
         raise UnsupportedGenerationError(
@@ -241,8 +243,10 @@ def _refuse_without_trees(target: PreTrainedModel, options: DraftingOptions, cac
 
 
 def _says(name: str, value: Any) -> bool:
-    """Whether an argument of the forward says anything about a text: transformers also passes empty ones, and types
-    of tokens that are all text."""
+    """Whether an argument of the forward carries information about a text.
+
+    transformers also passes empty arguments, and token types that mark all tokens as text.
+    """
     if value is None or value is False or (isinstance(value, dict) and not value):
         return False
     return not (name in TOKEN_TYPES and isinstance(value, torch.Tensor) and not bool(value.any()))
@@ -251,7 +255,7 @@ def _says(name: str, value: Any) -> bool:
 def _refuse_compiled(
     target: PreTrainedModel, options: DraftingOptions, config: GenerationConfig, cache: Cache
 ) -> None:
-    """What does not go with rounds of fixed shapes."""
+    """Refuses what does not go with rounds of fixed shapes."""
     reasons = {
         f"stop_below={options.tree.stop_below}, which leaves levels out": options.tree.stop_below > 0,
         "a call without max_length": config.max_length is None,
@@ -272,7 +276,7 @@ def _refuse_compiled(
 def _refuse_batch(
     target: PreTrainedModel, options: DraftingOptions, batch_size: int, config: GenerationConfig
 ) -> None:
-    """What does not go with several sequences at once, which accept different numbers of tokens."""
+    """Refuses what does not go with a batch, whose sequences accept different numbers of tokens."""
     reasons = {
         "heads.loop = 'transformers'": options.loop == "transformers",
         "output_hidden_states=True": bool(config.output_hidden_states and config.return_dict_in_generate),
@@ -291,7 +295,10 @@ def goes_back(target: PreTrainedModel, cache: Cache) -> bool:
 
 
 def rounds_go_back(target: PreTrainedModel, options: DraftingOptions, batch_size: int, cache: Cache) -> bool:
-    """Whether the rounds of a call do: those of a batch whose chains cannot lie in slots of their own, too."""
+    """Whether the rounds of a call forget rejected tokens by restoring the cache ([`goes_back`]).
+
+    So do the chains of a batch or stream if the target takes no trees: its sequences cannot have slots of their own.
+    """
     if goes_back(target, cache):
         return True
     several = batch_size > 1 or options.in_stream
@@ -321,9 +328,9 @@ def tree_problem_of(target: PreTrainedModel, cache: Cache) -> str | None:
 
 
 def rescaling_rope_problem(target: PreTrainedModel, config: GenerationConfig) -> str | None:
-    """Why a call may come to positions where the target's rope is another, with the mend; `None` if it cannot.
+    """Why a call may reach positions at which the target's rope changes, and the way out; `None` if it cannot.
 
-    Plain decoding keeps keys of both kinds side by side there (or computes its cache anew, as Phi-3 does).
+    Plain decoding then keeps keys from before and after the change side by side, or recomputes its cache (Phi-3).
     """
     limit = rope_limit(target)
     if limit is None or config.max_length is None or config.max_length <= limit[0]:
@@ -335,9 +342,10 @@ def rescaling_rope_problem(target: PreTrainedModel, config: GenerationConfig) ->
 
 
 def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) -> str | None:
-    """Why a call may come to contexts of which a sparse attention looks at a part, with the mend; `None` if it cannot.
+    """Why a call may reach contexts that a sparse attention reads only in part, and the way out; `None` if it cannot.
 
-    Which part depends on ties, and they fall otherwise in a forward over several tokens than in one over a single one.
+    Which tokens are read depends on ties, and a forward over several tokens may break ties differently than a forward
+    over one.
     """
     limit = sparse_limit(target)
     if limit is None or (config.max_length is not None and config.max_length <= limit[0]):
@@ -350,7 +358,7 @@ def sparse_attention_problem(target: PreTrainedModel, config: GenerationConfig) 
 
 
 def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int, cache: Cache) -> RoundKind:
-    """What the target is asked to verify in a call."""
+    """The kind of rounds that the target runs in a call, for the probe."""
     if rounds_go_back(target, options, batch, cache):
         return RoundKind(tree=False, ragged=batch > 1, recurrent=True)
     takes_no_trees = options.tree.is_chain and tree_problem_of(target, cache) is not None
@@ -360,13 +368,13 @@ def kind_of_rounds(target: PreTrainedModel, options: DraftingOptions, batch: int
 def refuse_numbers(
     target: PreTrainedModel, head: DraftingContract, options: DraftingOptions, batch_size: int, cache: Cache
 ) -> float:
-    """Checks by a few forwards, once per target and kind of rounds, that rounds compute what plain steps do.
+    """Checks with a few forwards, once per target and kind of rounds, that rounds compute what plain steps compute.
 
     Returns:
-        Seconds it took.
+        Wall seconds that the check took; 0.0 if `options.probe` is off.
 
     Raises:
-        UnsupportedGenerationError: if they do not.
+        UnsupportedGenerationError: if rounds compute something else.
     """
     if not options.probe:
         return 0.0

@@ -1,4 +1,4 @@
-"""From target logits to tokens, through transformers' processors. The only place that draws random numbers."""
+"""Chooses tokens from target logits through transformers' processors, and draws tokens for draft trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
 
 from .kernels.few_rows_native import highest
 
-# Processors whose output for a row depends on that row's logits alone, so that all nodes can be processed at once.
+# Processors whose output for a row depends only on the logits of that row, so that all nodes can be processed at once.
 ROW_WISE_PROCESSORS = frozenset(
     {
         "TemperatureLogitsWarper",
@@ -35,12 +35,12 @@ ROW_WISE_PROCESSORS = frozenset(
     }
 )
 
-# Those whose output at a token depends on its own score and on the scores of tokens that are not ruled out (-inf), in
-# whatever order these stand: they say of a few tokens what they say of these among all.
+# Row-wise processors whose output for a token depends only on its own score and on the scores that are not -inf, in
+# any order. Given only the tokens with a finite score, they return what they return for these tokens among all.
 ORDERLESS_PROCESSORS = ROW_WISE_PROCESSORS - {"InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"}
-SPARE = 2  # times as many tokens as top-k keeps are looked at, for ties
+SPARE = 2  # scores taken per token that top-k keeps, so that ties can be seen
 
-# Processors without state whose output for a row depends on that row's tokens and logits alone: they may be asked
+# Processors without state, whose output for a row depends only on the tokens and logits of that row. They may be asked
 # about text that is never written.
 PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
     "RepetitionPenaltyLogitsProcessor",
@@ -57,11 +57,11 @@ PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
 }
 
 
-# What may be asked about the sequences of a batch one after the other, out of step.
+# Processors that may be asked about the sequences of a batch one after the other, out of step.
 BATCH_PROCESSORS = PATH_WISE_PROCESSORS | {"PrefixConstrainedLogitsProcessor", "WatermarkLogitsProcessor"}
 
 
-# Those that do something as long as a text is shorter than so many tokens: they rule its end out.
+# Processors that forbid the end of a text as long as it is shorter than a number of tokens, with that number.
 LENGTH_WISE_PROCESSORS: dict[str, Callable[[Any], int]] = {
     "MinLengthLogitsProcessor": lambda processor: processor.min_length,
     "MinNewTokensLengthLogitsProcessor": lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
@@ -70,28 +70,31 @@ LENGTH_WISE = frozenset(LENGTH_WISE_PROCESSORS)
 
 
 def out_of_step(processors: LogitsProcessorList) -> list[str]:
-    """Processors that may keep something from call to call, so that the sequences of a batch must be asked in step."""
+    """Names of the processors that may keep a state between calls, and so need the sequences of a batch in step."""
     ours = "transformers.generation.logits_process"
     return [type(p).__name__ for p in processors
             if type(p).__module__ != ours or type(p).__name__ not in BATCH_PROCESSORS]  # fmt: skip
 
 
 def _is_among(processor: Any, names: frozenset[str]) -> bool:
-    """Whether a processor is one of transformers' own, by name: a user's class of the same name is not."""
+    """Whether a processor is one of these classes of transformers. A user's class of the same name is not."""
     if type(processor).__module__ != "transformers.generation.logits_process" or type(processor).__name__ not in names:
         return False
-    # One length per sequence would be paired with nodes instead.
+    # Processors with one length per sequence would apply these lengths to nodes.
     return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
 
 
 def _rules_out(processor: Any) -> bool:
-    """Whether what a processor filters out is never drawn, as it is in `generate`."""
+    """Whether a processor filters tokens out with -inf, as those of `generate` do, so that they are never drawn."""
     return getattr(processor, "filter_value", -torch.inf) == -torch.inf
 
 
 def _at_lengths(processor: Any, shortest: int, longest: int) -> LogitsProcessor | None:
-    """What a processor is to all texts of these lengths, by their logits alone: itself where it is not the same to all
-    of them, `None` where it is nothing."""
+    """Replaces a length-wise processor by one with the same effect on all texts of these lengths, from logits alone.
+
+    Returns the processor itself if it is not length-wise or its effect differs between the lengths, and `None` if it
+    has no effect at any of them.
+    """
     if not _is_among(processor, LENGTH_WISE):
         return processor
     least = LENGTH_WISE_PROCESSORS[type(processor).__name__](processor)
@@ -102,7 +105,7 @@ def _at_lengths(processor: Any, shortest: int, longest: int) -> LogitsProcessor 
 
 
 def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:
-    """The processors of a batch as one of its sequences has them: what they hold per sequence is that one's."""
+    """The processors of a batch for one of its sequences: what they hold per sequence is reduced to this sequence."""
     return LogitsProcessorList(_processor_of(processor, sequence) for processor in processors)
 
 
@@ -118,16 +121,16 @@ def _processor_of(processor: LogitsProcessor, sequence: int) -> LogitsProcessor:
     return own
 
 
-# `torch.multinomial` looks at its probabilities twice before it draws.
+# `torch.multinomial` checks its probabilities twice before it draws, and the host waits for each check.
 WAITS_OF_A_DRAW = 2
-NO_DISTRIBUTION = -1  # in the place of a token
+NO_DISTRIBUTION = -1  # stands for a token that could not be drawn
 
 
 def refuse_no_distribution(token_id: int) -> None:
-    """A token that was drawn without looking at the probabilities.
+    """Checks a token that was drawn without checking the probabilities first.
 
     Raises:
-        RuntimeError: if these were none, as `torch.multinomial` does.
+        RuntimeError: if the probabilities were not a distribution, as `torch.multinomial` does.
     """
     if token_id == NO_DISTRIBUTION:
         raise RuntimeError(
@@ -137,8 +140,10 @@ def refuse_no_distribution(token_id: int) -> None:
 
 
 def favourite(scores: torch.Tensor) -> torch.Tensor:
-    """Number [...] of the highest of the scores [..., V], the first of several: `argmax`, by a kernel that CPUs run
-    with vector instructions."""
+    """Index [...] of the highest of the scores [..., V], the first one of equal scores.
+
+    The same as `argmax`, with a kernel that uses vector instructions on CPUs.
+    """
     found = highest(scores)
     return scores.max(dim=-1).indices if found is None else found
 
@@ -149,9 +154,9 @@ class TokenSampler:
     Args:
         logits_processor: Processors and warpers, in the order `generate` prepared them.
         do_sample: Draw from the processed distribution instead of taking its argmax.
-        batch: Sequences that the processors are of; those of one alone are in [`for_sequence`].
-        in_order: A single sequence's draws are plain `generate`'s, one by one; they are any of the same distribution
-            else, which may come sooner.
+        batch: Number of sequences that the processors were prepared for. [`for_sequence`] has those of a single one.
+        in_order: Whether a single sequence is drawn token by token exactly as in plain `generate`, so that seeds give
+            the same text. Otherwise draws only have the same distribution, which may be faster.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, batch: int = 1, in_order: bool = True):
@@ -161,14 +166,17 @@ class TokenSampler:
         self.in_order = in_order and batch == 1
 
     def for_sequence(self, sequence: int) -> TokenSampler:
-        """The sampler of one sequence of the batch, whose processors see that sequence alone."""
+        """The sampler of one sequence of the batch. Its processors see only this sequence."""
         if self.batch == 1:
             return self
         return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample, in_order=False)
 
     def at_lengths(self, shortest: int, longest: int) -> TokenSampler:
-        """A sampler that chooses the same after texts of these lengths, in tokens, and looks at their logits alone
-        where it was their length that its processors asked for."""
+        """A sampler that makes the same choices for texts of these lengths, in tokens.
+
+        Where all these lengths are treated alike, processors that depend on the length are replaced by ones that look
+        at logits alone, so that the sampler may become row-wise.
+        """
         if not any(_is_among(processor, LENGTH_WISE) for processor in self.logits_processor):
             return self
         at_lengths = (_at_lengths(processor, shortest, longest) for processor in self.logits_processor)
@@ -177,13 +185,17 @@ class TokenSampler:
 
     @cached_property
     def row_wise(self) -> bool:
-        """Whether every processor looks at one row of logits only, never at the tokens before it."""
+        """Whether every processor looks only at one row of logits, never at the tokens before it."""
         return all(_is_among(p, ROW_WISE_PROCESSORS) for p in self.logits_processor)
 
     @cached_property
     def last_few(self) -> tuple[LogitsProcessorList, LogitsProcessorList, int] | None:
-        """The processors in two parts, of which the second, from the temperature and top-k on, needs to see no more
-        tokens than top-k leaves, and how many these are, ties aside; `None` where there is no such part."""
+        """Splits the processors where the rest needs only the highest scores.
+
+        Returns the processors before that place, those from top-k (or a temperature right before it) on, and the
+        number of tokens that top-k keeps without ties. The second part gives the kept tokens the same scores whether
+        or not it sees the others. `None` if the processors cannot be split so.
+        """
         processors, place = list(self.logits_processor), len(self.logits_processor)
         while place and _is_among(processors[place - 1], ORDERLESS_PROCESSORS) and _rules_out(processors[place - 1]):
             place -= 1
@@ -198,17 +210,17 @@ class TokenSampler:
 
     @property
     def path_wise(self) -> bool:
-        """Whether every processor is free of state, and so may be asked about any path of a tree."""
+        """Whether no processor has a state, so that they may be asked about any path of a tree."""
         return all(_is_among(p, PATH_WISE_PROCESSORS) for p in self.logits_processor)
 
     def at_all_nodes(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens at all nodes of a tree at once, for row-wise processors.
+        """Chooses tokens at all nodes of a tree at once, for row-wise processors.
 
         Args:
             logits: [B, N, V], raw target logits.
 
         Returns:
-            Tokens int64 [B, N] and processed scores [B, N, V] (the raw logits where nothing had to be processed).
+            Tokens int64 [B, N] and processed scores [B, N, V] (the raw logits if nothing had to be processed).
         """
         if not self.logits_processor and not self.do_sample:
             return favourite(logits), logits
@@ -216,15 +228,17 @@ class TokenSampler:
         return self.race(scores.softmax(-1)) if self.do_sample else favourite(scores), scores
 
     def tokens_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
-        """The tokens of [`at_all_nodes`] alone, of the same distribution."""
+        """Chooses tokens as [`at_all_nodes`], from the same distribution, without returning scores."""
         if not self.do_sample:
             return self.at_all_nodes(logits)[0]
         rows = logits.flatten(0, 1)
         return self._drawn(_no_tokens(rows), rows).view(logits.shape[:-1])
 
     def _drawn(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [K], [`NO_DISTRIBUTION`] where there is none, after `input_ids` int64 [K, T'] and from logits
-        [K, V]. On a CPU, which takes long to sort a vocabulary and to draw from it, from what top-k leaves of it."""
+        """Draws tokens int64 [K] after `input_ids` int64 [K, T'] from logits [K, V], or `NO_DISTRIBUTION`.
+
+        Sorting a vocabulary and drawing from it is slow on a CPU, so there only the tokens that top-k keeps are used.
+        """
         few = self.last_few
         if few is None or logits.device.type != "cpu" or SPARE * few[2] >= logits.shape[-1]:
             return self.race(self.scores_at_node(input_ids, logits).softmax(-1))
@@ -239,20 +253,20 @@ class TokenSampler:
         return torch.where(places == NO_DISTRIBUTION, NO_DISTRIBUTION, drawn)
 
     def scores_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores fp32 [B, N, V] at all nodes of a tree at once; logits as in [`at_all_nodes`]."""
+        """Processed scores fp32 [B, N, V] at all nodes of a tree at once, from logits as in [`at_all_nodes`]."""
         batch, nodes, vocab = logits.shape
-        rows = logits.reshape(-1, vocab)  # of a stream, they may be a part of more
+        rows = logits.reshape(-1, vocab)  # not `view`: the logits of a stream may be a slice
         return self.scores_at_node(_no_tokens(rows), rows).view(batch, nodes, vocab)
 
     def scores_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T']: one call of the processors."""
+        """Processed scores fp32 [K, V] from logits [K, V] after the tokens [K, T'], by one call of the processors."""
         return self.logits_processor(input_ids, logits.to(torch.float32, copy=True))
 
     def at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token at one node: one call of the processors, one draw.
+        """Chooses the token at one node by one call of the processors and one draw.
 
         Args:
-            input_ids: int64 [1, T'], committed tokens and the path to the node.
+            input_ids: int64 [1, T'], the committed tokens and the path to the node.
             logits: [1, V], raw target logits at the node.
 
         Returns:
@@ -265,22 +279,22 @@ class TokenSampler:
         return torch.multinomial(probs, num_samples=1)[:, 0] if self.in_order else self.race(probs), scores
 
     def token_at_node(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The token of [`at_node`] alone, of the same distribution, and the same one where draws are in order."""
+        """Chooses a token as [`at_node`], from the same distribution (the same token if draws are in order)."""
         if self.in_order or not self.do_sample:
             return self.at_node(input_ids, logits)[0]
         return self._drawn(input_ids, logits)
 
     @property
     def waits_at_node(self) -> int:
-        """How often the host waits in [`at_node`] and [`token_at_node`]."""
+        """How many times the host waits for the device in [`at_node`] and [`token_at_node`]."""
         return WAITS_OF_A_DRAW if self.do_sample and self.in_order else 0
 
     @staticmethod
     def race(probs: torch.Tensor) -> torch.Tensor:
-        """One token each, int64 [...], from probabilities [..., V], without a wait: [`NO_DISTRIBUTION`] where they are
-        none, for [`refuse_no_distribution`] to find when the tokens are read.
+        """Draws one token each, int64 [...], from probabilities [..., V], without making the host wait.
 
-        An exponential race, which is how `torch.multinomial` draws.
+        The draw is an exponential race, as in `torch.multinomial`. The token is `NO_DISTRIBUTION` where the
+        probabilities are not a distribution; [`refuse_no_distribution`] finds it when the tokens are read.
         """
         arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
         total = probs.sum(-1)
@@ -288,15 +302,17 @@ class TokenSampler:
 
 
 def _no_tokens(rows: torch.Tensor) -> torch.Tensor:
-    """The text before rows of logits, for processors that do not look at it."""
+    """Empty texts before rows of logits, for processors that do not look at the text."""
     return torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
 
 
 def _probs_of_few(
     processors: LogitsProcessorList, input_ids: torch.Tensor, scores: torch.Tensor, most: int
 ) -> torch.Tensor | None:
-    """Probabilities [K, F] of the F highest scores of a vocabulary, which `most` of are left; `None` where ties may
-    leave others, or scores are no numbers."""
+    """Probabilities [K, F] of the F highest scores [K, F] of a vocabulary, sorted, of which top-k keeps `most`.
+
+    `None` if ties may make top-k keep other tokens as well, or if scores are NaN.
+    """
     for processor in processors:
         if type(processor) is TopKLogitsWarper and not (scores[:, -1] < scores[:, most - 1]).all():
             return None
@@ -307,16 +323,16 @@ def _probs_of_few(
 class DraftSampler:
     """Draws the children of draft nodes, without replacement, from the draft's own distribution.
 
-    That distribution q is the softmax of the draft logits after the call's processors, as far as these may be asked
-    about text that is never written: transformers' own ones without state see every node's own path; users' processors
-    (`prefix_allowed_tokens_fn`, grammars) and those with a state are left out. Verification stays exact whatever q is,
-    as long as it is the distribution that was really drawn from; the nearer q comes to the target's, the more is
+    This distribution q is the softmax of the draft logits after those processors of the call that may be asked about
+    text that is never written. transformers' own processors without state see the path of every node. Processors of
+    users (`prefix_allowed_tokens_fn`, grammars) and processors with a state are left out. Verification is exact for
+    any q from which the children were really drawn. The closer q is to the target's distribution, the more is
     accepted.
 
     Args:
         logits_processor: Processors and warpers of the call, in the order `generate` prepared them.
-        input_ids: int64 [B, T], committed tokens, the root included. Where sequences are of different lengths, no
-            tokens [B, 0]: processors that look at tokens are then left out as well.
+        input_ids: int64 [B, T], committed tokens, the root included. For sequences of different lengths, no tokens
+            [B, 0]; processors that look at tokens are then left out too.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, input_ids: torch.Tensor):
@@ -325,27 +341,27 @@ class DraftSampler:
         self.input_ids = input_ids
 
     def distribution(self, logits: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
-        """q at K nodes, fp32 [B, K, V]; every row is a distribution.
+        """Computes q at K nodes, fp32 [B, K, V]. Every row is a distribution.
 
         Args:
             logits: [B, K, V], draft logits, already divided by the draft temperature.
-            paths: int64 [B, K, d], tokens from below the root down to each node.
+            paths: int64 [B, K, d], the tokens on the path from the root's child to each node.
         """
         nodes, vocab = logits.shape[1:]
         committed = self.input_ids.repeat_interleave(nodes, dim=0)
         ids = torch.cat([committed, paths.flatten(0, 1).to(committed.device)], dim=1)
         scores = logits.to(committed.device, torch.float32, copy=True).view(-1, vocab)
         probs = self.logits_processor(ids, scores).softmax(-1)
-        # Draft logits that overflowed, or a processor that left no token: any distribution serves.
+        # If draft logits overflowed or a processor left no token, any distribution is as good as another.
         broken = ~probs.sum(-1, keepdim=True).isfinite()
         return torch.where(broken, 1 / vocab, probs).view(-1, nodes, vocab).to(logits.device)
 
     @staticmethod
     def draw(probs: torch.Tensor, width: int) -> torch.Tensor:
-        """Tokens int64 [B, K, width] drawn without replacement from [B, K, V], in the order drawn.
+        """Draws tokens int64 [B, K, width] without replacement from [B, K, V]. Returns them in the order drawn.
 
-        An exponential race: the first to arrive are `width` draws without replacement. Tokens of probability 0 come
-        last; verification never accepts them.
+        In an exponential race, the first `width` arrivals are draws without replacement. Tokens of probability 0 come
+        last, and verification never accepts them.
         """
         arrivals = torch.empty_like(probs).exponential_().clamp_min(torch.finfo(probs.dtype).tiny)
         return (probs / arrivals).topk(width, dim=-1).indices

@@ -1,4 +1,4 @@
-"""The tokens of a batch while it is generated: sequences of different lengths, some of which have ended."""
+"""The tokens of a batch during a generation: sequences of different lengths, some of which have ended."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Sequences:
-    """Token ids per sequence, and which go on.
+    """Token ids per sequence, and which sequences have not ended.
 
     Args:
         input_ids: int64 [B, T], the prompts.
-        pad_token_id: What sequences that end before others are filled up with.
-        streamer: Receives every token as in plain `generate`: one `put` of int64 [B] per step, as soon as all
-            that have not ended before that step have their token.
+        pad_token_id: Token that pads sequences which end before others.
+        streamer: Receives every token as in plain `generate`: one `put` of int64 [B] per step, as soon as every
+            sequence that has not ended before the step has its token.
 
     Attributes:
-        active: Sequences that have not ended, in the order of the tensors of a round.
-        lengths: Tokens per sequence, prompt included.
-        prompt_length: T.
+        active: Sequences that have not ended, in the order of the rows of a round's tensors.
+        lengths: Number of tokens per sequence, prompt included.
+        prompt_length: Length T of the prompts, padding included.
     """
 
     def __init__(self, input_ids: torch.Tensor, pad_token_id: int, streamer: BaseStreamer | None = None):
@@ -34,16 +34,16 @@ class Sequences:
         return self.ids[sequence : sequence + 1, : self.lengths[sequence]]
 
     def last_tokens(self) -> list[int]:
-        """Newest token of every active sequence: the root of its next tree."""
+        """The newest token of every active sequence, which is the root of its next tree."""
         return [self._new[sequence][-1] for sequence in self.active]
 
     def append(self, sequence: int, token_ids: list[int], on_device: torch.Tensor) -> None:
         """Appends emitted tokens.
 
         Args:
-            sequence: Which of the batch.
+            sequence: Index of the sequence in the batch.
             token_ids: The tokens.
-            on_device: int64 [*], ends with the same tokens, on the device of the prompts.
+            on_device: int64 [*] on the device of the prompts, which ends with the same tokens.
         """
         begin, end = self.lengths[sequence], self.lengths[sequence] + len(token_ids)
         if end > self.ids.shape[1]:
@@ -54,40 +54,42 @@ class Sequences:
         self.lengths[sequence] = end
 
     def end(self, sequences: list[int]) -> None:
-        """These sequences get no more tokens."""
+        """Marks sequences as ended, so that they get no more tokens."""
         self.active = [sequence for sequence in self.active if sequence not in sequences]
 
     def cut(self, sequence: int, tokens: int) -> None:
-        """Takes all but the first `tokens` new tokens out again."""
+        """Removes all new tokens of a sequence after the first `tokens`."""
         self.ids[sequence, self.prompt_length + tokens :] = self.pad_token_id
         del self._new[sequence][tokens:]
         self.lengths[sequence] = self.prompt_length + len(self._new[sequence])
 
     def new_tokens(self, sequence: int) -> int:
-        """How many tokens a sequence has got so far."""
+        """Number of new tokens of a sequence so far."""
         return len(self._new[sequence])
 
     def new_ids(self, sequence: int) -> list[int]:
-        """The tokens a sequence has got so far."""
+        """The new tokens of a sequence so far."""
         return list(self._new[sequence])
 
     @property
     def mean_new_tokens(self) -> float:
-        """How many tokens a sequence has got so far, in the mean."""
+        """Mean number of new tokens per sequence so far."""
         return sum(map(len, self._new)) / len(self._new)
 
     def emitted_tokens(self, sequence: int) -> int:
-        """How many tokens of a sequence have left this call: those the streamer was given, if there is one."""
+        """Number of new tokens of a sequence that the caller has got: with a streamer, those that were streamed."""
         appended = len(self._new[sequence])
         return appended if self.streamer is None else min(appended, self._streamed)
 
     def at_step(self, step: int) -> torch.Tensor:
-        """All sequences as plain `generate` has them after `step` new tokens, int64 [B, T + step]: padded on the right
-        where one ended before."""
+        """All sequences as plain `generate` has them after `step` new tokens, int64 [B, T + step].
+
+        Sequences that ended before are padded on the right.
+        """
         return self.ids[:, : self.prompt_length + step].clone()
 
     def stream(self, steps: int | None = None) -> None:
-        """Hands the streamer all steps that are complete, or so many."""
+        """Passes the complete steps to the streamer, at most up to step `steps` if that is given."""
         if self.streamer is None:
             return
         complete = min((len(self._new[sequence]) for sequence in self.active), default=max(map(len, self._new)))
@@ -100,7 +102,7 @@ class Sequences:
             self.streamer.end()
 
     def padded(self) -> torch.Tensor:
-        """All sequences, int64 [B, longest], ended ones padded on the right."""
+        """All sequences, int64 [B, longest], with shorter ones padded on the right."""
         return self.ids[:, : max(self.lengths)].clone()
 
 

@@ -1,4 +1,4 @@
-"""Stopping criteria of a batch that have to be asked about all of its sequences at once."""
+"""Stopping criteria of a batch that must be asked about all sequences at once."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from .stopping import pads_ended
 
 
 class StepwiseCriteria:
-    """Criteria of a batch, asked step by step as plain `generate` does: every one once per step, about all sequences.
+    """Asks the criteria of a batch as plain `generate` does: each criterion once per step, about all sequences.
 
     Args:
         criteria: All criteria of the call.
-        sequences, outputs: Of the call; what a sequence emitted past its end is taken out of both.
+        sequences, outputs: Those of the call. Tokens past the end of a sequence are removed from both.
 
     Attributes:
-        steps: Steps the criteria have been asked about.
+        steps: Number of steps that the criteria have been asked about.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, outputs: EmittedOutputs):
         self.criteria, self.sequences, self.outputs = criteria, sequences, outputs
         self.steps = 0
         self._scores: tuple[torch.Tensor, ...] = ()
-        self._open = set(range(len(sequences.lengths)))  # no criterion has been met for them so far
+        self._open = set(range(len(sequences.lengths)))  # sequences for which no criterion was met yet
         self._ended_one_by_one = pads_ended(criteria)
 
     def ended(self, complete: list[int]) -> list[int]:
-        """Sequences that get no more tokens after a round.
+        """Returns the sequences that get no more tokens after a round.
 
         Args:
-            complete: Those that came to their budget or an end-of-sequence token.
+            complete: Sequences that reached their length limit or an end-of-sequence token.
         """
         going_on = [sequence for sequence in self.sequences.active if sequence not in complete]
         ended = list(complete)
@@ -49,7 +49,7 @@ class StepwiseCriteria:
         return ended
 
     def _ask_about_next_step(self) -> set[int]:
-        """Sequences for which a criterion is met now and was not before."""
+        """Asks about the next step. Returns the sequences for which a criterion is met for the first time."""
         self.steps += 1
         scores = self.outputs.scores_at(self.steps)
         self._scores += () if scores is None else (scores,)
@@ -57,6 +57,6 @@ class StepwiseCriteria:
         return {sequence for sequence in self._open if done[sequence]}
 
     def _complete_steps(self, going_on: list[int]) -> int:
-        """Steps that every sequence which goes on has come to; all steps there are if none does."""
+        """Number of steps that all sequences in `going_on` have reached; of all open sequences if none goes on."""
         new_tokens = self.sequences.new_tokens
         return min(map(new_tokens, going_on)) if going_on else max(map(new_tokens, self._open))

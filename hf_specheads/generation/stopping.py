@@ -1,10 +1,10 @@
-"""When a generation ends: length and end-of-sequence inside a block, and any other criterion token by token.
+"""When a generation ends: by length or end-of-sequence inside a block of tokens, by other criteria token by token.
 
-In a batch plain `generate` asks criteria about all sequences at once, one step after the other, while ours are of
-different lengths. Criteria that look at one sequence alone and have no state are asked about it as it goes; others
-([`stepwise.StepwiseCriteria`]) about a step as soon as every sequence has come to it. So is every criterion of a call
-without an end-of-sequence token, in which plain `generate` pads nothing: sequences that a criterion has ended go on
-until all have.
+In a batch, plain `generate` asks criteria about all sequences at once, step by step. Our sequences have different
+lengths. Criteria without state that look at a single sequence are asked about each sequence whenever it has a new
+token. Others are asked about a step once every sequence has reached it ([`stepwise.StepwiseCriteria`]). That also
+holds for all criteria but the length in a call without an end-of-sequence token: plain `generate` pads nothing there,
+and sequences that a criterion has ended go on until all have ended.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from transformers.generation.stopping_criteria import (
 )
 
 OF_A_BLOCK = (MaxLengthCriteria, EosTokenCriteria)
-OF_ONE_SEQUENCE = (*OF_A_BLOCK, MaxTimeCriteria, StopStringCriteria)  # by class: a subclass may do anything
+OF_ONE_SEQUENCE = (*OF_A_BLOCK, MaxTimeCriteria, StopStringCriteria)  # exact classes: a subclass may differ
 
 
 def pads_ended(criteria: StoppingCriteriaList) -> bool:
-    """Whether plain `generate` pads sequences that have ended before others."""
+    """Whether plain `generate` pads sequences that end before others."""
     return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
 
 class StopRule:
-    """Stopping criteria split into those a block of tokens can be cut by, and those that must see every token.
+    """Stopping criteria, split into those that can cut a block of tokens and those that must see every token.
 
     Attributes:
-        per_token: Whether some criterion (stop strings, time, a user's own) has to be called for every token.
-        in_step: Whether some criterion has to be asked about all sequences of a batch at once instead.
-        max_length: Total tokens allowed, prompt included; `None` without limit.
+        per_token: Whether some criterion (stop strings, time, a user's own) must be called for every token.
+        in_step: Whether some criterion must be asked about all sequences of a batch at once instead.
+        max_length: Most tokens of a sequence, prompt included; `None` without a limit.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int = 1):
@@ -46,21 +46,21 @@ class StopRule:
         self._eos_ids = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
 
     def budget(self, length: int) -> int:
-        """Tokens that a call which must have a limit (a compiled one) may emit after so many.
+        """Number of tokens that may follow `length` tokens, in a call that needs a limit (compiled rounds).
 
         Raises:
-            RuntimeError: without a limit.
+            RuntimeError: if the call has no length limit.
         """
         if self.max_length is None:
             raise RuntimeError("compiled rounds need a length limit.")
         return self.max_length - length
 
     def left(self, length: int) -> int | None:
-        """The same for any call: `None` without a limit."""
+        """Number of tokens that may follow `length` tokens; `None` without a limit."""
         return None if self.max_length is None else self.max_length - length
 
     def for_sequence(self, sequence: int) -> StopRule:
-        """The rule of one sequence: of a batch it is the same for all."""
+        """The stop rule of one sequence. All sequences of a batch share this one."""
         return self
 
     def cut(self, token_ids: list[int], length: int) -> tuple[int, bool]:
@@ -75,5 +75,5 @@ class StopRule:
         return allowed, stopped
 
     def met(self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Calls every criterion once, as plain `generate` does after each token. Waits for the device."""
+        """Calls every criterion once, as plain `generate` does after each token. The host waits for the device."""
         return bool(self.criteria(input_ids, scores).all())

@@ -1,9 +1,9 @@
-"""A stream of requests: rows that finish leave their place in the batch to requests that wait.
+"""Streams of requests: a sequence that ends leaves its place in the batch to a request that waits.
 
 transformers' continuous batching refuses assistants, and a static batch runs until its longest text ends. Here every
-sequence has slots of its own ([`SlotCache`]), so a newcomer's prompt, read by itself, is put into the place of a
-sequence that has ended, and takes part in the next round. Targets that take chains only keep transformers' cache,
-where it is put behind padding ([`RecurrentCache`]).
+sequence has cache slots of its own ([`SlotCache`]). The prompt of a new request is read by itself. Its cache then
+moves into the place of a sequence that has ended, and the request takes part in the next round. Targets that only take
+chains keep transformers' own cache, in which the new sequence is placed behind padding ([`RecurrentCache`]).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _END = object()
 
 @dataclass(frozen=True)
 class FinishedText:
-    """One request that is done.
+    """The text of a request that has finished.
 
     Attributes:
-        index: Its number, in the order in which requests were taken, from 0.
-        token_ids: New tokens; the end-of-sequence token, if there was one, is the last.
-        num_accepted: Accepted drafts of each of its rounds.
+        index: Number of the request, counted from 0 in the order in which requests were taken.
+        token_ids: The new tokens. The end-of-sequence token, if there was one, is the last.
+        num_accepted: Accepted draft tokens of each round of the request.
     """
 
     index: int
@@ -68,36 +68,37 @@ class FinishedText:
 def generate_stream(
     target: PreTrainedModel, heads: DraftingContract, requests: Iterable[Any], max_batch: int = 8, **options: Any
 ) -> Iterator[FinishedText]:
-    """Generates for a stream of requests, at most `max_batch` at a time; every text is the target's own.
+    """Generates for a stream of requests, at most `max_batch` at a time. Every text is the target's own.
 
     ```python
     for text in generate_stream(target, heads, map(tokenizer, prompts), max_batch=8, max_new_tokens=256):
         print(text.index, tokenizer.decode(text.token_ids))
     ```
 
-    A request is asked for when a place is free, so `requests` may be a queue that goes on for ever; where it has
-    nobody waiting it gives `None`, and is asked again after the next round. Texts are handed out as they end. Greedy
-    text equals `target.generate` of the request alone (up to ties, as in every batch); sampled text has its
-    distribution, whatever else is in the batch, but not its seed. The tree is chosen round by round, by the number of
-    sequences, where nobody has assigned one. Statistics of all rounds are in `heads.last_stats`.
+    The next request is taken when a place in the batch is free, so `requests` may be a queue without an end. If no
+    request is waiting, the iterator returns `None` and is asked again after the next round. Texts are yielded as they
+    end. Greedy text equals that of `target.generate` for the request alone (up to ties, as in every batch). Sampled
+    text has the same distribution whatever else is in the batch, but a seed does not reproduce it. If no draft tree
+    was assigned, every round chooses one for its number of sequences. `heads.last_stats` has the statistics of all
+    rounds.
 
     Args:
         target: The target.
-        heads: Heads made for it.
-        requests: What a tokenizer returns for one text without padding (`input_ids` of shape [T] or [1, T]), or such
-            token ids alone; more inputs (images) as the target takes them. A request's own `max_new_tokens` goes
-            before that of the call. `None`: nobody waits at the moment.
-        max_batch: Sequences in a round.
-        **options: For `generate`, of all requests. `stop_strings` wants the `tokenizer` too.
+        heads: Draft heads made for this target.
+        requests: For each request, what a tokenizer returns for one text without padding (`input_ids` of shape [T] or
+            [1, T], and other inputs of the target such as images), or only the token ids. A `max_new_tokens` in a
+            request overrides that of the call. `None` means that no request is waiting at the moment.
+        max_batch: Most sequences in a round.
+        **options: Options of `generate`, for all requests. `stop_strings` needs the `tokenizer` too.
 
     Yields:
-        A [`FinishedText`] for every request, in the order in which they end.
+        A [`FinishedText`] for every request, in the order in which the texts end.
 
     Raises:
-        ValueError: for a request that is none, or an option that belongs to one call.
-        UnsupportedGenerationError: for a target, cache, criterion or output that a batch cannot serve; before the
+        ValueError: if a request is not a text, or an option belongs to a single call.
+        UnsupportedGenerationError: if a batch cannot serve the target, cache, criterion or output. Raised before the
             forward of the request.
-        WrongTargetError: if the heads belong to another target.
+        WrongTargetError: if the draft heads belong to another target.
     """
     if max_batch < 1:
         raise ValueError(f"`max_batch` must be at least 1, got {max_batch}.")
@@ -107,7 +108,7 @@ def generate_stream(
 
 
 class _Stream:
-    """Requests on their way: arguments as in [`generate_stream`]."""
+    """The state of one [`generate_stream`], whose arguments it takes."""
 
     def __init__(self, target: PreTrainedModel, heads: DraftingContract, max_batch: int, options: dict[str, Any]):
         self.target, self.heads, self.max_batch, self.options = target, heads, max_batch, _with_criteria(options)
@@ -115,7 +116,7 @@ class _Stream:
         self.loop: StreamLoop | None = None
 
     def run(self, requests: Iterator[Any]) -> Iterator[FinishedText]:
-        """Rounds, and newcomers wherever there is a place, until both have ended."""
+        """Runs rounds and admits requests to free places until no request is left and all texts have ended."""
         try:
             waiting = True
             while waiting or self.is_busy:
@@ -134,21 +135,21 @@ class _Stream:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some text goes on."""
+        """Whether some text has not ended yet."""
         return self.loop is not None and self.loop.num_active > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether all places are taken."""
+        """Whether all places of the batch are taken."""
         return self.loop is not None and self.loop.num_active >= self.max_batch
 
     def admit(self, request: Any) -> None:
-        """Reads the prompt of a request, which takes part in the next round."""
+        """Reads the prompt of a request, so that the request takes part in the next round."""
         inputs, most = _inputs_of(request, self.asked, self.target.device)
         own = {} if most is None else {OF_A_REQUEST: most}
         began = time.perf_counter()
         newcomer, rows = self.target.generate(**inputs, **{**self.options, **own}, custom_generate=self._read_prompt)
-        assert self.loop is not None  # begun with the first newcomer
+        assert self.loop is not None  # `_read_prompt` has made it
         self.heads.last_stats = self.loop.stats
         self.loop.take_in(self.asked, newcomer, rows, time.perf_counter() - began)
         self.asked += 1
@@ -162,7 +163,7 @@ class _Stream:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> tuple[RoundLoop, NewRows]:
-        """Called by `generate` with what it has prepared: the request by itself, after its prefill."""
+        """Prefills one request by itself, and returns its loop and rows. `generate` calls it as `custom_generate`."""
         settings = begin_call(model, self.heads, generation_config.get_generation_mode(), generation_config)
         heads, batch = self.heads.for_call(model), max(self.max_batch, 2)
         settings = replace(settings, exact_seed=False, in_stream=True)
@@ -187,10 +188,11 @@ class _Stream:
 
 
 class StreamLoop(RoundLoop):
-    """The rounds of a stream. `active` sequences are the places of its batch, whose requests change.
+    """The rounds of a stream. Each place of the batch holds a request, and gets another one when that has ended.
 
     Args:
-        target, head, options, logits_processor, stopping_criteria, generation_config: Of the first request.
+        target, head, options, logits_processor, stopping_criteria, generation_config: As prepared for the first
+            request.
         batch: Most sequences in a round.
     """
 
@@ -212,25 +214,25 @@ class StreamLoop(RoundLoop):
         self.sampler, self.stop, self.candidates.max_length = self.own_sampler, self.own_stop, self.own_stop.max_length
         self.adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.pace_of = partial(pace_of, head, target, options, config=generation_config)
-        self.paced = 0  # sequences that the pace is for
+        self.paced = 0  # number of sequences that `pace` was made for
         self.rows: NewRows | None = None
         self.finished: list[FinishedText] = []
 
     @property
     def num_active(self) -> int:
-        """Sequences that go on."""
+        """Number of sequences that have not ended."""
         return len(self.texts.active) - len(self.texts.ended)
 
     # ------------------------------------------------------------------ newcomers
     @torch.no_grad()
     def take_in(self, request: int, newcomer: RoundLoop, rows: NewRows, seconds: float) -> None:
-        """A request whose prompt was read takes a free place, unless its first token was its last.
+        """Gives a free place to a request whose prompt was read, unless its first token was its last.
 
         Args:
-            request: Its number.
-            newcomer: Its own loop after the prefill, which is closed.
-            rows: What the heads take in first.
-            seconds: That its prompt took.
+            request: Number of the request.
+            newcomer: The loop that has prefilled the request. It is closed.
+            rows: The rows of the prompt, for the draft head to take in.
+            seconds: Wall seconds that reading the prompt took.
         """
         first = Accepted(newcomer.sequences.new_ids(0), [0], stopped=not newcomer.sequences.active)
         self.stats.target_forwards += newcomer.stats.target_forwards
@@ -243,10 +245,10 @@ class StreamLoop(RoundLoop):
         tell(self.options.on_round, None, {request: first}, seconds)
 
     def _give_place(self, request: int, newcomer: RoundLoop, rows: NewRows) -> None:
-        """Caches, rows and text of a newcomer are those of a place from now on."""
+        """Moves the caches, the rows and the text of a newcomer into a place of the batch."""
         texts, place, batch = self.texts, self.texts.free_place(), len(self.texts.active)
         cache, newcomer._target_cache = newcomer.target_cache, None
-        assert isinstance(cache, TreeCache | RecurrentCache)  # others take no batches
+        assert isinstance(cache, TreeCache | RecurrentCache)  # a `ChainCache` takes no batches
         if self.rows is None:
             self._target_cache, self.rows = cache, rows
             self.candidates.draft_cache = newcomer.candidates.draft_cache
@@ -260,11 +262,11 @@ class StreamLoop(RoundLoop):
         self.own_stop.own[request], self.own_sampler.own[request] = newcomer.stop, newcomer.sampler
 
     def _put_cache(self, place: int, cache: TreeCache | RecurrentCache, batch: int, device: torch.device) -> None:
-        """The target's cache of a newcomer comes into a place of that of the others."""
+        """Moves a newcomer's target cache into a place of the target cache of the batch."""
         if isinstance(cache, TreeCache):
             cast(TreeCache, self.target_cache).put_sequence(place, cache, batch, cache.device)
             return
-        mine = cast(RecurrentCache, self.target_cache)  # caches of all requests are of one kind
+        mine = cast(RecurrentCache, self.target_cache)  # all requests have caches of one kind
         before = mine.additional_forwards
         mine.put_sequence(place, cast(RecurrentCache, cache), device)
         self.stats.target_forwards += mine.additional_forwards - before
@@ -272,7 +274,7 @@ class StreamLoop(RoundLoop):
     # ------------------------------------------------------------------ rounds
     @torch.no_grad()
     def step(self) -> None:
-        """One round of all sequences; places that nobody has taken are given up."""
+        """Runs one round of all sequences, after removing the places that no request has taken."""
         if self.texts.ended:
             self._close_up()
         if self.rows is not None:
@@ -294,25 +296,25 @@ class StreamLoop(RoundLoop):
         return super().begin_round()
 
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
-        """The places of sequences that have ended are free; their rows stay where they are until somebody comes."""
+        """Frees the places of ended sequences. Their rows stay until a request takes the place or `step` drops it."""
         ended = [request for request, result in accepted.items() if result.stopped]
         self.texts.end(ended)
         for request in ended:
-            known = self.stats.num_accepted[request : request + 1]  # none of a request whose steps were all plain
+            known = self.stats.num_accepted[request : request + 1]  # empty if all steps of the request were plain
             self.finished.append(FinishedText(request, self.texts.finish(request), *known or [[]]))
             del self.own_stop.own[request], self.own_sampler.own[request]
         self.stats.new_tokens = self.texts.mean_new_tokens
         return rows
 
     def take_finished(self) -> list[FinishedText]:
-        """Texts that have ended since the last time."""
+        """Returns the texts that have ended since the last call."""
         finished, self.finished = self.finished, []
         return finished
 
 
 # ---------------------------------------------------------------------- what is asked for
 def _with_criteria(options: dict[str, Any]) -> dict[str, Any]:
-    """Stop strings as a criterion: with a `custom_generate`, transformers does not make one."""
+    """Turns `stop_strings` into a stopping criterion, which transformers does not do for a `custom_generate`."""
     options = dict(options)
     strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
     if strings is None:
@@ -324,7 +326,7 @@ def _with_criteria(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inputs_of(request: Any, number: int, device: torch.device) -> tuple[dict[str, Any], int | None]:
-    """Inputs of one text, [1, ...] on the target's device, and its own limit of new tokens."""
+    """Inputs [1, ...] of a request on the target's device, and its own `max_new_tokens` (`None` if it has none)."""
     inputs = dict(request) if isinstance(request, Mapping) else {"input_ids": request}
     most = inputs.pop(OF_A_REQUEST, None)
     try:
@@ -346,7 +348,7 @@ def _refuse_in_streams(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """What belongs to one call, and cannot be shared by texts that come and go."""
+    """Refuses what belongs to a single call and cannot be shared by texts that begin and end at different times."""
     strange = [type(one).__name__ for one in criteria if type(one) not in OF_ONE_SEQUENCE]
     mask = model_kwargs.get("attention_mask")
     reasons = {
@@ -368,7 +370,7 @@ def _refuse_in_streams(
 def _refuse_to_join(
     target: PreTrainedModel, options: DraftingOptions, batch: int, model_kwargs: dict[str, Any]
 ) -> None:
-    """Texts of different lengths lie side by side in transformers' own cache where rounds work with that one."""
+    """Refuses targets whose rounds use transformers' own cache, if it cannot hold texts of different lengths."""
     cache, problem = model_kwargs[cache_name(model_kwargs)], None
     if not rounds_go_back(target, options, batch, cache):
         return

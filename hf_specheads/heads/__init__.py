@@ -1,6 +1,7 @@
-"""Draft heads, one module per method; which names are public, each module says itself.
+"""Draft heads, one module per method. The `__all__` of each module lists its public names.
 
-Whoever holds draft heads has imported this: here `AutoModel` is told of them and `generate` learns to take them.
+Creating or loading draft heads imports this package, which registers them with `AutoConfig` and `AutoModel` and
+installs the hook in `generate`.
 """
 
 from .. import dispatch

@@ -1,4 +1,4 @@
-"""Heads that were trained together with an adapter of their target (Medusa-2): finding, checking and saving it."""
+"""Finds, checks and saves the adapter of a target that draft heads were trained together with (Medusa-2)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..target.identity import fingerprints_match
 
 
 def check_adapter(config: DraftHeadConfig, target: PreTrainedModel) -> None:
-    """Refuses a target without the adapter that heads were trained with.
+    """Refuses a target without the adapter that the heads were trained with.
 
     Raises:
-        WrongTargetError: names what is missing and how to load it.
+        WrongTargetError: if that adapter is not active; the message says how to load it.
     """
     wanted = config.target_adapter
     if wanted is None:
@@ -38,17 +38,17 @@ def check_adapter(config: DraftHeadConfig, target: PreTrainedModel) -> None:
     )
 
 
-# ------------------------------------------------------------------ beside the heads
+# ------------------------------------------------------------------ adapters stored beside the heads
 def find_adapter(config: DraftHeadConfig, source: str | Path | None, **hub: Any) -> Path:
-    """Local folder of the adapter that lies beside heads.
+    """Finds the adapter stored beside draft heads, and returns its local folder.
 
     Args:
-        config: Of heads that were trained with one.
-        source: Folder or Hub id of the heads, default where they were loaded from, at the commit they are of.
-        hub: `revision`, `token`, ... of a Hub id.
+        config: Config of heads that were trained with an adapter.
+        source: Folder or Hub id of the heads; defaults to where they were loaded from, at the same commit.
+        hub: `revision`, `token`, ... for a Hub id.
 
     Raises:
-        HeadLoadError: if there is none.
+        HeadLoadError: if there is no adapter.
     """
     if config.target_adapter is None:
         raise HeadLoadError("these heads were trained for the target as it is; there is no adapter to load.")
@@ -68,11 +68,11 @@ def find_adapter(config: DraftHeadConfig, source: str | Path | None, **hub: Any)
 
 
 def save_adapter_beside(config: DraftHeadConfig, folder: Path, target: PreTrainedModel | None) -> None:
-    """Writes the adapter that heads were trained with next to them: from the target, whose adapter the config then
-    remembers, else from where it lies.
+    """Saves the adapter that heads were trained with beside them. It is taken from the bound target, and its identity
+    is then written to the config; otherwise it is copied from beside the files that the heads were loaded from.
 
     Raises:
-        HeadLoadError: if it is neither on a bound target nor beside the heads' files.
+        HeadLoadError: if the adapter is neither on a bound target nor beside the heads' files.
     """
     destination = folder / ADAPTER_FOLDER
     if target is not None and (identity := adapter_identity(target)):

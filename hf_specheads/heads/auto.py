@@ -1,4 +1,4 @@
-"""Which class belongs to which `model_type`, and freshly initialised heads for a loaded target."""
+"""[`AutoDraftHead`], which finds the class of draft heads for a method or a config, and the list of all methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .poss import PossHead
 from .poss_eagle3 import PossEagle3Head
 from .poss_lora import PossLoraHead
 
-# The one place that lists the methods; a new family adds its row, and its line in `heads/__init__.py`.
+# The only list of methods. A new family adds a row here and a line in `heads/__init__.py`.
 METHODS: dict[str, type[DraftHead]] = {
     "dflash": DFlashHead,
     "dflash2": DFlash2Head,
@@ -55,17 +55,17 @@ HEADS: dict[str, type[DraftHead]] = {head.config_class.model_type: head for head
 
 
 def register() -> None:
-    """Makes `AutoConfig` and `AutoModel` know the heads; called on import, harmless when repeated."""
+    """Registers all draft heads with `AutoConfig` and `AutoModel`; called on import, harmless when repeated."""
     for model_type, head_class in HEADS.items():
         AutoConfig.register(model_type, head_class.config_class, exist_ok=True)
         AutoModel.register(head_class.config_class, head_class, exist_ok=True)
 
 
 def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
-    """Head class of a configuration.
+    """Class of the draft heads that a configuration describes.
 
     Raises:
-        ValueError: if the configuration is none of a draft head's.
+        ValueError: if the configuration does not belong to draft heads.
     """
     if config.model_type not in HEADS:
         raise ValueError(f"model_type {config.model_type!r} is none of a draft head; known are {sorted(HEADS)}.")
@@ -73,10 +73,10 @@ def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
 
 
 def build_config(config_class: type[DraftHeadConfig], fields: dict[str, Any]) -> DraftHeadConfig:
-    """A validated configuration.
+    """Builds a configuration and validates it.
 
     Raises:
-        ValueError: with the reason in one sentence, for impossible fields.
+        ValueError: for impossible fields; the message gives the reason in one sentence.
     """
     try:
         return config_class(**fields)
@@ -85,17 +85,17 @@ def build_config(config_class: type[DraftHeadConfig], fields: dict[str, Any]) ->
 
 
 class AutoDraftHead:
-    """Draft heads of the right class: from a folder or the Hub, from a config, or fresh ones for a target."""
+    """Creates draft heads of the right class: from a folder or the Hub, from a config, or fresh ones for a target."""
 
     def __init__(self) -> None:
         raise OSError("use AutoDraftHead.from_pretrained(...), .from_config(...) or .from_target(...).")
 
     @staticmethod
     def from_pretrained(repo_or_path: str | os.PathLike, **kwargs: Any) -> DraftHead:
-        """Heads in this package's own layout; takes the arguments of `PreTrainedModel.from_pretrained`.
+        """Loads heads stored in this package's own layout; takes the arguments of `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: if `model_type` is none of a draft head ([`load_heads`] also reads the authors' layouts).
+            ValueError: if `model_type` is not one of draft heads ([`load_heads`] also reads the authors' layouts).
         """
         hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in kwargs}
         config = kwargs.pop("config", None) or AutoConfig.from_pretrained(repo_or_path, **hub)
@@ -103,7 +103,7 @@ class AutoDraftHead:
 
     @staticmethod
     def from_config(config: DraftHeadConfig) -> DraftHead:
-        """Randomly initialised heads of a configuration."""
+        """Makes randomly initialised heads from a configuration."""
         return head_class_of(config)(config)
 
     @staticmethod
@@ -116,22 +116,24 @@ class AutoDraftHead:
         device: torch.device | str | None = None,
         **config: Any,
     ) -> DraftHead:
-        """Freshly initialised heads of the right sizes for a loaded target, which they remember.
+        """Makes freshly initialised heads of the right sizes for a loaded target, and records the target's identity in
+        their config.
 
         Args:
             target: Any decoder-only language model.
             method: A key of [`METHODS`].
-            from_heads: Heads of the same family for the same target to start from: their weights are copied, and what
-                `config` leaves open is taken from them. Specialists they lack start as their last layer.
-            dtype: Type of the weights, default the target's.
-            device: Where they live, default the device of the target's `lm_head`.
+            from_heads: Heads of the same family and for the same target to start from. Their weights are copied, and
+                so are the config fields that `config` leaves open. Specialists that `from_heads` lack start as copies
+                of their last layer.
+            dtype: Dtype of the weights; defaults to the target's.
+            device: Device of the weights; defaults to that of the target's `lm_head`.
             **config: Fields of the heads' config, e.g. `num_specialists=2, positions_per_specialist=3`;
                 `tree_config` may be a [`DraftTreeConfig`] or a dict with some of its fields. EAGLE-3 heads also take
                 `draft_token_ids`, the tokens of their draft vocabulary.
 
         Raises:
-            ValueError: for an unknown method or option, or a target that is no language model.
-            WarmStartError: if `from_heads` have other sizes.
+            ValueError: for an unknown method or option, or a target that is not a language model.
+            WarmStartError: if `from_heads` are of another family or have other sizes.
             WrongTargetError: if `from_heads` were made for another target.
         """
         if method not in METHODS:

@@ -1,4 +1,4 @@
-"""`DraftHead`: what every draft head can do, whatever its method."""
+"""[`DraftHead`], the base class of all draft heads."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
     """Base class of all draft heads; hand one to `generate(assistant_model=...)`.
 
     Attributes:
-        tree_config: [`DraftTreeConfig`] in force; assign, or use [`with_tree`] for one call. Left alone, it is the one
-            tuned on this machine ([`tune`]), else the saved one, else the default of the device.
+        tree_config: The [`DraftTreeConfig`] to draft. Assign one, or use [`with_tree`] for a single call. If none is
+            assigned, it is the tree tuned on this machine ([`tune`]), else the saved one, else the device's default.
         verification: `"lossless"`: the output has exactly the target's distribution. `"typical"` (Medusa, section
-            2.3.1): with `do_sample=True`, accepts what the target finds likely enough, and takes the most probable
-            token after it. **Lossy**: faster, and the text follows another distribution (`last_stats.lossy` says so);
-            greedy decoding stays exact.
-        posterior_threshold, posterior_alpha: Of typical acceptance: a token is accepted if its probability exceeds
-            `min(posterior_threshold, posterior_alpha * exp(-entropy))`.
+            2.3.1): with `do_sample=True`, accepts tokens that the target finds likely enough, followed by the most
+            probable token. This is **lossy**: faster, but the text follows another distribution (and
+            `last_stats.lossy` is `True`); greedy decoding stays exact.
+        posterior_threshold, posterior_alpha: Settings of typical acceptance: a token is accepted if its probability
+            exceeds `min(posterior_threshold, posterior_alpha * exp(-entropy))`.
         exact_seed: When sampling, draw token by token as plain `generate` does, so that the same seed gives the same
             tokens (one host sync per token). `False` draws at all nodes at once: same distribution, one host sync per
-            round. Without effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
-        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains.
-        adaptive: Draft what has paid most, by the wall time of rounds and plain steps of this pair so far, and try
-            other trees now and then ([`generation.pace`]): where a tree was assigned that tree or nothing, else also
-            chains and trees of other sizes. The tokens do not depend on it, unless they are drawn in an order of their
-            own (`exact_seed = False`, sampled children): a seed then fixes the text only with `adaptive = False`.
-            Without effect while `trace` is set, and on typical acceptance.
-        probe: Before the first call with a target, try a small draft tree on it and compare its logits with plain
-            decoding's ([`generation.probe`]); a target that would give another text is refused.
-        compiled: Compile the steps of a round with `torch.compile`, in fixed shapes; the first call takes the time
-            for that. How, says the target's `generation_config.compile_config`.
+            round. No effect on trees with sampled children, whose draws have no counterpart in plain `generate`.
+        loop: `"own"`: our round loop; `"transformers"`: transformers' assisted loop, for chains only.
+        adaptive: Draft what has paid most so far, judged by the wall time of rounds and plain steps with this target,
+            and try alternatives now and then ([`generation.pace`]). If a tree was assigned, the choice is between that
+            tree and a plain step; otherwise it includes chains and trees of other sizes. The tokens do not depend on
+            the choice, unless sampling draws in an order of its own (`exact_seed = False`, sampled children): a seed
+            then fixes the text only with `adaptive = False`. No effect if `trace` is set or with typical acceptance.
+        probe: Before the first call with a target, verify a small draft tree with it and compare the logits with those
+            of plain decoding ([`generation.probe`]). A target that would generate another text is refused.
+        compiled: Compile the steps of a round with `torch.compile`, in fixed shapes, during the first call. The
+            target's `generation_config.compile_config` holds the compiler's options.
         profile: Record wall seconds by stage in `last_stats.seconds`; every stage then waits for the devices.
         trace: Keep every draft tree in `last_stats.trees`.
-        on_round: Told of every round ([`generation.observer.Round`]) by the thread that generates; an error it raises
-            ends the call. Neither tokens nor drafts depend on it.
+        on_round: Function that the generating thread calls with every round ([`generation.observer.Round`]); an error
+            that it raises ends the call. It influences neither tokens nor drafts.
         last_stats: [`GenerationStats`] of the last `generate`, or `None`.
-        placement: [`Placement`]: whether the heads follow their target to its device and dtype when it is first used.
+        placement: [`Placement`]: whether the heads follow their target to its device and dtype when they are bound.
     """
 
     config_class = DraftHeadConfig
     config: DraftHeadConfig
-    # The methods a class serves, for model cards.
+    # Methods that the class implements, each with its name and papers, for model cards.
     published: ClassVar[dict[str, Published]] = {}
-    # Saved tensors that are no floating-point weights, with their types.
+    # Saved tensors that are not floating-point weights, with their dtypes.
     integer_tensors: ClassVar[dict[str, torch.dtype]] = {PRUNED_TOKEN_IDS: torch.long}
     adaptive: bool = True
     probe: bool = True
@@ -98,7 +98,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         self.trace = False
         self.last_stats: GenerationStats | None = None
         self.placement = Placement()
-        self._binding = Binding()  # no module, so nothing of the target is registered, trained or saved
+        self._binding = Binding()  # not a module, so that nothing of the target is registered, trained or saved
         self._init_vocabulary(config)
 
     @property
@@ -119,16 +119,16 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """An empty one: `generate` of some targets (Whisper) writes into its assistant's, and heads read none."""
+        """A new, empty config: `generate` of some targets (Whisper) writes to its assistant's, and heads read none."""
         return GenerationConfig()
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:
-        """Refuses a target the heads were not made for, before any forward.
+        """Refuses a target that the heads were not made for, before any forward.
 
         Raises:
             WrongTargetError: if sizes, vocabulary or fingerprint differ, or the target lacks the adapter trained with
-                the heads; names both sides.
+                the heads; the message names both sides.
         """
         name = target.config.name_or_path or type(target).__name__
         self.check_sizes(target)
@@ -143,7 +143,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         check_adapter(self.config, target)
 
     def check_sizes(self, target: PreTrainedModel) -> None:
-        """The part of [`check_target`] that looks at sizes."""
+        """Checks only the sizes; part of [`check_target`]."""
         for field, theirs in target_sizes(target).items():
             ours = getattr(self.config, field)
             if ours != theirs:
@@ -155,38 +155,40 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
                 )
 
     def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
-        """Borrows the target's embedding and `lm_head`; checks the target first, of one that is bound already only the
-        sizes. The target is not kept alive.
+        """Borrows the target's embedding and `lm_head`. A new target is checked first; if the heads are bound to the
+        target already, only its sizes are checked. The binding does not keep the target alive.
 
         Args:
             target: The target.
-            follow: Let the heads follow it to the device of its `lm_head`, and to its dtype, as far as nobody chose
-                others for them ([`heads.placement`]). Heads that were once told not to stay as they are.
+            follow: Move the heads to the device of the target's `lm_head` and to the target's dtype, unless a device
+                or dtype was chosen for them ([`heads.placement`]). After `False` they no longer follow any target.
 
         Raises:
             WrongTargetError: see [`check_target`].
-            UnsupportedGenerationError: if the heads are where they cannot call what they borrow, or have no weights.
+            UnsupportedGenerationError: if the heads are on the meta device, or on one where they cannot call the
+                modules they borrow.
         """
         if self._binding.target is not target:
             self.check_target(target)
             self._binding = Binding(target)
-        self.check_sizes(target)  # which may have been resized since it was bound
+        self.check_sizes(target)  # a target may have been resized since the heads were bound to it
         self._binding.look_again()
         if not follow:
             self.placement = Placement(device=False, dtype=False)
         self.placement.follow(self, target, self.borrowed)
-        self._found_tree = None  # the number of threads may have changed
+        self._found_tree = None  # a changed number of threads may select another tuned tree
         self._refresh_pruning()
         return self
 
     def for_call(self, target: PreTrainedModel) -> Self:
-        """These heads (weights shared) for one call, bound to its target: another thread, or a streamer, may bind the
-        heads to another target while the call lasts. Compiled steps know the heads themselves, which are returned."""
+        """Returns a copy of these heads (weights shared) for one call, bound to its target: another thread or a
+        streamer may bind the original to another target during the call. With `compiled`, the original is returned,
+        because compiled steps refer to it."""
         heads = self if self.compiled else copy.copy(self)
         return heads if heads._binding.target is target else heads.bind(target)
 
     def remember_target(self, target: PreTrainedModel) -> None:
-        """Writes the target's identity, adapter of ours included, and special tokens into the config."""
+        """Writes the target's identity, its special tokens, and any adapter trained with the heads into the config."""
         self.config.target = target_identity(target)
         self.config.target_adapter = adapter_identity(target)
         config = target.config.get_text_config(decoder=True)
@@ -194,13 +196,13 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             setattr(self.config, name, getattr(config, name, None))
 
     def load_target_adapter(self, target: PreTrainedModel, source: str | None = None, **hub: Any) -> None:
-        """Puts the adapter that lies beside these heads on their target, in place, once; the text of `generate` is
-        then the adapted target's, with and without heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
+        """Loads the adapter stored beside these heads into the target, in place. From then on `generate` gives the
+        adapted target's text, with and without draft heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
         Args:
             target: The target as published.
-            source: Folder or Hub id of the heads, default where they were loaded from.
-            **hub: `revision`, `token`, `local_files_only` of a Hub id.
+            source: Folder or Hub id of the heads; defaults to where they were loaded from.
+            **hub: `revision`, `token`, `local_files_only` for a Hub id.
 
         Raises:
             HeadLoadError: if there is no adapter beside the heads, or it is another target's.
@@ -210,10 +212,10 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     @property
     def borrowed(self) -> BorrowedModules:
-        """The target's parts.
+        """The modules borrowed from the target.
 
         Raises:
-            RuntimeError: if the heads are not bound to a target yet, or it is gone.
+            RuntimeError: if the heads are not bound to a target yet, or their target no longer exists.
         """
         return self._binding.borrowed
 
@@ -222,15 +224,15 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         return self.project(features)
 
     def get_input_embeddings(self) -> torch.nn.Module | None:  # type: ignore[override]  # most heads have none
-        """The heads' own token embedding; `None` where they borrow the target's. Quantisers ask for it."""
+        """The heads' own token embedding, or `None` if they borrow the target's. Quantisers call this method."""
         return self._modules.get("embed_tokens")
 
     @classmethod
     def fields_of_source(cls, source: DraftHead) -> dict[str, Any]:
-        """Fields of the config that a warm start takes from `source`.
+        """Config fields that a warm start takes from `source`.
 
         Raises:
-            WarmStartError: if heads of this family cannot start from it.
+            WarmStartError: if heads of this family cannot start from `source`.
         """
         if not isinstance(source, cls):
             raise WarmStartError(
@@ -243,34 +245,34 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     @classmethod
     def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor] | None:
-        """Weights of heads that a config describes completely: none, or those of another checkpoint that it names.
-        `None` for heads whose weights lie beside their config, as for most.
+        """Weights of heads that are saved as a config alone: an empty dict if they have none, else tensors of another
+        checkpoint that the config names. `None` for heads whose weights lie beside their config, as most do.
 
         Args:
             config: The config.
-            **hub: `token` and `local_files_only`, if that checkpoint is on the Hub.
+            **hub: `token` and `local_files_only`, if the other checkpoint is on the Hub.
         """
         return None
 
     @property
     def weights_are_elsewhere(self) -> bool:
-        """Whether these heads save a config without weights, see [`weights_elsewhere`]."""
+        """Whether these heads are saved as a config without weights; see [`weights_elsewhere`]."""
         return False
 
     @classmethod
     def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options of `AutoDraftHead.from_target` apart: fields of the config, and what is kept in the weights instead,
-        which [`start_from_target`] and [`start_from`] are given by name."""
+        """Splits the options of `AutoDraftHead.from_target` into fields of the config and options that are stored in
+        the weights; [`start_from_target`] and [`start_from`] receive the latter as keyword arguments."""
         return options, {}
 
     def start_from_target(self, target: PreTrainedModel) -> None:
-        """Weights that fresh heads take over from their target; none unless the family says so."""
+        """Initialises fresh heads with weights of their target; does nothing unless the family overrides it."""
 
     def start_from(self, source: DraftHead) -> None:
         """Copies the weights of `source`.
 
         Raises:
-            WarmStartError: if they do not fit.
+            WarmStartError: if the weights do not fit.
         """
         try:
             self.load_state_dict(trained_weights(source))
@@ -282,7 +284,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     # ------------------------------------------------------------------ options, saving
     def with_tree(self, **overrides: Any) -> Self:
-        """The same heads (weights shared) with another draft tree, for one call:
+        """Returns the same heads (weights shared) with another draft tree, for one call:
 
             target.generate(**inputs, assistant_model=heads.with_tree(kind="chain", depth=4))
 
@@ -297,12 +299,12 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, but only from safetensors, and a missing or unknown tensor is an error, not a warning.
+        """As in transformers, but reads safetensors files only, and raises an error if a tensor is missing or unknown.
         Without a `device_map` the heads follow their target to its device, without a `dtype` to its dtype.
 
         Raises:
-            CheckpointKeysError: naming the missing and the unknown tensors.
-            CheckpointValueError: for a draft vocabulary that is none.
+            CheckpointKeysError: if tensors are missing or unknown; the message names them.
+            CheckpointValueError: if the saved draft vocabulary is invalid.
         """
         kwargs.setdefault("use_safetensors", True)
         placement = Placement.asked_for(kwargs.get("device_map"), kwargs.get("dtype", kwargs.get("torch_dtype")))
@@ -315,10 +317,12 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         heads.placement = placement
         return (heads, info) if output_loading_info else heads
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]  # by keyword only
-        """As in transformers; a tree that was assigned is saved as the default tree, and replaces one tuned on this
-        machine, as the [`learnt_tree`] does with `learnt_tree=True`. Target weights are never saved, but an adapter is
-        that the target was trained with. A model card is written beside them; a README.md there keeps its text."""
+    # Here and in `push_to_hub`, options are passed by keyword only.
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """As in transformers, plus a model card, which keeps the text of an existing README.md. An assigned tree is
+        saved as the default tree and removes one tuned on this machine; without one, `learnt_tree=True` saves the
+        [`learnt_tree`] as tuned on this machine. Target weights are never saved; an adapter trained with the heads is.
+        """
         push, repo_id = kwargs.pop("push_to_hub", False), kwargs.pop("repo_id", Path(save_directory).name)
         hub = {name: kwargs.pop(name) for name in PUSH_OPTIONS if name in kwargs}
         self.write_trees(learnt=kwargs.pop("learnt_tree", False))
@@ -333,28 +337,29 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             self.push_to_hub(repo_id, token=kwargs.get("token"), facts_from=save_directory, **hub)
         return saved
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:  # type: ignore[override]  # by keyword only
-        """Uploads the heads: weights, config, a model card rendered from facts, its figures, and the adapter of a
-        target that was trained together with them (Medusa-2). Weights of the target are never uploaded.
+    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:  # type: ignore[override]
+        """Uploads the heads: weights, config, a model card generated from facts, its figures, and the target's adapter
+        if one was trained with the heads (Medusa-2). Weights of the target are never uploaded.
 
-        Text and metadata that users added to the card, on the Hub or in the folder the heads were loaded from, stay.
-        `training_facts.json` and `eval_results.json` in that folder are what the card says of training and speed.
+        Text and metadata that users added to the card are kept, both on the Hub and in the folder that the heads were
+        loaded from. The card describes training and speed by that folder's `training_facts.json` and
+        `eval_results.json`.
 
         Args:
-            repo_id: `org/name`, or a name of one's own; made if it does not exist.
+            repo_id: `org/name`, or a name in the user's own namespace; created if it does not exist.
             commit_message, commit_description, private, token, revision, create_pr, max_shard_size: As in
-                transformers; `revision` is a branch, made if it does not exist.
+                transformers; `revision` is a branch, created if it does not exist.
             custom_generate: Also upload the code for `generate(custom_generate=repo_id, trust_remote_code=True)`.
-            base_model: The target's Hub id, if the heads were trained with a copy in a folder.
-            facts_from: Folder with the facts, default the one the heads were loaded from.
+            base_model: Hub id of the target, if the heads were trained with a local copy of it.
+            facts_from: Folder with the facts; defaults to the one that the heads were loaded from.
             training, evaluations, license, target_license, datasets, language, limits, tags, commit, versions:
                 Facts for the card; see [`publishing.card.facts.CardFacts`].
 
         Returns:
-            The commit, with its address, and that of the pull request if one was asked for.
+            The commit with its URL, and the URL of the pull request if one was requested.
 
         Raises:
-            HfHubHTTPError: if the Hub refuses, or cannot serve.
+            HfHubHTTPError: if the Hub refuses the upload or is unavailable.
             ValueError: for an unknown fact.
         """
         return push_heads(self, repo_id, **options)
@@ -363,7 +368,7 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
 def _with_weights_from_elsewhere(
     cls: type[DraftHead], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of transformers' `from_pretrained`, with the weights themselves where a config describes them."""
+    """Arguments for transformers' `from_pretrained`, with `state_dict` filled in if the weights are elsewhere."""
     source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if source is None:
         return args, kwargs
@@ -379,10 +384,10 @@ def _with_weights_from_elsewhere(
 
 
 def _one_of(name: str, value: str, known: Collection[str]) -> str:
-    """A setting, if there is such a one.
+    """Returns the value of a setting if it is a known one.
 
     Raises:
-        ValueError: names those there are.
+        ValueError: for any other value; the message lists the known ones.
     """
     if value not in known:
         raise ValueError(f"`heads.{name}` must be one of {list(known)}, got {value!r}.")
@@ -390,5 +395,5 @@ def _one_of(name: str, value: str, known: Collection[str]) -> str:
 
 
 def trained_weights(heads: DraftHead) -> dict[str, torch.Tensor]:
-    """Weights of heads by name, without the tokens they are pruned to: what a warm start copies."""
+    """Weights that a warm start copies, by name: all but the token ids that the heads are pruned to."""
     return {name: value for name, value in heads.state_dict().items() if name != PRUNED_TOKEN_IDS}

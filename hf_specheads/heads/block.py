@@ -1,12 +1,13 @@
-"""What block drafters share (DFlash, arXiv 2602.06036): all draft positions of a round from one forward of a block.
+"""The base of block drafters (DFlash, arXiv 2602.06036): one forward of a block drafts all positions of a round.
 
-    context rows   c_j = norm(fc([r_1 ; ... ; r_n]))        one per committed token, of hidden states of the target
+    context rows   c_j = norm(fc([r_1 ; ... ; r_k]))        one per committed token j, from k of the target's states
     block rows     e(x_n), e(mask), ..., e(mask)            the root and mask tokens, at positions n, n + 1, ...
 
-Context rows are keys and values of every layer, never queries, and all the draft cache keeps. Block rows attend to
-them and to one another, mostly both ways, and are forgotten when the round is over. What slot s says after the last
-norm goes through the target's `lm_head`. The slot of the root, the anchor, either predicts the next token ("drafts")
-or nothing ("idle", slot s then predicts its own token); no weight tells which.
+Context rows provide keys and values to every layer, but no queries; the draft cache keeps nothing else. Block rows
+attend to the context and to one another, in most families in both directions, and are forgotten at the end of the
+round. A slot is a row of the block; its state after the last norm goes through the target's `lm_head`. The slot of the
+root, called the anchor, either predicts the next token (`"drafts"`) or nothing (`"idle"`; slot s > 0 then predicts its
+own token). The weights do not tell which of the two it is, so the config must (`anchor_slot`).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from .base import DraftHead
 from .block_config import BlockHeadConfig, embedding_scale_of
 from .layers import DraftAttention, NormedDecoderLayer, rotary_embedding
 
-# Attention of a layer by whether it is a sliding one.
+# Masks or attention functions per kind of layer: `True` for layers with a sliding window, `False` for full attention.
 ByKind = Mapping[bool, Any]
 
 
 class BlockRowAttention(DraftAttention):
-    """Attention of block rows, of which each may see what comes after it."""
+    """Attention of block rows, which may also see rows that come after them."""
 
     def __init__(self, config: BlockHeadConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -49,7 +50,7 @@ class BlockRowAttention(DraftAttention):
 
 
 class BlockDecoderLayer(NormedDecoderLayer):
-    """A Qwen 3 decoder layer over block rows; context rows come in through the cache alone, without its norm.
+    """A Qwen 3 decoder layer over block rows. Context rows enter through the cache only, without the layer's norm.
 
     Shapes: as [`DraftDecoderLayer`].
     """
@@ -60,10 +61,10 @@ class BlockDecoderLayer(NormedDecoderLayer):
 
 
 class BlockHead(DraftHead):
-    """L layers over [context ; block]: drafting, and training at sampled anchors.
+    """L decoder layers over [context ; block]: drafting, and training at sampled anchors.
 
-    Families say what becomes of the slots' states: by default, logits of the target's `lm_head` that do not depend on
-    the drafted path.
+    Families define how the slots' states become draft logits. By default the target's `lm_head` is applied to them,
+    and the logits do not depend on the drafted path.
     """
 
     config_class = BlockHeadConfig
@@ -83,10 +84,10 @@ class BlockHead(DraftHead):
         self._embedding_factor, self._after = 1.0, self._own_logit_function
 
     def build_layer(self, config: BlockHeadConfig, index: int) -> BlockDecoderLayer:
-        """One decoder layer."""
+        """Makes one decoder layer."""
         return BlockDecoderLayer(config, index)
 
-    # ------------------------------------------------------------------ what the family states about itself
+    # ------------------------------------------------------------------ properties of the family
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.config.feature_layers)
@@ -105,12 +106,12 @@ class BlockHead(DraftHead):
 
     @property
     def published_tree(self) -> DraftTreeConfig:
-        """A chain of the whole block, as the authors of DFlash draft."""
+        """A chain over the whole block, as the authors of DFlash draft."""
         depth = self.max_draft_positions
         return DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1)
 
     def draft_rows(self, tree: DraftTreeConfig) -> int:
-        """A block, whatever the tree."""
+        """The rows of one block, whatever the tree."""
         return self.config.block_size
 
     def check_sizes(self, target: PreTrainedModel) -> None:
@@ -138,7 +139,7 @@ class BlockHead(DraftHead):
         return LogitFunction(self.config.logit_multiplier, self.config.logit_softcap)
 
     def _beside(self, theirs: LogitFunction) -> LogitFunction:
-        """What is left to do after the target's own logits, which files of its drafters repeat."""
+        """Logit function to apply after the target's own: the heads' function, or none if it repeats the target's."""
         own = self._own_logit_function
         if own.is_identity or own == theirs:
             return IDENTITY
@@ -151,17 +152,17 @@ class BlockHead(DraftHead):
 
     # ------------------------------------------------------------------ rows, states, logits
     def context_rows(self, features: torch.Tensor) -> torch.Tensor:
-        """Rows of committed tokens, [B, M, F] -> [B, M, h]."""
+        """Context rows of committed tokens, [B, M, F] -> [B, M, h]."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def take_in(self, rows: torch.Tensor, position_ids: torch.Tensor, cache: Cache | ContextCache) -> None:
-        """Keys and values of context rows [B, M, h] at positions [B, M], into the cache of every layer."""
+        """Writes keys and values of context rows [B, M, h] at positions [B, M] to the cache of every layer."""
         rotary = self.rotary_emb(rows, position_ids)
         for layer in self.layers:
             cast(BlockDecoderLayer, layer).self_attn.cache_rows(rows, rotary, cast(Cache, cache))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings as the target's module gives them, scaled as the heads are used to: [..., h]."""
+        """Rescales embeddings [..., h] from the target's module to the scale that the heads were trained with."""
         embeddings = embeddings.to(self.fc.weight.dtype)
         return embeddings if self._embedding_factor == 1 else embeddings * self._embedding_factor
 
@@ -173,15 +174,15 @@ class BlockHead(DraftHead):
         past_key_values: Cache | ContextCache,
         attention_functions: ByKind | None = None,
     ) -> torch.Tensor:
-        """The layers over block rows: the only forward, for drafting and training.
+        """Runs the layers over block rows. Drafting and training share this forward.
 
         Args:
             rows: [B, Q, h], block rows.
-            position_ids: int64 [B, Q], their rope positions.
-            attention_masks: Additive float [B, 1, Q, cached + Q] of full layers (`False`) and sliding ones (`True`);
-                `None` where every row sees everything.
-            past_key_values: Holds the context of every layer; block rows are appended.
-            attention_functions: Replacements for the attention implementation, likewise.
+            position_ids: int64 [B, Q], rope positions of the block rows.
+            attention_masks: Additive float masks [B, 1, Q, cached + Q] for layers with full attention (`False`) and
+                with a sliding window (`True`); `None` where every row sees everything.
+            past_key_values: Cache with the context of every layer; the block rows are appended to it.
+            attention_functions: Replacements for the attention implementation, for the same two kinds of layers.
 
         Returns:
             States of the slots after the last norm, [B, Q, h].
@@ -194,16 +195,16 @@ class BlockHead(DraftHead):
         return self.norm(hidden)
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Draft logits of slots' states in fp32, [..., h] -> [..., Vd]."""
+        """Draft logits in fp32 from the states of slots, [..., h] -> [..., Vd]."""
         return self.capped(self.project(features))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """The target's logits, scaled and capped where the heads are used to that and the target does not do it."""
+        """Applies the multiplier and soft-cap that the heads were trained with, unless the target applies them."""
         return self._after(logits)
 
-    # ------------------------------------------------------------------ who sees whom
+    # ------------------------------------------------------------------ which rows see which
     def block_visible(self, sliding: bool, device: torch.device) -> torch.Tensor:
-        """bool [R, R], which rows of a block see which, in full or sliding layers."""
+        """bool [R, R], which rows of a block see which, in layers with full or with sliding attention."""
         config, rows = self.config, torch.arange(self.config.block_size, device=device)
         ahead = rows - rows[:, None]
         visible = torch.ones_like(ahead, dtype=torch.bool)
@@ -214,14 +215,14 @@ class BlockHead(DraftHead):
         return visible
 
     def window(self, sliding: bool) -> int | None:
-        """Rows before the oldest one shown to a block, `None` for all of them; one more where the window counts from
-        the anchor, which then sees `sliding_window` rows besides itself."""
+        """Window of a layer: a row sees context less than that many positions away; `None` for all of it. A window
+        that counts from the anchor is one wider, because the anchor sees `sliding_window` rows besides itself."""
         if not sliding or self.config.sliding_window is None:
             return None
         return self.config.sliding_window + (self.config.window_from == "anchor")
 
     def _block_mask(self, cache: DraftCache, sliding: bool, batch: int, rows: torch.Tensor) -> torch.Tensor | None:
-        """Additive [B, 1, R, shown] for a block whose rows are placed; `None` where every row sees everything."""
+        """Additive mask [B, 1, R, shown] for a block already placed in the cache; `None` if every row sees all."""
         if not sliding and not self.config.causal and cache.lengths is None and not cache.static:
             return None
         window, size = self.window(sliding), self.config.block_size
@@ -240,7 +241,7 @@ class BlockHead(DraftHead):
         return cache
 
     def draft_block(self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Takes in the committed rows, and runs the block after the root; arguments as in [`start_draft`].
+        """Takes in the committed rows and runs the block that begins with the root; arguments as in [`start_draft`].
 
         Returns:
             States of all slots, [B, R, h].
@@ -263,7 +264,7 @@ class BlockHead(DraftHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the logits of all positions of the round's tree are computed here, at once."""
+        """As in the contract. Computes the logits of all positions of the round's tree at once."""
         block, root = self.draft_block(cache, token_ids, features), token_ids[:, -1:]
         slots = block[:, self.config.first_slot :]
         used = min(cache.levels or self.tree_config.depth, slots.shape[1])
@@ -278,7 +279,7 @@ class BlockHead(DraftHead):
         features: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; no layer runs."""
+        """As in the contract. Runs no layer."""
         return self.node_logits(cache, position, token_ids, features)
 
     def drafted_logits(self, cache: DraftCache, depth: int) -> torch.Tensor | None:
@@ -286,22 +287,22 @@ class BlockHead(DraftHead):
         return logits[:, :depth] if self.independent_positions and depth <= logits.shape[1] else None
 
     def root_state(self, block: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-        """What the root [B, 1] hands on, [B, 1, *], from the states of all slots [B, R, h]; nothing here."""
+        """State [B, 1, *] that the root [B, 1] passes on, given the states of all slots [B, R, h]; unused here."""
         return block[:, :1, :1]
 
     def node_logits(
         self, cache: DraftCache, position: int, token_ids: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [B, K, *] and draft logits [B, K, Vd] of a draft position after nodes with tokens [B, K], whose
-        parents' states are `states` [B, K, *]; here every node has what the slot says."""
+        """States [B, K, *] and draft logits [B, K, Vd] of a draft position after nodes with tokens [B, K] and parent
+        states `states` [B, K, *]. Here all nodes share the logits of the position's slot."""
         return states, self.slot_logits(cache, position).expand(-1, token_ids.shape[1], -1)
 
     def slot_states(self, cache: DraftCache, position: int) -> torch.Tensor:
-        """State of the slot of a draft position, [B, 1, h]."""
+        """State [B, 1, h] of the slot of a draft position."""
         return cache.drafted_inputs[0][:, position : position + 1]
 
     def slot_logits(self, cache: DraftCache, position: int) -> torch.Tensor:
-        """Draft logits of a draft position by its slot alone, [B, 1, Vd]."""
+        """Draft logits [B, 1, Vd] of a draft position, from its slot alone."""
         slots, logits = cache.drafted_inputs
         if position < logits.shape[1]:
             return logits[:, position : position + 1]
@@ -313,7 +314,7 @@ class BlockHead(DraftHead):
         return self.max_draft_positions
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i is the slot of draft position i of all blocks; see [`drafted_slots`]."""
+        """Pass i yields the slots of draft position i in all blocks; see [`drafted_slots`]."""
         slots = self.drafted_slots(rows)
         for position in range(num_passes):
             hidden = slots[:, :, position + self.config.first_slot]
@@ -324,8 +325,8 @@ class BlockHead(DraftHead):
         return self.capped(rows.lm_head(hidden))
 
     def drafted_slots(self, rows: TrainingRows) -> torch.Tensor:
-        """A block after each of A anchors: row t makes the round whose root is the token after it. It sees the context
-        up to row t of its document, and itself, no other block.
+        """Runs one block after each of A anchor rows. The block of anchor row t is a round whose root is the token
+        after row t: it sees the context of its document up to row t and its own rows, but no other block.
 
         Returns:
             States of all slots, [B, A, R, h].

@@ -1,4 +1,4 @@
-"""Configuration of block drafters, and what it takes over of a target."""
+"""Configuration of block drafters, and the defaults that it takes from a target."""
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
@@ -16,13 +16,14 @@ LARGEST_BLOCK = 256
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Hidden states that the authors' code reads when nobody says: the outputs of layers `round(1 + i (N - 4) /
-    (count - 1))`, or of N // 2 for one; as indices of transformers' `hidden_states`, fewer for shallow targets."""
+    """Hidden states that the authors' code reads by default: the outputs of layers `round(1 + i (N - 4) /
+    (count - 1))`, or of layer N // 2 for `count=1`. They are indices of transformers' `hidden_states`, fewer than
+    `count` for shallow targets."""
     if count == 1:
         outputs = [num_target_layers // 2]
     else:
         outputs = [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
-    most = max(num_target_layers - 1, 0)  # the last one is after the final norm
+    most = max(num_target_layers - 1, 0)  # hidden state N is taken after the final norm
     return tuple(sorted({min(max(output + 1, min(1, most)), most) for output in outputs}))
 
 
@@ -33,22 +34,22 @@ class BlockHeadConfig(LayerHeadConfig):
     Args:
         num_hidden_layers: Decoder layers L.
         block_size: Rows of a block, the root's included.
-        mask_token_id: Token that stands in the block for those that are not known.
-        feature_layers: Hidden states of the target that make up a feature, indices as in transformers'
-            `hidden_states` (i is what enters layer i, -1 is after the final norm).
-        anchor_slot: `"idle"`: slot s predicts its own token, `block_size - 1` drafts; `"drafts"`: slot s predicts the
-            token after it, `block_size` drafts.
+        mask_token_id: Token that stands in the block for tokens not known yet.
+        feature_layers: Hidden states of the target that make up a feature, as indices of transformers'
+            `hidden_states` (i is the input of layer i, -1 is after the final norm).
+        anchor_slot: `"idle"`: slot s predicts its own token, so a block drafts `block_size - 1` positions; `"drafts"`:
+            slot s predicts the token after it, so a block drafts `block_size` positions.
         causal: Whether a block row sees only the rows of the block up to itself (JetSpec).
-        qk_norm: Norms over the width of an attention head, of its queries and keys, before rotation (Qwen 3).
+        qk_norm: Whether queries and keys are normed over the width of an attention head, before rotation (Qwen 3).
         sliding_layers: Layers (0-based) with a sliding window.
-        sliding_window: W of those layers.
-        sliding_causal: Whether block rows see only those up to themselves in the sliding layers.
-        window_from: What the window counts from: `"query"`: rows less than W positions away; `"anchor"`: rows of the
-            context from W positions before the root on, for every row of the block.
-        embedding_scale: What the rows of the target's embedding matrix are multiplied by.
-        logit_multiplier: What the output of the target's `lm_head` is multiplied by; 1 for what the target does.
-        logit_softcap: c of `c tanh(logits / c)`, after that; `None` for what the target does.
-        trained_positions: Draft positions that were trained, `None` if unknown.
+        sliding_window: Width W of the window in those layers.
+        sliding_causal: Whether, in the sliding layers, a block row sees only the rows of the block up to itself.
+        window_from: Where the window is counted from. `"query"`: a row sees rows less than W positions away;
+            `"anchor"`: every row of the block sees the context from W positions before the root on.
+        embedding_scale: Factor on the rows of the target's embedding matrix.
+        logit_multiplier: Factor on the output of the target's `lm_head`; 1 leaves scaling to the target.
+        logit_softcap: c of `c tanh(logits / c)`, applied after the factor; `None` leaves capping to the target.
+        trained_positions: Number of draft positions that were trained; `None` if unknown.
     """
 
     required_fields: ClassVar[tuple[str, ...]] = (
@@ -82,7 +83,7 @@ class BlockHeadConfig(LayerHeadConfig):
         return {
             **super().fields_for_target(target, method),
             "feature_layers": spread_layers(config.num_hidden_layers, cls.num_hidden_layers),
-            # The last row of an embedding is a token that texts do not have, in most vocabularies.
+            # In most vocabularies, the last row of the embedding is a token that does not occur in texts.
             "mask_token_id": config.vocab_size - 1,
             "embedding_scale": embedding_scale_of(target.get_input_embeddings()),
         }
@@ -129,11 +130,11 @@ class BlockHeadConfig(LayerHeadConfig):
 
     @property
     def first_slot(self) -> int:
-        """The slot that predicts the first draft position."""
+        """Index of the slot that predicts the first draft position."""
         return int(self.anchor_slot == "idle")
 
 
 def embedding_scale_of(embedding: nn.Module) -> float:
-    """What a target's embedding multiplies the rows of its matrix by."""
+    """Factor that a target's embedding module applies to the rows of its matrix."""
     scale: Any = getattr(embedding, "scalar_embed_scale", None)
     return float(getattr(embedding, "embed_scale", 1.0) if scale is None else scale)

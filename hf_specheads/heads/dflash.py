@@ -1,8 +1,8 @@
 """DFlash and JetSpec heads: every draft position from one forward of a block, independent of the drafted path.
 
-DFlash (arXiv 2602.06036): block rows see one another both ways, and one path is drafted. JetSpec (arXiv 2606.18394):
-they see only those before them. As no slot depends on what is drafted at others, the best tree follows from the
-slots' distributions alone (DDTree, arXiv 2604.12989): that is what `kind="dynamic"` grows here.
+DFlash (arXiv 2602.06036): block rows see one another in both directions, and a single path is drafted. JetSpec (arXiv
+2606.18394): a block row sees only rows up to itself. Because no slot depends on what is drafted at the others, the
+best tree follows from the slots' distributions alone (DDTree, arXiv 2604.12989); `kind="dynamic"` grows that tree.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -30,8 +30,8 @@ DDTREE_PAPER = (
 
 @strict
 class DFlashHeadConfig(BlockHeadConfig):
-    r"""Configuration of DFlash and JetSpec heads; see [`BlockHeadConfig`] for all fields. Method `"jetspec"` makes
-    causal ones."""
+    r"""Configuration of DFlash and JetSpec heads; see [`BlockHeadConfig`] for all fields. With method `"jetspec"`,
+    `causal` is set."""
 
     model_type = "specheads_dflash"
 
@@ -43,7 +43,7 @@ class DFlashHeadConfig(BlockHeadConfig):
 
 
 class DFlashHead(BlockHead):
-    """L layers over [context ; block]; logits are the target's `lm_head` of the slots' states."""
+    """L layers over [context ; block]; the target's `lm_head` turns the slots' states into draft logits."""
 
     config_class = DFlashHeadConfig
     config: DFlashHeadConfig

@@ -1,13 +1,13 @@
-"""DFlash 2 heads: DFlash's block with convolutions along it, and a selector of candidates (z-lab, August 2026).
+"""DFlash 2 heads: DFlash's block with convolutions along its rows, and a candidate selector (z-lab, August 2026).
 
     y_t = sum_tap (base_tap + delta_tap(t)) * x_{t - tap}         before and after attention and MLP, within the block
 
-Both sides' deltas come from the normed input of the sublayer, one per group of channels. Of every slot the target's
-`lm_head` names K candidates; what is drafted after a token y are their scores
+The deltas, one per group of channels, are computed from the normed input of the sublayer, for the convolutions before
+and after it. For every slot the target's `lm_head` names K candidates. Draft logits after a token y are the scores
 
     score(c) = unary(c) + <A[y] * (P h_s), B[c]>
 
-and nothing else, so that trees are conditioned on their branches, and q is the distribution over the K.
+of the candidates c, and -inf for all other tokens. The logits of a node thus depend on its branch.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -39,10 +39,10 @@ class DFlash2HeadConfig(BlockHeadConfig):
     r"""Configuration of DFlash 2 heads; see [`BlockHeadConfig`] for the block.
 
     Args:
-        conv_kernel_size: Taps of the convolutions, the row itself included.
-        conv_group_size: Channels that share a delta.
+        conv_kernel_size: Number of taps of the convolutions, including the row itself.
+        conv_group_size: Number of channels that share a delta.
         selector_rank: Rank r of the selector.
-        selector_top_k: Candidates K of a slot.
+        selector_top_k: Number K of candidates per slot.
     """
 
     model_type = "specheads_dflash2"
@@ -69,9 +69,9 @@ class DFlash2HeadConfig(BlockHeadConfig):
 
 
 class BlockConvolution(nn.Module):
-    """Depthwise convolutions along the rows of a block, before and after a sublayer; the identity when fresh.
+    """Depthwise convolutions along the rows of a block, before and after a sublayer; initialised as the identity.
 
-    Shapes: [B, blocks * R, h], rows of a block one after the other; nothing comes from the block before.
+    Shapes: [B, blocks * R, h], the rows of each block contiguous. No row reads from another block.
     """
 
     def __init__(self, config: DFlash2HeadConfig):
@@ -82,12 +82,12 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
 
     def deltas(self, normed: torch.Tensor) -> torch.Tensor:
-        """Of both sides and all taps, from the normed input of the sublayer: [B, Q, h] -> [B, Q, 2, taps, h]."""
+        """Deltas of both sides and all taps, from a sublayer's normed input: [B, Q, h] -> [B, Q, 2, taps, h]."""
         deltas = self.kernel_projection(normed).view(*normed.shape[:-1], 2, self.taps, -1)
         return deltas.repeat_interleave(self.group, dim=-1)
 
     def forward(self, values: torch.Tensor, deltas: torch.Tensor, side: int) -> torch.Tensor:
-        """One side (0 before the sublayer, 1 after it), [B, Q, h] -> [B, Q, h]."""
+        """Applies the convolution of one side (0: before the sublayer, 1: after it), [B, Q, h] -> [B, Q, h]."""
         blocks = values.unflatten(1, (-1, self.rows))
         kernels = (self.base_kernel[side] + deltas[:, :, side]).unflatten(1, (-1, self.rows))
         result = kernels[:, :, :, 0] * blocks
@@ -98,7 +98,7 @@ class BlockConvolution(nn.Module):
 
 
 class ConvolvedDecoderLayer(BlockDecoderLayer):
-    """A block drafter's layer with convolutions around attention and MLP; rows of the context are not convolved.
+    """A block drafter's layer with convolutions around attention and MLP; context rows are not convolved.
 
     Shapes: as [`DraftDecoderLayer`].
     """
@@ -129,7 +129,7 @@ class ConvolvedDecoderLayer(BlockDecoderLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of candidates after a token."""
+    """Scores candidates for a slot, given the token before it."""
 
     def __init__(self, config: DFlash2HeadConfig):
         super().__init__()
@@ -139,15 +139,15 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, hidden: torch.Tensor, predecessors: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """What is added to the candidates' unary logits.
+        """Computes what is added to the candidates' unary logits.
 
         Args:
             hidden: [..., h], states of slots.
-            predecessors: [..., r], rows of the first codebook.
+            predecessors: [..., r], rows of the first codebook, of the tokens before the slots.
             candidates: int64 [..., K], token ids.
 
         Returns:
-            [..., K].
+            Summands of the scores, [..., K].
         """
         query = predecessors * self.hidden_projection(hidden)
         return (self.successor_codebook[candidates] * query[..., None, :]).sum(-1)
@@ -201,7 +201,7 @@ class DFlash2Head(BlockHead):
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i is slot i; what it holds is [h_s ; A[y]], y the true token before it."""
+        """Pass i yields the slots of draft position i as rows [h_s ; A[y]], where y is the true token before the slot."""
         slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
         for position in range(num_passes):
             hidden = slots[:, :, position + self.config.first_slot]
@@ -218,7 +218,7 @@ class DFlash2Head(BlockHead):
         return self.row_logits(rows, held[..., : self.config.hidden_size])
 
     def _selected(self, held: torch.Tensor, unary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates int64 [R, K] and their scores [R, K], from the rows held and their unary logits [R, V]."""
+        """Candidates int64 [R, K] and their scores [R, K], from rows `held` and their unary logits [R, V]."""
         hidden, predecessors = held.split([self.config.hidden_size, self.config.selector_rank], dim=-1)
         best = unary.float().topk(self.config.selector_top_k, dim=-1)
         return best.indices, best.values + self.candidate_selector(hidden, predecessors, best.indices).float()

@@ -1,9 +1,9 @@
-"""Domino heads: DFlash's block, whose slots are corrected by a recurrent network over the tokens drafted before them.
+"""Domino heads: DFlash's block, with logits corrected by a recurrent network over the tokens drafted before a slot.
 
-    state' = GRU(e(y), state)                                y the token before the slot, the root before the first
+    state' = GRU(e(y), state)                                y: the token before the slot; the root for the first slot
     logits of slot s after y = lm_head(h_s) + O silu(W [h_s ; state'])
 
-e is the target's token embedding. The first draft positions may go without: they keep the slots' own logits.
+e is the target's token embedding. The first `plain_positions` draft positions keep the slots' own logits.
 (Domino, arXiv 2605.29707.)
 """
 
@@ -38,7 +38,7 @@ class DominoHeadConfig(BlockHeadConfig):
     Args:
         gru_hidden_size: Width g of the recurrent state.
         correction_rank: Rank e of the correction.
-        plain_positions: Draft positions from the first on that are not corrected.
+        plain_positions: Number of draft positions, from the first on, that are not corrected.
     """
 
     model_type = "specheads_domino"
@@ -75,7 +75,7 @@ class PrefixGru(nn.Module):
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * width, width))
 
     def forward(self, tokens: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        # By hand, because `nn.GRU` breaks a compiled draft step into pieces.
+        # Written out, because `nn.GRU` would break the graph of a compiled draft step.
         reset, kept, new = nn.functional.linear(tokens, self.weight_ih_l0).chunk(3, dim=-1)
         reset_by, kept_by, new_by = nn.functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
         kept = torch.sigmoid(kept + kept_by)
@@ -102,14 +102,14 @@ class DominoHead(CorrectedBlockHead):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, PrefixGru):
-            bound = self.config.gru_hidden_size**-0.5  # as PyTorch's own
+            bound = self.config.gru_hidden_size**-0.5  # the initialisation of PyTorch's `nn.GRU`
             init.uniform_(module.weight_ih_l0, -bound, bound)
             init.uniform_(module.weight_hh_l0, -bound, bound)
 
     @property
     def published_tree(self) -> DraftTreeConfig:
-        """A chain of one position less than the block has rows, also where the slot of the root drafts, as the
-        authors draft."""
+        """A chain of one position less than the block has rows, as the authors draft. This also holds if the root's
+        slot drafts, which would allow one position more."""
         depth = self.config.block_size - 1
         return super().published_tree.replace(depth=depth, total_tokens=depth + 1)
 
@@ -124,7 +124,7 @@ class DominoHead(CorrectedBlockHead):
         return output
 
     def read_tokens(self, token_ids: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The target's embeddings, [B, K, h]."""
+        """The target's embeddings of the tokens, [B, K, h]."""
         return self.scaled(embed(token_ids))
 
     def correct(
@@ -137,7 +137,7 @@ class DominoHead(CorrectedBlockHead):
 
     # ------------------------------------------------------------------ training
     def drafted_pass(self, rows: TrainingRows, position: int, held: torch.Tensor, read: torch.Tensor) -> DraftedPass:
-        """What a pass holds is [h_s ; c]; the slot's own logits have a loss of their own."""
+        """Rows of a pass are [h_s ; c]. The slots' own logits are passed as `base`, for a loss of their own."""
         return replace(super().drafted_pass(rows, position, held, read), base=partial(self._base_logits, rows))
 
     def _base_logits(self, rows: TrainingRows, held: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """An ordinary language model as a draft head: the original speculative decoding (Leviathan et al., arXiv 2211.17192).
 
-Any small model of the target's tokenizer drafts chains and trees. It reads tokens, no features of the target, and has
-embedding, `lm_head` and vocabulary of its own. Its draft cache holds one row per committed token before the root; the
-root and the drafted tokens are appended during a round and dropped at its end.
+Any small model with the target's tokenizer can draft chains and trees. It reads tokens but no features of the target,
+and has its own embedding, `lm_head` and vocabulary. Its draft cache holds one row per committed token before the root;
+the root and the drafted tokens are appended during a round and dropped at its end.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -33,7 +33,7 @@ from .stand_in import StandIn
 
 __all__ = ["DraftLanguageModel", "DraftLanguageModelConfig"]
 
-# Embeddings of one tokenizer are padded to different multiples (Qwen2.5: 151936 and 152064 rows).
+# Models that share a tokenizer pad their embeddings to different multiples (Qwen2.5: 151936 and 152064 rows).
 VOCABULARY_PADDING = 0.01
 DRAFT_LM_PAPERS = (
     "Fast Inference from Transformers via Speculative Decoding, [arXiv:2211.17192](https://arxiv.org/abs/2211.17192)",
@@ -49,17 +49,17 @@ LLAMA_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_
 class DraftLanguageModelConfig(DraftHeadConfig):
     r"""Configuration of a language model that drafts.
 
-    With `language_model`, that model's config, the other fields follow from it. Without, they describe a Llama with
-    tied embeddings, and what is left out has the proportions of small Llamas.
+    If `language_model` is given, the other fields follow from it. Otherwise they describe a Llama with tied
+    embeddings, and fields left out get the usual proportions of small Llamas.
 
     Args:
         language_model: Config of the model, as in its `config.json`, `model_type` included.
-        vocab_size: Vocabulary of the **draft model**; may differ from the target's by padding.
-        hidden_size: Its width, default the target's.
-        num_hidden_layers: Its depth.
-        intermediate_size: Width of the MLP, default 8/3 h.
-        num_attention_heads, num_key_value_heads, head_dim: Attention shape, default heads of 64.
-        max_position_embeddings: Its context in tokens.
+        vocab_size: Vocabulary size of the **draft model**; may differ from the target's by padding.
+        hidden_size: Width h of the draft model; defaults to the target's.
+        num_hidden_layers: Number of layers of the draft model; defaults to 2.
+        intermediate_size: Width of the MLP; defaults to 8/3 h.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape; defaults to heads of width 64.
+        max_position_embeddings: Context of the draft model in tokens; defaults to 2048.
         rope_parameters: As in transformers.
     """
 
@@ -87,7 +87,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
         super().__post_init__(**kwargs)
 
     def _llama(self) -> PreTrainedConfig:
-        """A Llama of these fields; the proportions of those left out are usual for small ones."""
+        """Config of a Llama with these fields; fields left out get the usual proportions of small Llamas."""
         width = self.hidden_size or self.feature_size
         heads = self.num_attention_heads or max(width // (self.head_dim or 64), 1)
         return AutoConfig.for_model(
@@ -111,7 +111,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
         """Config of the wrapped model.
 
         Raises:
-            ValueError: for a `model_type` transformers has no language model for.
+            ValueError: if transformers does not know the config, or has no causal language model for it.
         """
         fields = dict(self.language_model or {})
         try:
@@ -147,7 +147,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
 
 
 def _plain_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config as JSON can hold it, without what belongs to a file rather than to the model."""
+    """Fields of a config that JSON can hold, without those that belong to a file rather than to the model."""
     left_out = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "quantization_config")
     return {name: value for name, value in config.to_diff_dict().items() if name not in left_out} | {
         "model_type": config.model_type
@@ -155,8 +155,8 @@ def _plain_dict(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def language_model_problem(model: PreTrainedModel) -> str | None:
-    """Why a model cannot draft trees, or `None` if it can. An allow-list: a model that ignored a mask would draft
-    nonsense without an error."""
+    """Says why a model cannot draft trees; `None` if it can. This is an allow-list, because a model that ignores a
+    mask would draft nonsense without an error."""
     config = model.config
     if config.is_encoder_decoder:
         return "it is an encoder-decoder model"
@@ -178,7 +178,7 @@ def language_model_problem(model: PreTrainedModel) -> str | None:
 
 
 class DraftLanguageModel(DraftHead):
-    """A causal language model as a draft head; make one with [`from_model`] or `AutoDraftHead.from_target`.
+    """A causal language model as a draft head; created by [`from_model`] or `AutoDraftHead.from_target`.
 
     Attributes:
         language_model: The wrapped model.
@@ -197,7 +197,7 @@ class DraftLanguageModel(DraftHead):
         try:
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)]
             self.language_model = model_class(known)
-        except (KeyError, AssertionError, IndexError) as error:  # an unknown activation, a token past the vocabulary
+        except (KeyError, AssertionError, IndexError) as error:  # e.g. an unknown activation
             raise ValueError(f"`language_model` describes a model that cannot be built: {error}") from error
         if problem := language_model_problem(self.language_model):
             raise ValueError(f"{type(self.language_model).__name__} cannot draft trees: {problem}.")
@@ -210,12 +210,12 @@ class DraftLanguageModel(DraftHead):
         target: PreTrainedModel | None = None,
         tree_config: DraftTreeConfig | dict[str, Any] | None = None,
     ) -> "DraftLanguageModel":
-        """Wraps a loaded language model, which it shares (no copy).
+        """Wraps a loaded language model without copying it.
 
         Args:
-            model: A causal language model with full attention in all layers and the target's tokenizer. The
-                vocabulary's size is checked, that the tokens are the same is not: a wrong tokenizer costs speed only.
-            target: The target; its identity is then kept in the config, and other targets are refused.
+            model: A causal language model with full attention in all layers and the target's tokenizer. Only the size
+                of the vocabulary is checked, not the tokens: a wrong tokenizer costs speed but not exactness.
+            target: The target. If given, its identity is stored in the config, and other targets are refused.
             tree_config: Default tree, or some of its fields.
 
         Raises:
@@ -237,16 +237,16 @@ class DraftLanguageModel(DraftHead):
         with torch.device("meta"):
             heads = cls(config)
         heads.language_model = model
-        heads.placement = Placement(device=False, dtype=False)  # it may serve others
+        heads.placement = Placement(device=False, dtype=False)  # the model may serve others, so it stays where it is
         if target is not None:
             heads.check_target(target)
             heads.remember_target(target)
-        heads.training = model.training  # of the shared model no part changes its mode
+        heads.training = model.training  # wrapping must not switch the shared model's mode
         return heads
 
     # ------------------------------------------------------------------ the target
     def check_sizes(self, target: PreTrainedModel) -> None:
-        """Refuses a target of another vocabulary; of its other sizes a draft model needs none."""
+        """Refuses a target with another vocabulary. A draft model does not depend on the target's other sizes."""
         ours, theirs = self.config.vocab_size, target.config.get_text_config(decoder=True).vocab_size
         if abs(ours - theirs) > VOCABULARY_PADDING * max(ours, theirs):
             name = target.config.name_or_path or type(target).__name__
@@ -257,12 +257,12 @@ class DraftLanguageModel(DraftHead):
 
     @property
     def shared_vocabulary(self) -> int:
-        """Tokens both models know: draft logits past them are dropped, tokens past them read as the last one."""
+        """Number of tokens both models know. Draft logits past it are dropped, tokens past it read as the last one."""
         return min(self.config.vocab_size, self.target_vocab_size)
 
     @property
     def trained_vocabulary(self) -> torch.Tensor | None:
-        """The first tokens, which both models know, where their vocabularies differ by padding, else `None`."""
+        """The tokens that both models know, if their vocabularies differ by padding; else `None`."""
         if self._binding.target is None or self.target_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(self.shared_vocabulary, device=self.device)
@@ -290,7 +290,7 @@ class DraftLanguageModel(DraftHead):
         first_round = cache.taken_in is None and cache.longest == 0
         positions = cache.open_rows(rows, token_ids.device, and_root=True).expand(batch, -1)
         mask = None
-        # Without a mask, the model's own causal attention may take a faster kernel over a whole prompt.
+        # A whole prompt goes without a mask: the model's own causal attention may then use a faster kernel.
         if not first_round:
             slots = torch.arange(cache.shown()[1], device=token_ids.device)
             mask = additive_mask((slots <= positions[..., None])[:, None], self.dtype)
@@ -307,7 +307,7 @@ class DraftLanguageModel(DraftHead):
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nodes, rows = token_ids.shape[1], position if visible is None else visible.shape[2]
-        # The root's row comes first of the round's rows, and every node sees it.
+        # The root's row is the first of the round's rows, and every node sees it.
         cache.place(1 + rows - nodes, nodes)
         seen = None if visible is None else torch.nn.functional.pad(visible, (1, 0), value=True)
         mask = cache.tree_mask(seen, self.dtype)
@@ -323,7 +323,7 @@ class DraftLanguageModel(DraftHead):
         mask: torch.Tensor | None,
         last_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States, of which a language model hands none on ([B, Q, 0]), and draft logits [B, Q, V]."""
+        """Returns empty states [B, Q, 0], because a language model passes none on, and draft logits [B, Q, V]."""
         logits = self._logits(
             self._pruned_model(),
             token_ids,
@@ -337,10 +337,10 @@ class DraftLanguageModel(DraftHead):
         return logits.new_zeros(*logits.shape[:2], 0), logits.float()
 
     def _pruned_model(self) -> nn.Module:
-        """The wrapped model, or a stand-in for it that computes the logits of the draft vocabulary alone.
+        """The wrapped model, or a stand-in that computes the logits of the draft vocabulary alone.
 
-        The model's code may scale or cap logits, so that code is run; the model itself, which others may share, is
-        left as it is.
+        The stand-in runs the model's own code, which may scale or cap logits. It leaves the model itself unchanged,
+        because others may share it.
         """
         if self.pruned_token_ids is None:
             return self.language_model
@@ -360,7 +360,7 @@ class DraftLanguageModel(DraftHead):
         return "logits_to_keep" in forward_parameters(self.language_model)
 
     def _within_context(self, positions: torch.Tensor) -> torch.Tensor:
-        """Past its own context a model drafts badly, and one with learned positions not at all: they stay there."""
+        """Clamps positions to the model's context: past it, drafts are bad, and learned positions do not exist."""
         limit = self.config.max_position_embeddings
         return positions if limit is None else positions.clamp_max(limit - 1)
 
@@ -371,16 +371,16 @@ class DraftLanguageModel(DraftHead):
         return "but a language model predicts every draft position as it does the next token; set num_passes to 1."
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """One pass: what the model says after the tokens up to t + 1 of the row's document.
+        """Yields a single pass: the model's logits after the tokens up to t + 1 of the document of row t.
 
         Raises:
-            ValueError: if the rows do not say their tokens.
+            ValueError: if the rows come without their own tokens (`token_ids`).
         """
         if rows.token_ids is None:
             raise ValueError("a draft language model reads the token of every row; pass `token_ids`.")
         token_ids = torch.cat([rows.token_ids, rows.next_token_ids[:, -1:]], dim=1)  # [B, T + 1]
         documents = torch.cat([rows.documents, rows.documents[:, -1:]], dim=1)
-        # The last token before padding has no row of its own, it is the next token of the row before.
+        # The last token before padding has no row of its own: it is only the next token of the row before it.
         padding = documents[:, 1:-1] == -1
         documents[:, 1:-1] = torch.where(padding, rows.documents[:, :-1], documents[:, 1:-1])
         mask = additive_mask(visible_rows(documents)[:, None], self.dtype)
@@ -396,5 +396,5 @@ class DraftLanguageModel(DraftHead):
 
     # ------------------------------------------------------------------ saving
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """As in [`DraftHead`]; tensors keep our names, not those of the wrapped family's original files."""
+        """As in [`DraftHead`]; tensors keep this class's names, not those of the wrapped family's original files."""
         super().save_pretrained(save_directory, **{"save_original_format": False, **kwargs})

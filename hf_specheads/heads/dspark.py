@@ -1,12 +1,12 @@
-"""DSpark heads: DFlash's block, whose slots learn what was drafted before them (arXiv 2607.05147).
+"""DSpark heads: DFlash's block, with logits corrected for the token drafted before a slot (arXiv 2607.05147).
 
-    g = W1[y]                              vanilla; y the token before the slot, the root before the first
+    g = W1[y]                              vanilla; y: the token before the slot, the root for the first slot
     g = sigmoid(G [h_s ; W1[y]]) * W1[y]   gated
-    g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn;
-                                           state 0 before the block, whose slots all pass it on, an idle root's too
+    g = tanh(o), state' = sigmoid(z) state + (1 - sigmoid(z)) tanh(c), (z, c, o) = J [state ; W1[y] ; h_s]     rnn
     logits of slot s after y = lm_head(h_s) + W2 g
 
-A confidence head predicts how likely a draft of slot s after y is to be accepted: `stop_below` gives drafts up by it.
+The state of `rnn` is 0 before the block and runs through all slots, including that of an idle root. A confidence head
+predicts the probability that a draft of slot s after y is accepted; `stop_below` is compared with this prediction.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -37,10 +37,10 @@ class DSparkHeadConfig(BlockHeadConfig):
     r"""Configuration of DSpark heads; see [`BlockHeadConfig`] for the block.
 
     Args:
-        markov_rank: Rank r of the correction by the token before.
-        markov_head: `"vanilla"`, `"gated"` or `"rnn"`, how it is made.
+        markov_rank: Rank r of the correction for the token before a slot.
+        markov_head: How the correction is computed: `"vanilla"`, `"gated"` or `"rnn"`.
         confidence_head: Whether the heads predict how likely a draft is to be accepted.
-        confidence_with_markov: Whether that prediction reads the token before, too.
+        confidence_with_markov: Whether that prediction also reads the token before the slot.
     """
 
     model_type = "specheads_dspark"
@@ -64,10 +64,10 @@ class DSparkHeadConfig(BlockHeadConfig):
 
 
 class MarkovHead(nn.Module):
-    """The correction of a slot's logits by the token before it.
+    """Correction of a slot's logits for the token before it.
 
     Shapes: states of slots [..., h], embeddings W1[y] [..., r], recurrent states [..., r] -> g [..., r] and the next
-    recurrent state [..., r] (without meaning but for `"rnn"`).
+    recurrent state [..., r] (used by `"rnn"` only).
     """
 
     def __init__(self, config: DSparkHeadConfig):
@@ -91,7 +91,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One linear map to the logit of being accepted: [..., h] or [..., h + r] -> [...]."""
+    """Linear map to the logit of a draft's acceptance: [..., h] or [..., h + r] -> [...]."""
 
     def __init__(self, inputs: int):
         super().__init__()
@@ -142,8 +142,9 @@ class DSparkHead(CorrectedBlockHead):
     def first_state(
         self, hidden: torch.Tensor, roots: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Zero, but that a recurrent head of an idle root has read the root's slot, too: `speculators`, whose heads
-        these are (DeepSpec's roots draft), carries the state through all slots of a block."""
+        """Zeros, except for `"rnn"` with an idle root, whose state has already read the root's slot. Such heads come
+        from `speculators`, which carries the state through all slots of a block (in DeepSpec's heads the root's slot
+        drafts)."""
         state = super().first_state(hidden, roots, embed)
         if self.config.first_slot == 0 or self.config.markov_head != "rnn":
             return state
@@ -156,7 +157,7 @@ class DSparkHead(CorrectedBlockHead):
         return torch.sigmoid(self.confidence(hidden, self.markov_head.markov_w1(token_ids)).float())
 
     def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Logits of being accepted, from states of slots [..., h] and W1[y] [..., r]."""
+        """Logits [...] of acceptance, from states of slots [..., h] and W1[y] [..., r]."""
         if self.confidence_head is None:
             raise RuntimeError("these heads have no confidence head; ask `heads.predicts_acceptance` first.")
         if self.config.confidence_with_markov:
@@ -164,7 +165,7 @@ class DSparkHead(CorrectedBlockHead):
         return self.confidence_head(hidden)
 
     def drafted_pass(self, rows: TrainingRows, position: int, held: torch.Tensor, read: torch.Tensor) -> DraftedPass:
-        """What a pass holds is [h_s ; g ; W1[y]]."""
+        """Rows of a pass are [h_s ; g ; W1[y]]."""
         drafted = super().drafted_pass(rows, position, torch.cat([held, read], dim=-1), read)
         return replace(drafted, confidence=self._row_confidence) if self.predicts_acceptance else drafted
 

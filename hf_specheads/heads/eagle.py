@@ -27,7 +27,7 @@ from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 __all__ = ["EagleHead", "EagleHeadConfig"]
 
-# What a row at position j is made of, next to the feature f_j or alone: the token after it, or its own.
+# Values of `inputs` in [`EagleHeadConfig`], which explains them; the first one is EAGLE itself.
 INPUTS = ("feature+shifted_token", "feature+token", "token", "feature")
 
 
@@ -36,14 +36,15 @@ class EagleHeadConfig(SpecialistHeadConfig):
     r"""Configuration of EAGLE-1/2 and HASS heads: one Llama decoder layer over `fc([embedding ; feature])`.
 
     Args:
-        fc_bias: Whether `fc` has a bias (published files differ; the keys decide on import).
-        inputs: What the row at position j is made of, the ablation of EAGLE's section 4.3.2:
+        fc_bias: Whether `fc` has a bias (published files differ; on import, their tensor names decide).
+        inputs: What the row at position j is made of, as in the ablation of EAGLE's section 4.3.2.
             `"feature+shifted_token"`: f_j and the token x_{j+1}, which the feature does not know yet (EAGLE itself);
             `"feature+token"`: f_j and its own token x_j; `"token"`: x_{j+1} alone, a small language model;
-            `"feature"`: f_j alone. (The paper leaves `fc` out where there is one input; here it always is there, as
-            wide as its inputs.)
-        extra_norms: Whether there are three norms more, as in a variant of HASS: of the embedding before `fc`, before
-            attention, and of the drafted feature before the target's `lm_head` (it is fed back without).
+            `"feature"`: f_j alone. (The paper drops `fc` for a single input; here `fc` is always present, as wide as
+            its inputs.)
+        extra_norms: Whether there are three additional norms, as in a variant of HASS: on the embedding before `fc`,
+            before attention, and on the drafted feature before the target's `lm_head` (the feature is fed back
+            without this norm).
     """
 
     model_type = "specheads_eagle"
@@ -87,8 +88,8 @@ HASS_PAPER = (
 class EagleHead(SpecialistHead):
     """One-layer draft head: `g = layer(fc([e(x_{j+1}) ; f_j]))`, logits = target `lm_head(g)`, g is fed back.
 
-    No norm before attention, no final norm; embedding and `lm_head` are the target's. With `config.inputs` other than
-    EAGLE's own, a row is made of what that says.
+    There is no norm before attention and no final norm; embedding and `lm_head` are the target's. `config.inputs` can
+    change what a row is made of.
     """
 
     config_class = EagleHeadConfig
@@ -100,7 +101,7 @@ class EagleHead(SpecialistHead):
 
     def __init__(self, config: EagleHeadConfig):
         super().__init__(config)
-        self._inputs = config.inputs  # asked in every level: a config's own attributes take time to look up
+        self._inputs = config.inputs  # a copy, because every level reads it and config attributes are slow
         width = config.embedding_size * ("token" in config.inputs) + config.feature_size * ("feature" in config.inputs)
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
@@ -116,7 +117,7 @@ class EagleHead(SpecialistHead):
         return nn.ModuleList(layer(config, index) for index in range(config.num_specialists))
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """`fc([embedding ; feature])`, or of one of them: [B, R, E] and [B, R, H] -> [B, R, h]."""
+        """`fc([embedding ; feature])`, or `fc` of one of the two: [B, R, E] and [B, R, H] -> [B, R, h]."""
         fc, inputs = self.fc, self._inputs
         dtype = fc.weight.dtype
         if self.embed_layernorm is not None:
@@ -133,8 +134,8 @@ class EagleHead(SpecialistHead):
     # ------------------------------------------------------------------ drafting
     @property
     def reads_own_token(self) -> bool:
-        """Whether a row is made of its own token. A node's row is then that of its parent's token and feature, so a
-        state is [embedding of the node's token ; drafted feature], wide enough to make the rows of its children."""
+        """Whether a row is made of a feature and that feature's own token. The row of a node is then made of its
+        parent's token and feature, so the state of a node holds both: [embedding of its token ; drafted feature]."""
         return self._inputs == "feature+token"
 
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
@@ -145,8 +146,8 @@ class EagleHead(SpecialistHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract. Where rows are made of their own tokens and the prompt was given as embeddings, the
-        first row's token is taken for token 0: it costs drafts, not exactness."""
+        """As in the contract. If rows are made of their own tokens and the prompt was given as embeddings, token 0
+        stands in for the unknown first token. This costs acceptance but not exactness."""
         if not self.reads_own_token:
             return super().start_draft(cache, token_ids, features)
         drafted, logits = super().start_draft(cache, token_ids.roll(1, dims=1), features)
@@ -168,8 +169,8 @@ class EagleHead(SpecialistHead):
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Every pass reads the target's features and, nearer than its draft position, those that passes before it
-        drafted, detached (HASS, section 3.2); EAGLE is the case of one pass. All rows keep their rope position.
+        """A row reads the target's features up to the root of its round, and after the root the features that earlier
+        passes drafted, detached (HASS, section 3.2). EAGLE is the case of one pass. All rows keep their rope position.
 
         Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
         """
@@ -182,8 +183,8 @@ class EagleHead(SpecialistHead):
         stream, length = rows.features, rows.features.shape[1]
         plain = self.training and self.is_activation_checkpointing
         cache = None if plain else StreamCache(length, apart=rows.separate_backward)
-        fused: list[torch.Tensor] = []  # with graph, [B, T, h] per stream
-        read: list[torch.Tensor] = []  # what the passes read: the same, or leaves with a gradient of their own
+        fused: list[torch.Tensor] = []  # [B, T, h] per stream, part of the autograd graph
+        read: list[torch.Tensor] = []  # what the passes read: the same tensors, or leaves that gather gradients
         for position in range(num_passes):
             fused.append(self.fuse(embeddings, stream))
             read.append(fused[-1].detach().requires_grad_() if rows.separate_backward else fused[-1])

@@ -1,11 +1,11 @@
 """EAGLE-3 heads: one decoder layer over three levels of the target, with a vocabulary of its own (arXiv 2503.01840).
 
-    u   = fc([r_low ; r_mid ; r_high])            target features; a drafted state g takes the place of u as it is
+    u   = fc([r_low ; r_mid ; r_high])            of target features; a drafted row has its parent's g as u
     a   = u + attention([norm(e(x_{j+1})) ; norm(u)])
     g   = a + mlp(norm(a))
     logits over the draft vocabulary = lm_head(norm(g))
 
-A level is what *enters* a layer of the target, without any norm. The state that is fed back is g before its norm.
+A level is the *input* of a layer of the target, without any norm. The state that is fed back is g before its norm.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -31,7 +31,7 @@ from .specialists import LAYER_FIELDS, SpecialistHead, SpecialistHeadConfig
 
 __all__ = ["Eagle3Head", "Eagle3HeadConfig"]
 
-# What heads of a warm start hand on, besides their weights and layer.
+# Config fields that a warm start copies, besides those of the decoder layer.
 EAGLE3_FIELDS = (
     "hidden_size", "draft_vocab_size", "feature_layers", "own_embedding", "norm_before_residual", "norm_output",
     "norm_before_fc", "fc_norm", "qk_norm",
@@ -44,7 +44,7 @@ def _levels_of(target: PreTrainedModel) -> tuple[int, ...] | None:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...] | None:
-    """Low, middle and high level of a target: 2, N // 2, N - 3; `None` where they are not three ascending ones."""
+    """Low, middle and high level of a target: 2, N // 2, N - 3; `None` if these three do not ascend."""
     levels = (2, num_layers // 2, num_layers - 3)
     return levels if levels[0] < levels[1] < levels[2] else None
 
@@ -54,17 +54,17 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
     r"""Configuration of EAGLE-3 heads.
 
     Args:
-        feature_layers: Hidden states of the target that make up a feature, indices as in transformers' `hidden_states`
-            (i is what enters layer i, -1 is after the final norm). `None`: 2, N // 2 and N - 3 of whatever target the
-            heads are used with, which must have N >= 7 layers; the authors' files do not say more.
-        draft_vocab_size: Vd, tokens that can be drafted; default all of V.
-        own_embedding: The heads have a token embedding [V, h] of their own; default only where h differs from the
-            target's embedding.
-        norm_before_residual: The residual around attention starts from the normed feature.
-        norm_output: The state that is fed back is the normed one (EAGLE-3.1).
-        norm_before_fc: A norm over the concatenated levels, before `fc`.
-        fc_norm: A norm for each level, before `fc`.
-        qk_norm: Norms over the width of an attention head, of its queries and keys, before rotation (Qwen 3).
+        feature_layers: Hidden states of the target that make up a feature, as indices of transformers'
+            `hidden_states` (i is the input of layer i, -1 is after the final norm). `None` stands for 2, N // 2 and
+            N - 3 of the target that the heads are bound to, which needs N >= 7 layers (authors' files say no more).
+        draft_vocab_size: Number Vd of tokens that can be drafted; defaults to V.
+        own_embedding: Whether the heads have their own token embedding [V, h]; by default only if h differs from the
+            width of the target's embedding.
+        norm_before_residual: Whether the residual around attention starts from the normed feature.
+        norm_output: Whether the state that is fed back is the normed one (EAGLE-3.1).
+        norm_before_fc: Whether the concatenated levels are normed before `fc`.
+        fc_norm: Whether each level is normed before `fc`.
+        qk_norm: Whether queries and keys are normed over the width of an attention head, before rotation (Qwen 3).
     """
 
     model_type = "specheads_eagle3"
@@ -120,12 +120,12 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
 
     @property
     def num_levels(self) -> int:
-        """Hidden states that make up a feature."""
+        """Number of hidden states that make up a feature."""
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Vd."""
+        """Number Vd of tokens that can be drafted."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -143,8 +143,8 @@ EAGLE3_PAPER = (
 class Eagle3Head(SpecialistHead):
     """One-layer draft head over several levels of the target, with its own final norm, `lm_head` and draft vocabulary.
 
-    The embedding is the target's unless the config says otherwise. Freshly made for a target of the same width, its
-    `lm_head` starts as the target's rows of the draft vocabulary.
+    The embedding is the target's unless the config says otherwise. In fresh heads for a target of the same width,
+    `lm_head` starts with the target's rows for the draft vocabulary.
     """
 
     config_class = Eagle3HeadConfig
@@ -173,7 +173,7 @@ class Eagle3Head(SpecialistHead):
             self.fc_norm = nn.ModuleList(norms)
         self.rotary_emb = rotary_embedding(config)
         if config.num_draft_tokens < config.vocab_size:
-            # The first tokens until others are chosen.
+            # Until a draft vocabulary is chosen, it consists of the first tokens.
             self.register_buffer("d2t", torch.zeros(config.num_draft_tokens, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.num_draft_tokens)
         self.post_init()
@@ -184,10 +184,10 @@ class Eagle3Head(SpecialistHead):
     # ------------------------------------------------------------------ the draft vocabulary
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """As in the config; the usual levels of the target the heads are bound to where it leaves them open.
+        """The levels in the config; if it names none, the usual levels of the target that the heads are bound to.
 
         Raises:
-            RuntimeError: if they are not bound to one yet.
+            RuntimeError: if the config names none and the heads are not bound to a target yet.
         """
         levels = self.config.feature_layers
         if levels is None and (target := self._binding.target) is not None:
@@ -206,13 +206,13 @@ class Eagle3Head(SpecialistHead):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def set_draft_vocabulary(self, token_ids: TokenIds) -> None:
-        """Chooses the tokens of the draft vocabulary; rows of `lm_head` stay where they are.
+        """Sets the tokens of the draft vocabulary; the rows of `lm_head` are not moved.
 
         Args:
             token_ids: Vd token ids of the target, in any order.
 
         Raises:
-            ValueError: for ids that repeat, that the target does not have, or that are not `draft_vocab_size` many.
+            ValueError: for ids that repeat or that the target does not have, or if their number is not Vd.
         """
         d2t, t2d = mapping_of(token_ids, self.config.vocab_size)
         if len(d2t) != self.config.num_draft_tokens:
@@ -226,11 +226,11 @@ class Eagle3Head(SpecialistHead):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As for all heads; `d2t` and `t2d` must fit each other.
+        """As for all heads; also checks that `d2t` and `t2d` match.
 
         Raises:
-            CheckpointKeysError: naming the missing and the unknown tensors.
-            CheckpointValueError: for a draft vocabulary that is none.
+            CheckpointKeysError: if tensors are missing or unknown; the message names them.
+            CheckpointValueError: if the saved draft vocabulary is invalid.
         """
         heads, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if heads.trained_vocabulary is not None and (problem := mapping_problem(heads.d2t, heads.t2d)):
@@ -292,9 +292,9 @@ class Eagle3Head(SpecialistHead):
         return self.config.trained_positions or TEST_TIME_PASSES
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Training-time test (EAGLE-3, section 3.2): row t is the root of all passes. Pass i reads token t + 1 + i and
-        the state of pass i - 1 at row t, with its gradient, at rope position t + i; it attends to the target's rows
-        up to t and to row t of the passes before it, which is what drafting does.
+        """Training-time test (EAGLE-3, section 3.2): row t is the root in every pass. Pass i reads token t + 1 + i and
+        the state of pass i - 1 at row t, with its gradient, at rope position t + i. As in drafting, it attends to the
+        target's rows up to t and to row t of earlier passes.
 
         Keys and values are kept from pass to pass, unless activation checkpointing would append them a second time.
         """
@@ -325,7 +325,7 @@ class Eagle3Head(SpecialistHead):
     # ------------------------------------------------------------------ from targets and other heads
     @classmethod
     def split_options(cls, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`draft_token_ids` are kept as `d2t` and `t2d`; how many there are is a field."""
+        """`draft_token_ids` is stored in the weights, as `d2t` and `t2d`; its length becomes `draft_vocab_size`."""
         fields, kept = dict(options), {}
         if (token_ids := fields.pop("draft_token_ids", None)) is not None:
             kept["draft_token_ids"] = token_ids
@@ -334,15 +334,15 @@ class Eagle3Head(SpecialistHead):
 
     @torch.no_grad()
     def start_from_target(self, target: PreTrainedModel, draft_token_ids: TokenIds | None = None) -> None:
-        """The draft vocabulary, and rows of the target's embedding and `lm_head` where widths agree.
+        """Sets the draft vocabulary, and copies rows of the target's embedding and `lm_head` where widths agree.
 
         Args:
             target: The target.
             draft_token_ids: Tokens of the draft vocabulary.
 
         Raises:
-            ValueError: if there are none although the heads draft over less than all of V, or nobody says which hidden
-                states of a shallow target to read.
+            ValueError: if `draft_token_ids` is missing although the heads draft over less than all of V, or if the
+                target is too shallow for the usual levels and `feature_layers` is missing.
         """
         if self.config.feature_layers is None:
             raise ValueError(

@@ -1,9 +1,9 @@
 """Hydra heads: one MLP per draft position that reads the tokens drafted before it (arXiv 2402.05109).
 
-Head i sees `[s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]`, where s_t stands for the committed text: the target's feature
-(Hydra), or what a decoder layer of the heads' own makes of all features up to t (Hydra++). Unlike
-Medusa's, the heads of a tree therefore answer differently at different nodes. A node's drafted state is that growing
-concatenation.
+Head i reads `[s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]`, where s_t stands for the committed text. It is the target's
+feature (Hydra), or the output of the heads' own decoder layer over all features up to t (Hydra++). Unlike Medusa's,
+these heads thus predict different tokens at different nodes of a level. The drafted state of a node is this
+concatenation, which grows with its depth.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -41,20 +41,20 @@ class HydraHeadConfig(PerPositionHeadConfig, LayerHeadConfig):
     r"""Configuration of Hydra heads.
 
     Args:
-        num_heads: Heads n, one per draft position.
-        num_blocks: Blocks per head (`hydra_num_layers` in the authors' code).
-        tied_blocks: Whether the blocks after the first of a head are one and the same, as the authors' code makes
-            them (all blocks of ungrounded heads).
-        grounded: Whether heads read the drafted tokens; without, they are Medusa's.
-        head_arch: `"mlp"`: s_t is the target's feature; `"prefix-mlp"` (Hydra++): the output of one Llama layer over
-            all features so far.
-        lm_head: `"own"`: each head has a projection [V, H] with bias; `"target"`: they share the target's `lm_head`.
-        hidden_state_offset: o > 0 reads the target's hidden state o layers below the final one.
-        dropout: Training only: dropped share of what every block and every projection reads (Hydra++: 0.2).
+        num_heads: Number n of heads, one per draft position.
+        num_blocks: Number of blocks per head (`hydra_num_layers` in the authors' code).
+        tied_blocks: Whether the blocks after the first of a head share one set of weights, as in the authors' code (in
+            ungrounded heads, all blocks do).
+        grounded: Whether the heads read the drafted tokens; if not, they are Medusa heads.
+        head_arch: `"mlp"`: s_t is the target's feature; `"prefix-mlp"` (Hydra++): s_t is the output of one Llama layer
+            over all features so far.
+        lm_head: `"own"`: each head has a projection [V, H] with bias; `"target"`: all share the target's `lm_head`.
+        hidden_state_offset: Number of layers below the final hidden state at which the target's features are read.
+        dropout: Probability of dropout, in training, on the input of every block and projection (Hydra++: 0.2).
         intermediate_size, num_attention_heads, num_key_value_heads, head_dim, hidden_act, rms_norm_eps,
-            rope_parameters, max_position_embeddings, attention_bias, attention_out_bias, mlp_bias: The layer of
-            `"prefix-mlp"`; without meaning for `"mlp"`.
-        trained_positions: Heads that were trained, `None` if unknown.
+            rope_parameters, max_position_embeddings, attention_bias, attention_out_bias, mlp_bias: Fields of the Llama
+            layer of `"prefix-mlp"`; not used by `"mlp"`.
+        trained_positions: Number of heads that were trained; `None` if unknown.
     """
 
     model_type = "specheads_hydra"
@@ -83,7 +83,7 @@ class HydraHeadConfig(PerPositionHeadConfig, LayerHeadConfig):
 
 
 class GroundedBlock(nn.Module):
-    """`y = R c + SiLU(W c)`, [..., c] -> [..., H]: a residual block that narrows, R and W with bias."""
+    """`y = R c + SiLU(W c)`, [..., c] -> [..., H]: a residual block that narrows its input; R and W have biases."""
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
@@ -95,7 +95,7 @@ class GroundedBlock(nn.Module):
 
 
 class PrefixLayer(NormedDecoderLayer):
-    """A whole one-layer Llama stack: both norms of the layer, and a final norm (Hydra++).
+    """A complete one-layer Llama stack: both norms of the layer, and a final norm (Hydra++).
 
     Shapes: features [B, R, H] -> [B, Q, H], the outputs of the last Q = `num_queries` rows.
     """
@@ -105,17 +105,18 @@ class PrefixLayer(NormedDecoderLayer):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As [`DraftDecoderLayer.forward`], normed."""
+        """As [`DraftDecoderLayer.forward`], followed by the final norm."""
         return self.norm(super().forward(*args, **kwargs))
 
 
 class HydraHead(PerPositionHead):
     """n heads, `logits_i = lm_head_i(blocks_i([s_t ; e(x_{t+1}) ; ... ; e(x_{t+1+i})]))`.
 
-    Inputs of head i are s_t and the embeddings after it, [..., H + (i + 1) * E]; [..., H] for ungrounded heads.
+    Inputs of head i are s_t and the embeddings after it, [..., H + (i + 1) * E]; for ungrounded heads, [..., H].
 
-    Freshly made for a target, first blocks of grounded heads are random (the identity on s_t would repeat the target's
-    last token with confidence), later ones the identity, and own projections the target's `lm_head`.
+    In fresh heads for a target, the first blocks of grounded heads are random, because the identity on s_t would
+    confidently repeat the target's last token. Later blocks are the identity, and own projections are copies of the
+    target's `lm_head`.
     """
 
     config_class = HydraHeadConfig
@@ -159,15 +160,15 @@ class HydraHead(PerPositionHead):
         num_queries: int = 1,
         attention_function: Callable | None = None,
     ) -> torch.Tensor:
-        """s_t of the last `num_queries` rows, [B, R, H] -> [B, Q, H]; the features themselves for `"mlp"`.
+        """s_t of the last `num_queries` rows, [B, R, H] -> [B, Q, H]; for `"mlp"`, the features themselves.
 
         Args:
             features: [B, R, H], target features of the rows to append.
             position_ids: [B, R], positions of their tokens.
             attention_mask: Additive float [B, 1, Q, cached + R]; `None` for one query that sees everything.
             past_key_values: Draft cache to append to, or `None`.
-            num_queries: Q.
-            attention_function: Replacement for the attention implementation, of transformers' signature.
+            num_queries: Number Q of rows to return.
+            attention_function: Replacement for the attention implementation, with transformers' signature.
         """
         features = features.to(self.dtype)
         if self.prefix is None:
@@ -188,13 +189,13 @@ class HydraHead(PerPositionHead):
         return (-1 - self.config.hidden_state_offset,)
 
     def new_draft_cache(self) -> DraftCache:
-        """One layer for Hydra++, fed with features of committed tokens only; otherwise only counts rows."""
+        """Cache with one layer for Hydra++, for rows of committed tokens only; otherwise it only counts rows."""
         return DraftCache(0 if self.prefix is None else 1)
 
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the root's state is `[s_t ; e(root)]`, [B, 1, H + E]."""
+        """As in the contract. The root's state is `[s_t ; e(root)]`, [B, 1, H + E], or s_t for ungrounded heads."""
         batch, rows = features.shape[:2]
         positions = cache.open_rows(rows, features.device).expand(batch, -1)
         mask = cache.last_row_mask(rows, self.dtype)
@@ -212,7 +213,7 @@ class HydraHead(PerPositionHead):
         features: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; a node's state is its parent's with the node's own embedding appended."""
+        """As in the contract. A node's state is its parent's state with the node's own embedding appended."""
         if not self.config.grounded:
             logits = self.position_logits(features[:, :1], position)
             return features, logits.expand(-1, token_ids.shape[1], -1)
@@ -225,10 +226,10 @@ class HydraHead(PerPositionHead):
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i is head i at every row, fed with the data's tokens; it says what the target says i rows later.
+        """Pass i runs head i at every row, on tokens of the data, to predict what the target says i rows later.
 
-        Its output before the projection is compared with the target's feature there (the authors' reconstruction
-        loss). Rows whose tokens would come from the next document are among those that nobody reads.
+        The output of the head before its projection is compared with the target's feature i rows later (the authors'
+        reconstruction loss). Rows whose tokens would come from the next document do not enter any loss.
         """
         states = self.prefix_states(
             rows.features,

@@ -1,4 +1,4 @@
-"""Building blocks of draft heads, stated as differences from transformers' Llama layers."""
+"""Building blocks of draft heads, defined by how they differ from transformers' Llama layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +27,8 @@ from ..configuration import DraftHeadConfig
 class DraftAttention(LlamaAttention):
     """Llama attention in which only the last `num_queries` rows attend; the rows before them only fill the cache.
 
-    The keys and values of a one-layer head do not depend on attention, so rows that nobody reads (a prompt, the
-    tree levels a new specialist takes over) cost two projections instead of a whole layer.
+    In a draft head of one layer, keys and values do not depend on attention. Rows whose outputs nobody reads (a
+    prompt, tree levels that a specialist takes over) therefore cost two projections instead of a whole layer.
     """
 
     def __init__(self, config: DraftHeadConfig, layer_idx: int):
@@ -46,7 +46,8 @@ class DraftAttention(LlamaAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, R, head_dim]
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all rows, appended to the cache: each [B, key-value heads, cached + R, head_dim]."""
+        """Appends the keys and values of all rows to the cache, and returns all of both: each [B, key-value heads,
+        cached + R, head_dim]."""
         rows = hidden_states.shape[:-1]
         key = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)
         key = (key if self.k_norm is None else self.k_norm(key)).transpose(1, 2)
@@ -80,15 +81,15 @@ class DraftAttention(LlamaAttention):
 
 
 def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on states [B, heads, R, head_dim], from tables [B, R, head_dim].
+    """Applies rotary positions to states [B, heads, R, head_dim], from tables [B, R, head_dim].
 
-    transformers' function rotates queries and keys together; here there are rows of which only one of them is wanted.
+    transformers' function rotates queries and keys together, but here only some of the rows have queries.
     """
     return states * cos[:, None] + rotate_half(states) * sin[:, None]
 
 
 def rotary_embedding(config: DraftHeadConfig) -> LlamaRotaryEmbedding:
-    """Llama's rotary positions for heads with decoder layers."""
+    """Makes Llama's rotary embedding for heads with decoder layers."""
     return LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # our configs have the fields it reads
 
 
@@ -125,12 +126,12 @@ class DraftDecoderLayer(GradientCheckpointingLayer):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
     def attended(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, [B, R, *], and what its output is added to, [B, R, h]; here both are the rows."""
+        """Returns the input of attention [B, R, *] and the residual [B, R, h]; here both are the rows themselves."""
         return rows, rows
 
 
 class NormedDecoderLayer(DraftDecoderLayer):
-    """A Llama decoder layer **with** the norm before attention; the residual is the input without norm.
+    """A Llama decoder layer **with** the norm before attention; the residual is the input before that norm.
 
     Shapes: as [`DraftDecoderLayer`].
     """
@@ -144,7 +145,7 @@ class NormedDecoderLayer(DraftDecoderLayer):
 
 
 def validate_layer(config: DraftHeadConfig) -> None:
-    """Checks a config's fields of a decoder layer.
+    """Checks the fields of a config that describe a decoder layer.
 
     Raises:
         ValueError: for an impossible value.
@@ -165,7 +166,7 @@ def validate_layer(config: DraftHeadConfig) -> None:
 
 
 class WideAttention(DraftAttention):
-    """Attention whose queries, keys and values are projected from embedding and feature side by side."""
+    """Attention whose queries, keys and values are projected from `[embedding ; feature]`."""
 
     def __init__(self, config: DraftHeadConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -181,7 +182,7 @@ class WideAttention(DraftAttention):
 class Eagle3DecoderLayer(DraftDecoderLayer):
     """A Llama decoder layer whose attention reads `[norm(embedding) ; norm(feature)]`; the residual is the feature.
 
-    Shapes: rows [B, R, E + h], embedding first, -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
+    Shapes: rows [B, R, E + h], embedding first -> [B, Q, h], the outputs of the last Q = `num_queries` rows.
     """
 
     def __init__(self, config: DraftHeadConfig, layer_idx: int):
@@ -200,12 +201,13 @@ class Eagle3DecoderLayer(DraftDecoderLayer):
 
 
 def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
-    """One decoder layer of the target's own proportions, where its config tells them.
+    """Config fields of a decoder layer with the target's proportions, as far as the target's config gives them.
 
-    Only the base of the target's rope is taken over, not its scaling: a head is trained at short positions.
+    Only the base of the target's rope is taken over, not its scaling, because draft heads are trained at short
+    positions.
     """
     config = target.config.get_text_config(decoder=True)
-    config = config.per_layer_config[0]  # sizes may differ from layer to layer, and are no fields of the whole then
+    config = config.per_layer_config[0]  # if sizes differ between layers, the config itself does not have them
     width = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or max(width // 64, 1)
     head_dim = getattr(config, "head_dim", None) or width // heads
@@ -225,7 +227,7 @@ def layer_fields_for_target(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def _rope_base(config: Any) -> float:
-    """Base of the target's rope; 10000 where it has none. Per-layer-type tables (Gemma 3) give full attention's."""
+    """Base of the target's rope, for full attention if it differs by layer type (Gemma 3); 10000 if it has none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention") or parameters
     return float(parameters.get("rope_theta") or 10000.0)
@@ -237,13 +239,14 @@ class LayerHeadConfig(DraftHeadConfig):
 
     Args:
         intermediate_size: Width of the SwiGLU MLP.
-        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h / heads.
+        num_attention_heads, num_key_value_heads, head_dim: Attention shape; `head_dim` defaults to h divided by
+            `num_attention_heads`.
         hidden_act: Activation of the MLP.
         rms_norm_eps: Epsilon of the norms.
-        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, never the target's.
-        attention_bias: Bias of the q, k and v projections (heads for Qwen2 targets).
-        attention_out_bias: Bias of the output projection.
-        mlp_bias: Bias of the MLP projections.
+        rope_parameters: As in transformers; a missing base means 10000, as in the authors' code, not the target's.
+        attention_bias: Whether the q, k and v projections have biases (as in heads for Qwen2 targets).
+        attention_out_bias: Whether the output projection has a bias.
+        mlp_bias: Whether the MLP projections have biases.
     """
 
     intermediate_size: int = 11008

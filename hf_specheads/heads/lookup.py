@@ -1,8 +1,8 @@
-"""Prompt lookup as a draft head without weights: it drafts what followed the same words earlier in the text.
+"""Prompt lookup as a draft head without weights: it drafts what followed the same tokens earlier in the text.
 
-Copying from the prompt drafts well where an answer repeats it: summaries, edits of code, retrieval (LLMA, arXiv
-2304.04487; prompt lookup decoding, Saxena 2023). There it is one path in one sequence; here the text is a distribution
-over next tokens like any head's, so that trees, batches, sampling and drawn children come with it.
+Copying from the prompt drafts well where the answer repeats it: in summaries, edits of code, retrieval (LLMA, arXiv
+2304.04487; prompt lookup decoding, Saxena 2023). These methods copy a single path for a single sequence. Here the text
+yields a distribution over next tokens, as with any draft head, so trees, batches and sampled children work as well.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -32,10 +32,10 @@ LOOKUP_PAPERS = (
     "Prompt lookup decoding (Saxena, 2023), "
     "[github.com/apoorvumang/prompt-lookup-decoding](https://github.com/apoorvumang/prompt-lookup-decoding)",
 )
-# A place where one token more agrees counts as much as so many places with one less.
+# One matching place counts as much as this many places that match in one token less.
 LONGER_COUNTS = 8.0
-UNSEEN = 1e-9  # weight of tokens that never followed: drawn children need some, however small
-NO_TOKEN = -1  # before the text begins; agrees with nothing
+UNSEEN = 1e-9  # weight of tokens that never followed: sampled children need a positive probability, however small
+NO_TOKEN = -1  # stands before the beginning of the text and matches no token
 
 
 @strict
@@ -43,8 +43,8 @@ class LookupHeadConfig(DraftHeadConfig):
     r"""Configuration of prompt lookup.
 
     Args:
-        longest_ngram, shortest_ngram: How many of the last tokens are looked for: places that agree in more of them
-            count more, and those that agree in fewer than `shortest_ngram` do not count.
+        longest_ngram, shortest_ngram: Largest and smallest number of last tokens to look up. Places in the text that
+            match more of the last tokens count more; those that match fewer than `shortest_ngram` do not count.
     """
 
     model_type = "specheads_lookup"
@@ -64,10 +64,10 @@ class LookupHeadConfig(DraftHeadConfig):
 
 
 class TextCache(DraftCache):
-    """The committed text and its root, as far as a generation has come.
+    """The tokens committed so far in a generation, and the root.
 
     Attributes:
-        token_ids: int64 [B, >= longest + 1]; `None` before the first round.
+        token_ids: int64 [B, >= longest + 1], where `longest` is that of the cache; `None` before the first round.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class TextCache(DraftCache):
 
     @property
     def text(self) -> torch.Tensor:
-        """int64 [B, C], tokens in all slots shown; those after the root mean nothing."""
+        """int64 [B, C], tokens in all visible slots; those after the root are meaningless."""
         if self.token_ids is None:
             raise RuntimeError("no text yet; `start_draft` takes it in.")
         return self.token_ids[:, : self.shown()[1]]
@@ -94,7 +94,7 @@ class TextCache(DraftCache):
         self.commit(rows)
 
     def roots(self) -> torch.Tensor:
-        """Slot of every sequence's root, int64 [B or 1, 1]."""
+        """Slots of the roots, int64 [B, 1], or [1, 1] if all sequences have the same."""
         known = self.known_lengths()
         return known[:, None] if isinstance(known, torch.Tensor) else self.text.new_full((1, 1), known)
 
@@ -118,12 +118,12 @@ class TextCache(DraftCache):
 
 
 class LookupHead(DraftHead):
-    """Drafts what the text said after its last few tokens before; has no weights, reads no features, fits any target
-    with the same tokenizer.
+    """Drafts what followed earlier occurrences of the text's last tokens. It has no weights, reads no features, and
+    fits any target with the same vocabulary size.
 
-    A token's draft logit is the log of the summed weights of the places it followed: places that agree in more tokens
-    count more, later ones up to twice as much as early ones. A round in which the text has no such place is a plain
-    step. See also `lookup` of [`DraftTreeConfig`], which puts such a path into the trees of other heads.
+    The draft logit of a token is the logarithm of the summed weights of the places that it followed. Places that match
+    more tokens weigh more, and later places up to twice as much as early ones. A round for which the text has no such
+    place is a plain step. See also `lookup` of [`DraftTreeConfig`], which adds a copied path to other heads' trees.
     """
 
     config_class = LookupHeadConfig
@@ -133,7 +133,7 @@ class LookupHead(DraftHead):
 
     def __init__(self, config: LookupHeadConfig):
         super().__init__(config)
-        self.register_buffer("placed", torch.zeros(1), persistent=False)  # says where the heads are, and in what type
+        self.register_buffer("placed", torch.zeros(1), persistent=False)  # records the heads' device and dtype
         self.post_init()
 
     @property
@@ -146,7 +146,7 @@ class LookupHead(DraftHead):
 
     @classmethod
     def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor]:
-        """There are none."""
+        """An empty dict: these heads have no weights."""
         return {}
 
     @property
@@ -155,11 +155,11 @@ class LookupHead(DraftHead):
 
     # ------------------------------------------------------------------ the target
     def check_target(self, target: PreTrainedModel) -> None:
-        """Refuses a target of another vocabulary; nothing else of it matters."""
+        """Refuses a target with another vocabulary size; nothing else about it matters."""
         self.check_sizes(target)
 
     def check_sizes(self, target: PreTrainedModel) -> None:
-        """The same: a vocabulary is a size."""
+        """As [`check_target`]: the vocabulary size is the only one that matters."""
         theirs = target_sizes(target)["vocab_size"]
         if self.config.vocab_size != theirs:
             name = target.config.name_or_path or type(target).__name__
@@ -177,7 +177,7 @@ class LookupHead(DraftHead):
         return self.config.longest_ngram, self.config.shortest_ngram
 
     def _refresh_pruning(self) -> None:
-        """There are no rows to copy: logits of other tokens are left out."""
+        """Does nothing: there are no rows to copy, `_logits` leaves other tokens out."""
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> TextCache:
@@ -186,7 +186,7 @@ class LookupHead(DraftHead):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the state of a node is the last few tokens on its path, int64 [B, 1, longest_ngram]."""
+        """As in the contract. The state of a node is the last tokens on its path, int64 [B, 1, longest_ngram]."""
         assert isinstance(cache, TextCache)
         cache.take_in(token_ids)
         back = torch.arange(1 - self.config.longest_ngram, 1, device=token_ids.device)
@@ -207,10 +207,10 @@ class LookupHead(DraftHead):
         return last, self._logits(cache, last)
 
     def _logits(self, cache: TextCache, last: torch.Tensor) -> torch.Tensor:
-        """Draft logits fp32 [B, K, Vd] after nodes whose paths end in the tokens `last` [B, K, n]."""
+        """Draft logits, fp32 [B, K, Vd], after nodes whose paths end in the tokens `last` [B, K, n]."""
         text, roots = cache.text, cache.roots()
         places = torch.arange(text.shape[1], device=text.device)
-        agree = (places < roots)[:, None].expand(-1, last.shape[1], -1)  # a token has followed
+        agree = (places < roots)[:, None].expand(-1, last.shape[1], -1)  # before the root, where a next token is known
         agreeing = torch.zeros(*last.shape[:2], text.shape[1], dtype=torch.float32, device=text.device)
         for back in range(last.shape[2]):
             same = text.roll(back, dims=1)[:, None] == last[..., last.shape[2] - 1 - back, None]
@@ -221,7 +221,7 @@ class LookupHead(DraftHead):
         counts = torch.where(agreeing >= self.config.shortest_ngram, counts, 0.0)
         followers = text.roll(-1, dims=1)[:, None].expand_as(counts)
         seen = counts.new_zeros(*last.shape[:2], self.config.vocab_size).scatter_add(2, followers, counts)
-        # Tokens that never followed differ a little, so that which of them are children does not hang on a kernel.
+        # The weights of unseen tokens differ slightly, so that the order of equals in a top-k kernel does not matter.
         order = torch.arange(self.config.vocab_size, device=text.device).float() / (2 * self.config.vocab_size)
         seen = seen + UNSEEN * (1 - order)
         return (seen if self.draft_vocabulary is None else seen[..., self.draft_vocabulary]).log()
@@ -231,7 +231,7 @@ class LookupHead(DraftHead):
         return "but lookup heads have no weights to train; train heads of another method."
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """There is nothing to train.
+        """Refuses to train, because there are no weights.
 
         Raises:
             ValueError: always.

@@ -1,7 +1,8 @@
-"""Medusa heads: one small head per draft position, all on the last committed feature (arXiv 2401.10774).
+"""Medusa heads: one small head per draft position, all reading the last committed feature (arXiv 2401.10774).
 
-Head i predicts the token i + 2 places after the feature's own, whatever was drafted in between: no recurrence, no
-draft cache. A tree is the product of what the heads say, so every node of a level has the same children.
+Head i predicts the token i + 2 places after the feature's own token, whatever was drafted in between. There is no
+recurrence and no draft cache. A tree is the product of the heads' distributions, so every node of a level has the same
+children.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -32,13 +33,12 @@ class MedusaHeadConfig(PerPositionHeadConfig):
     r"""Configuration of Medusa heads.
 
     Args:
-        num_heads: Heads n, one per draft position.
-        num_blocks: Residual blocks per head.
-        tied_blocks: Whether the blocks of a head are one and the same, as the authors' code makes them.
-        lm_head: `"own"`: each head has a projection [V, H] of its own (the paper, and all published weights);
-            `"target"`: they share the target's `lm_head` (the authors' later trainer), V * H parameters fewer per
-            head.
-        trained_positions: Heads that were trained, `None` if unknown.
+        num_heads: Number n of heads, one per draft position.
+        num_blocks: Number of residual blocks per head.
+        tied_blocks: Whether all blocks of a head share one set of weights, as in the authors' code.
+        lm_head: `"own"`: each head has its own projection [V, H] (the paper, and all published weights); `"target"`:
+            all heads share the target's `lm_head` (the authors' later trainer), which saves V * H parameters per head.
+        trained_positions: Number of heads that were trained; `None` if unknown.
     """
 
     model_type = "specheads_medusa"
@@ -49,7 +49,7 @@ class MedusaHeadConfig(PerPositionHeadConfig):
 class MedusaHead(PerPositionHead):
     """n heads, `logits_i = lm_head_i(blocks_i(f))` with f the target's feature of the last committed token.
 
-    Freshly made for a target, the blocks are the identity and own projections are the target's `lm_head`.
+    In fresh heads for a target, the blocks are the identity and own projections are copies of the target's `lm_head`.
     """
 
     config_class = MedusaHeadConfig
@@ -75,13 +75,13 @@ class MedusaHead(PerPositionHead):
         return True
 
     def new_draft_cache(self) -> DraftCache:
-        """Only counts committed rows: no head looks further back than the last one."""
+        """Cache that only counts committed rows, because no head looks further back than the last one."""
         return DraftCache(0)
 
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the state of every node is the feature of the last committed token, [B, 1, H]."""
+        """As in the contract. The state of every node is the feature of the last committed token, [B, 1, H]."""
         cache.commit(features.shape[1])
         last = features[:, -1:]
         return last, self.position_logits(last, 0)
@@ -94,13 +94,13 @@ class MedusaHead(PerPositionHead):
         features: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; all nodes of a level have the same state and the same logits, computed once."""
+        """As in the contract. All nodes of a level have the same state and the same logits, computed once."""
         logits = self.position_logits(features[:, :1], position)
         return features, logits.expand(-1, token_ids.shape[1], -1)
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i is head i at every row; it says what the target says i rows later."""
+        """Pass i runs head i at every row, to predict what the target says i rows later."""
         for position in range(num_passes):
             yield DraftedPass(hidden=rows.features, logits=partial(self._logits_of, rows, position), offset=position)
 

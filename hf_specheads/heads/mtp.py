@@ -1,14 +1,14 @@
-"""Multi-token prediction: the layers a target was pre-trained with to look further ahead, as draft heads.
+"""Multi-token prediction: layers with which a target was pre-trained to predict further tokens, as draft heads.
 
     u_j = fc([norm(e(x_{j+1})) ; norm(h_j)])         h: the target's feature, or the state drafted before
     g_j = norm(layer(u_j))                           a whole decoder layer of the target's class
     logits = the target's lm_head(g_j);  g_j is fed back
 
-A target with one layer drafts to any depth with it, one with two drafts its second position and all later ones with
-the second layer (DeepSeek-V3, arXiv 2412.19437, section 2.2, where every depth has its own; Qwen's and GLM's reports).
+A single layer drafts all positions, to any depth. Of two layers, the second one drafts the second position and all
+later ones. (DeepSeek-V3, arXiv 2412.19437, section 2.2, where every depth has a layer; Qwen's and GLM's reports.)
 
-Of a second layer, a row is made of the first layer's state one token *earlier*: its row in slot s is made of x_{s+1}
-and g_{s-1}, so that all layers write their rows into the same slots. It has none in slot 0, which is hidden.
+A row of the second layer reads the first layer's state of one token *earlier*: its row in slot s is made of x_{s+1}
+and g_{s-1}, so that both layers write to the same slots. The second layer has no row in slot 0, which is masked.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -42,7 +42,7 @@ TRAINED_PASSES = 3
 
 
 class MtpLayer(nn.Module):
-    """One MTP layer around a decoder layer; see the formulas above."""
+    """One MTP layer around a decoder layer; see the formulas at the top of this file."""
 
     def __init__(self, config: MtpHeadConfig, block: nn.Module, norm: nn.Module):
         super().__init__()
@@ -53,11 +53,11 @@ class MtpLayer(nn.Module):
 
 
 class MtpHead(DraftHead):
-    """MTP layers that draft recurrently, as chains and trees of any depth; embedding and `lm_head` are the target's.
+    """MTP layers that draft recurrently, chains and trees of any depth; embedding and `lm_head` are the target's.
 
-    `load_heads(target_repo, method="mtp")` and `AutoDraftHead.from_target(target, "mtp")` take them out of the
-    target's checkpoint. `from_target(target, "mtp", native=False)` makes fresh ones to train: a decoder layer of the
-    target's class, or, where that cannot stand alone, a Llama layer of the target's proportions.
+    `load_heads(target_repo, method="mtp")` and `AutoDraftHead.from_target(target, "mtp")` read the layers from the
+    target's checkpoint. `from_target(target, "mtp", native=False)` makes fresh layers to train: decoder layers of the
+    target's class or, if these cannot be used alone, Llama layers of the target's proportions.
     """
 
     config_class = MtpHeadConfig
@@ -73,13 +73,13 @@ class MtpHead(DraftHead):
         asked = config._attn_implementation or "sdpa"
         try:
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
-            # That of heads, unless it was chosen, which some classes (GPT-OSS) do not have.
+            # Some classes (GPT-OSS) do not have sdpa, the default of draft heads.
             described._attn_implementation = asked if asked != "sdpa" or model._supports_sdpa else "eager"
             decoder = model(described).get_decoder()
             blocks, norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
         except (AttributeError, KeyError, TypeError, AssertionError) as error:
             raise ValueError(f"`layer_config` describes layers that cannot be taken by themselves: {error}") from error
-        # Layers of no positions have none; of several kinds of layers, positions may be turned differently in each.
+        # Without rope there is no `rotary_emb`; with several types of layers, it must be told the type.
         self._rotary_options = {} if self.rotary_emb is None else rotary_options(self.rotary_emb)
         self.layers = nn.ModuleList(MtpLayer(config, block, norm) for block in blocks)
         self.post_init()
@@ -87,10 +87,10 @@ class MtpHead(DraftHead):
     # ------------------------------------------------------------------ where the weights come from
     @classmethod
     def weights_elsewhere(cls, config: DraftHeadConfig, **hub: Any) -> dict[str, torch.Tensor] | None:
-        """Native layers are in the checkpoint of the target they were taken from.
+        """Reads native layers from the checkpoint of the target that they belong to.
 
         Raises:
-            HeadLoadError: if that is not known, or cannot be read.
+            HeadLoadError: if that checkpoint is not known or cannot be read.
         """
         if not isinstance(config, MtpHeadConfig) or not config.native:
             return None
@@ -107,10 +107,10 @@ class MtpHead(DraftHead):
         return self.config.native
 
     def start_from_target(self, target: PreTrainedModel) -> None:
-        """Takes the layers out of the target's checkpoint, unless fresh ones were asked for.
+        """Reads the layers from the target's checkpoint, unless fresh ones are wanted (`native=False`).
 
         Raises:
-            HeadLoadError: if the target was not loaded from one, or it has no MTP layers.
+            HeadLoadError: if the target was not loaded from a checkpoint, or its checkpoint has no MTP layers.
         """
         if not self.config.native:
             return
@@ -135,11 +135,11 @@ class MtpHead(DraftHead):
         attention_mask: torch.Tensor | None,
         past_key_values: MtpCache | None = None,
     ) -> torch.Tensor:
-        """One MTP layer over rows to append: the only forward, for prefill, drafting and training.
+        """Runs one MTP layer over rows to append. Prefill, drafting and training share this forward.
 
         Args:
-            index: Which layer.
-            embeddings: [B, R, E], of the token after each row's.
+            index: Index of the layer.
+            embeddings: [B, R, E], embeddings of the tokens after each row's own token.
             states: [B, R, H], target features or drafted states.
             position_ids: [B, R], rope positions of the rows.
             attention_mask: Additive float [B, 1, R, cached + R].
@@ -165,20 +165,20 @@ class MtpHead(DraftHead):
         return layer.norm(outputs[0] if isinstance(outputs, tuple) else outputs)
 
     def layer_at(self, position: int) -> int:
-        """Layer that drafts a position (0-based); the last one goes on past its own."""
+        """Layer that drafts a position (0-based); the last layer also drafts all later positions."""
         return min(position, self.config.num_mtp_layers - 1)
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Embeddings of tokens [B, R], the target's: [B, R, E]."""
+        """The target's embeddings [B, R, E] of tokens [B, R]."""
         return self.borrowed.look_up(token_ids).to(device)
 
     # ------------------------------------------------------------------ drafting
     def new_draft_cache(self) -> DraftCache:
-        """An empty cache.
+        """Returns an empty cache.
 
         Raises:
-            UnsupportedGenerationError: for compiled rounds of two layers: what one round hands to the next would not
-                survive the replay of its graph.
+            UnsupportedGenerationError: for compiled rounds with two layers, because the state that one round leaves
+                for the next would not survive the replay of its graph.
         """
         if self.compiled and self.config.num_mtp_layers > 1:
             raise UnsupportedGenerationError(
@@ -225,7 +225,8 @@ class MtpHead(DraftHead):
         return drafted, self.draft_logits(drafted)
 
     def _rows_mask(self, cache: DraftCache, slots: torch.Tensor, index: int) -> torch.Tensor:
-        """Additive [B, 1, M, shown]: rows in `slots` [B, M] see those before them, but not what a layer lacks."""
+        """Additive mask [B, 1, M, shown]: a row in `slots` [B, M] sees all slots up to its own in which layer `index`
+        has rows."""
         shown = torch.arange(cache.shown()[1], device=slots.device)
         return additive_mask(((shown <= slots[..., None]) & (shown >= index))[:, None], self.dtype)
 
@@ -236,9 +237,9 @@ class MtpHead(DraftHead):
 
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
         """As for EAGLE heads (see [`unroll.streams`]): pass i reads what pass i - 1 drafted one row earlier, without
-        its gradient. A second layer has only streams that were drafted, and does not see the first row of a document.
+        its gradient. A second layer reads drafted streams only, and does not see the first row of a document.
 
-        Weights that are trained are the heads' own from then on.
+        Training sets `config.native` to `False`: the trained weights are then saved with the heads.
         """
         if torch.is_grad_enabled():
             self.config.native = False
@@ -261,7 +262,7 @@ class MtpHead(DraftHead):
 
 
 class _OneLayer:
-    """A cache of one layer, whatever number the layer has that writes into it."""
+    """A cache with a single layer, which ignores the index of the layer that writes to it."""
 
     def __init__(self, layer: DynamicIndexedLayer):
         self._layer = layer
@@ -274,10 +275,10 @@ class _OneLayer:
 
 
 def native_tensors(config: MtpHeadConfig, source: str, **hub: Any) -> dict[str, torch.Tensor]:
-    """The MTP layers in a target's checkpoint that a config asks for; see [`target.mtp.read_mtp`].
+    """Reads the MTP layers that a config asks for from a target's checkpoint; see [`target.mtp.read_mtp`].
 
     Raises:
-        HeadLoadError: if they are not there.
+        HeadLoadError: if the checkpoint does not have them.
     """
     num_layers = int((config.layer_config or {}).get("num_hidden_layers", 0))
     tensors = read_mtp(source, num_layers, **hub)

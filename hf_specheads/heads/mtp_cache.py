@@ -10,10 +10,11 @@ from ..cache.slots import SlotCache
 
 
 class MtpCache(DraftCache):
-    """One layer of slots per MTP layer.
+    """Draft cache with one cache layer per MTP layer.
 
     Attributes:
-        earlier: State [B, 1, h] of the first layer's last committed row, which the second layer reads next round.
+        earlier: State [B, 1, h] of the first layer's last committed row, which the second layer reads in the next
+            round; `None` before the first round.
     """
 
     def __init__(self, num_layers: int):
@@ -42,12 +43,12 @@ class MtpCache(DraftCache):
         self.earlier = None if self.earlier is None else self.earlier.clone()
 
     def one_later(self, states: torch.Tensor) -> torch.Tensor:
-        """States [B, M, h] of the rows to commit, each handed to the row after it; before `commit`."""
+        """Moves states [B, M, h] of the rows to commit to the row after each; to be called before `commit`."""
         earlier = torch.zeros_like(states[:, :1]) if self.earlier is None else self.earlier.to(states.dtype)
         moved = torch.cat([earlier, states[:, :-1]], dim=1)
         self.earlier = states[:, -1:]
         if self.taken_in is None:
             return moved
-        # Of sequences with fewer rows than others, the first real one comes after columns of no meaning.
+        # In sequences with fewer rows than others, the first real row comes after meaningless columns.
         first = torch.nn.functional.pad(~self.taken_in.valid[:, :-1], (1, 0), value=True)
         return torch.where(first[..., None], earlier, moved)

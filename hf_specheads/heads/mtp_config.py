@@ -1,4 +1,4 @@
-"""What MTP heads are made of: their config, and the decoder layers of a target's class."""
+"""Configuration of MTP heads, and checks whether decoder layers of a target's class can serve as MTP layers."""
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
 
@@ -27,11 +27,11 @@ class MtpHeadConfig(DraftHeadConfig):
     r"""Configuration of MTP layers.
 
     Args:
-        layer_config: Config of the model whose decoder layers they are: the target's text config, with `model_type`.
-        num_mtp_layers: Layers, 1 or 2.
-        native: The weights are those in the target's own checkpoint, `target["name"]`; they are read from there and
-            not saved a second time. Training makes them the heads' own.
-        trained_positions: Draft positions the training unrolled, `None` if unknown.
+        layer_config: Config of the model whose decoder layers are used: the target's text config, with `model_type`.
+        num_mtp_layers: Number of layers, 1 or 2.
+        native: Whether the weights are those in the target's own checkpoint, `target["name"]`. They are then read from
+            there and not saved a second time. Training sets it to `False`.
+        trained_positions: Number of draft positions that training unrolled; `None` if unknown.
     """
 
     model_type = "specheads_mtp"
@@ -47,7 +47,7 @@ class MtpHeadConfig(DraftHeadConfig):
     def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
         fields = super().fields_for_target(target, method)
         layer_config = layer_config_of(target.config)
-        if layer_problem(layer_config) is not None:  # a layer to train; of native ones the keys would not fit
+        if layer_problem(layer_config) is not None:  # for fresh layers; native tensors would not fit it
             layer_config = llama_config_of(target)
         return {**fields, "layer_config": layer_config, "num_mtp_layers": min(layers_of(target.config), MOST_LAYERS)}
 
@@ -65,10 +65,10 @@ class MtpHeadConfig(DraftHeadConfig):
             )
 
     def decoder_config(self) -> PreTrainedConfig:
-        """Config of a model that has nothing but these layers, all of full attention.
+        """Config of a model that consists of these layers only, all with full attention.
 
         Raises:
-            ValueError: for a `model_type` transformers has no language model for.
+            ValueError: if transformers does not know the config, or has no causal language model for it.
         """
         fields = dict(self.layer_config or {})
         try:
@@ -84,31 +84,31 @@ class MtpHeadConfig(DraftHeadConfig):
                 setattr(config, name, value * self.num_mtp_layers)
         if hasattr(config, "first_k_dense_replace"):
             config.first_k_dense_replace = 0
-        config.vocab_size, config.pad_token_id = 2, 0  # embedding and `lm_head` are the target's
+        config.vocab_size, config.pad_token_id = 2, 0  # tiny, as the heads use the target's embedding
         return config
 
 
 def layer_config_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The text config of a target as JSON can hold it."""
+    """Fields of a target's text config that JSON can hold."""
     text = config.get_text_config(decoder=True)
     plain = {name: value for name, value in text.to_diff_dict().items() if name not in FILE_FIELDS}
     return {**plain, "model_type": text.model_type}
 
 
 def layers_of(config: PreTrainedConfig) -> int:
-    """MTP layers a target's config speaks of; 1 where it says nothing."""
+    """Number of MTP layers according to a target's config; 1 if the config does not say."""
     text = config.get_text_config(decoder=True)
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
     return next((count for name in names if isinstance(count := getattr(text, name, None), int) and count > 0), 1)
 
 
 def layer_problem(layer_config: dict[str, Any]) -> str | None:
-    """Why decoder layers of a config's class cannot serve by themselves, `None` if they can. They are tried, without
-    weights, on one row."""
+    """Says why decoder layers of a config's class cannot be used by themselves; `None` if they can. A layer without
+    weights is tried on one row."""
     width = layer_config.get("hidden_size") or 1
     try:
         config = MtpHeadConfig(hidden_size=width, feature_size=width, layer_config=layer_config).decoder_config()
-        config._experts_implementation = "eager"  # others' operators are of 16 bits only on the meta device
+        config._experts_implementation = "eager"  # other implementations run in 16 bits only on the meta device
         with torch.device("meta"):
             decoder = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).get_decoder()
         parameters, _ = inspect.signature(decoder.layers[0].forward).parameters, decoder.norm
@@ -122,8 +122,8 @@ def layer_problem(layer_config: dict[str, Any]) -> str | None:
 
 
 def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
-    """One row through a layer on the meta device, as in a draft. What depends on numbers, of which there are none
-    there, is not tried."""
+    """Runs one row through a layer on the meta device, as a draft would. Code that needs the values of tensors, which
+    the meta device does not have, is not tried."""
     row = torch.zeros(1, 1, width, dtype=next(layer.parameters()).dtype, device="meta")
     positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     cache = MtpCache(1)
@@ -144,15 +144,15 @@ def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
 
 
 def rotary_options(rotary: nn.Module) -> dict[str, Any]:
-    """What a class's own `rotary_emb` is told besides rows and positions, for layers of full attention."""
+    """Keyword arguments of a class's own `rotary_emb`, besides rows and positions, for layers with full attention."""
     return {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
 
 
 def refuse_layers_of(config: PreTrainedConfig) -> None:
-    """Of a target whose own MTP layers are wanted.
+    """Refuses a target whose own MTP layers cannot draft.
 
     Raises:
-        HeadConfigError: if they cannot draft.
+        HeadConfigError: if they cannot; the message says why.
     """
     if (problem := layer_problem(layer_config_of(config))) is not None:
         raise HeadConfigError(
@@ -162,7 +162,7 @@ def refuse_layers_of(config: PreTrainedConfig) -> None:
 
 
 def llama_config_of(target: PreTrainedModel) -> dict[str, Any]:
-    """A Llama layer of a target's proportions, for fresh heads of targets whose own layers cannot stand alone."""
+    """Config of Llama layers with a target's proportions, for targets whose own layers cannot be used alone."""
     sizes = target_sizes(target)
     fields = {**layer_fields_for_target(target), "hidden_size": sizes["feature_size"]}
     text = target.config.get_text_config(decoder=True)

@@ -1,11 +1,11 @@
-"""P-EAGLE: EAGLE-3 that drafts all positions in one forward, with mask rows for the tokens nobody knows yet.
+"""P-EAGLE: EAGLE-3 that drafts all positions in one forward, with mask rows in place of unknown tokens.
 
     rows       (x_1, f_0) ... (x_n, f_{n-1}), then (mask token, mask feature) at positions n, n + 1, ...
     layer 0    EAGLE-3's, over [norm(embedding) ; norm(fc(feature))]; further layers are ordinary ones
     logits     the last true row drafts position 1, the d-th mask row position d + 1
 
-All rows attend causally, and only the true ones are kept. (P-EAGLE, arXiv 2602.01469.) No position knows what was
-drafted before it, so every node of a level has the same children, as with Medusa heads.
+All rows attend causally; only the true rows stay in the cache. (P-EAGLE, arXiv 2602.01469.) No position depends on
+what was drafted before it, so every node of a level has the same children, as with Medusa heads.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -40,12 +40,13 @@ PEAGLE_FIELDS = ("num_hidden_layers", "mask_token_id", "trained_positions")
 
 @strict
 class PEagleHeadConfig(Eagle3HeadConfig):
-    r"""Configuration of P-EAGLE heads: EAGLE-3's, and
+    r"""Configuration of P-EAGLE heads; see [`Eagle3HeadConfig`] for the other fields.
 
     Args:
-        num_hidden_layers: Decoder layers one after the other; the first is EAGLE-3's.
+        num_hidden_layers: Number of stacked decoder layers; the first is EAGLE-3's.
         mask_token_id: Token whose embedding a mask row reads.
-        trained_positions: Draft positions the training had, `None` if unknown; more can be drafted, badly.
+        trained_positions: Number of draft positions in training; `None` if unknown. Further positions can be drafted,
+            but badly.
     """
 
     model_type = "specheads_peagle"
@@ -59,7 +60,7 @@ class PEagleHeadConfig(Eagle3HeadConfig):
 
     @classmethod
     def fields_for_target(cls, target: PreTrainedModel, method: str) -> dict[str, Any]:
-        # The last token of a vocabulary is one that is padded or seldom, and the heads have embeddings of their own.
+        # The last token of a vocabulary is padding or rare, and the heads can train their own embedding of it.
         fields = super().fields_for_target(target, method)
         return {**fields, "mask_token_id": fields["vocab_size"] - 1, "own_embedding": True}
 
@@ -72,7 +73,7 @@ class PEagleHeadConfig(Eagle3HeadConfig):
 
 
 class PEagleHead(Eagle3Head):
-    """EAGLE-3's row and vocabulary, several layers, and a learnt feature `mask_hidden` for rows nobody has seen."""
+    """EAGLE-3's rows and vocabulary, several layers, and `mask_hidden`, a learnt feature for mask rows."""
 
     config_class = PEagleHeadConfig
     config: PEagleHeadConfig
@@ -99,8 +100,8 @@ class PEagleHead(Eagle3Head):
         num_queries: int | None = None,
         attention_function: Callable | None = None,
     ) -> torch.Tensor:
-        """All layers over rows to append; arguments as in [`SpecialistHead.forward`], but that `attention_mask` is of
-        all R rows, and there is one specialist.
+        """Runs all layers over rows to append. Arguments are as in [`SpecialistHead.forward`], except that
+        `attention_mask` covers all R rows as queries, and that there is a single specialist.
 
         Returns:
             Drafted states of the last Q rows, [B, Q, h].
@@ -130,11 +131,11 @@ class PEagleHead(Eagle3Head):
 
     @property
     def link_layers(self) -> None:
-        """All positions are drafted at once."""
+        """None, because all positions are drafted at once."""
         return None
 
     def draft_rows(self, tree: DraftTreeConfig) -> int:
-        """Positions one forward drafts, and two at least."""
+        """Number of positions that one forward drafts, at least two."""
         return max(tree.depth, 2)
 
     def new_draft_cache(self) -> DraftCache:
@@ -143,8 +144,8 @@ class PEagleHead(Eagle3Head):
     def start_draft(
         self, cache: DraftCache, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; the state of every node is what all positions were drafted from, [B, 1, D * h]. Their
-        logits are computed here, at once."""
+        """As in the contract. The state of every node is that of all positions, [B, 1, D * h]; the logits of all
+        positions are computed here at once."""
         fused = self.fuse(self.embed(token_ids[:, 1:], features.device), features)
         slots = max(cache.levels or cache.deepest or self.tree_config.depth, 2)
         batch, rows = fused.shape[:2]
@@ -165,7 +166,7 @@ class PEagleHead(Eagle3Head):
         features: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the contract; all nodes of a level have the same state and the same logits."""
+        """As in the contract. All nodes of a level have the same state and the same logits."""
         (logits,) = cache.drafted_inputs
         return features, logits[:, position : position + 1].expand(-1, token_ids.shape[1], -1)
 
@@ -175,10 +176,10 @@ class PEagleHead(Eagle3Head):
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Row t is the last true row of all passes: pass i is the i-th mask row after it, at rope position t + i. It
-        sees the true rows up to t and its own mask rows of the passes before.
+        """Row t is the last true row in every pass. Pass 0 yields row t itself, pass i the i-th mask row after it, at
+        rope position t + i, which sees the true rows up to t and the mask rows after row t from earlier passes.
 
-        The authors' training keeps some rows of every later pass (conditional drop-out); here a pass has all of them.
+        The authors' training keeps only some rows of later passes (conditional drop-out); here every pass keeps all.
         """
         documents, length = Documents(rows.documents), rows.features.shape[1]
         embeddings = rows.embed(rows.next_token_ids) if self.embed_tokens is None else self.embed(
@@ -189,7 +190,7 @@ class PEagleHead(Eagle3Head):
             states = self(
                 fused,
                 rows.position_ids + position,
-                past_key_values=cache,  # type: ignore[arg-type]  # has of a cache what a layer asks
+                past_key_values=cache,  # type: ignore[arg-type]  # it has the methods layers call
                 num_queries=length,
                 attention_function=StreamAttention(documents, position + 1, own_rows=True),
             )

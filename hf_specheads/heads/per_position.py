@@ -1,4 +1,4 @@
-"""What Medusa and Hydra heads share: one small head per draft position, residual blocks and a projection to logits.
+"""The base of Medusa and Hydra heads: per draft position, a small head of residual blocks and a projection to logits.
 
 (Medusa, arXiv 2401.10774; Hydra, arXiv 2402.05109.)
 """
@@ -27,15 +27,15 @@ MAX_HEADS = 256
 
 @strict
 class PerPositionHeadConfig(DraftHeadConfig):
-    r"""Configuration of heads that are one per draft position.
+    r"""Configuration of draft heads with one small head per draft position.
 
     Args:
-        num_heads: Heads n, one per draft position.
-        num_blocks: Blocks per head.
-        tied_blocks: Whether the residual blocks of a head are one and the same, as the authors' code makes them.
-        lm_head: `"own"`: each head has a projection [V, H] of its own; `"target"`: they share the target's `lm_head`,
-            V * H parameters fewer per head.
-        trained_positions: Heads that were trained, `None` if unknown.
+        num_heads: Number n of heads, one per draft position.
+        num_blocks: Number of blocks per head.
+        tied_blocks: Whether the residual blocks of a head share one set of weights, as in the authors' code.
+        lm_head: `"own"`: each head has its own projection [V, H]; `"target"`: all heads share the target's `lm_head`,
+            which saves V * H parameters per head.
+        trained_positions: Number of heads that were trained; `None` if unknown.
     """
 
     required_fields: ClassVar[tuple[str, ...]] = (*DraftHeadConfig.required_fields, "num_heads", "lm_head")
@@ -71,10 +71,10 @@ class ResidualBlock(nn.Linear):
 
 
 class PerPositionHead(DraftHead):
-    """n heads, each some blocks and a projection to logits of its own or the target's.
+    """n heads, each with some blocks and a projection to logits, its own or the target's.
 
-    Families build `blocks`, one list of blocks per head (the last one stands for all that follow it), and `lm_heads`,
-    `None` where the target's `lm_head` is used; they say what a head reads.
+    Families define what a head reads. They build `blocks`, one list of blocks per head (the last block of a list is
+    repeated up to `num_blocks`), and `lm_heads`, which is `None` if the target's `lm_head` is used.
     """
 
     config_class = PerPositionHeadConfig
@@ -92,7 +92,7 @@ class PerPositionHead(DraftHead):
 
     @torch.no_grad()
     def start_from_target(self, target: PreTrainedModel) -> None:
-        """Own projections start as the target's `lm_head`; with its bias, where both have one."""
+        """Copies the target's `lm_head` into own projections, including the bias if both have one."""
         if self.lm_heads is None:
             return
         weight, bias = output_weight(target), getattr(target.get_output_embeddings(), "bias", None)
@@ -102,14 +102,14 @@ class PerPositionHead(DraftHead):
                 lm_head.bias.copy_(bias[: len(lm_head.bias)])
 
     def forward(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """What the head of a draft position makes of its inputs, before its projection to logits.
+        """Runs the blocks of the head of a draft position, without its projection to logits.
 
         Args:
-            inputs: [..., *], what the family's heads read, any float dtype.
+            inputs: [..., *], what the family's heads read, in any float dtype.
             position: Draft position, 0-based.
 
         Returns:
-            [..., H], in the dtype of the blocks.
+            Hidden states [..., H], in the dtype of the blocks.
         """
         blocks, hidden = cast(nn.ModuleList, self.blocks[position]), inputs.to(self.dtype)
         for index in range(self.config.num_blocks):
@@ -117,16 +117,16 @@ class PerPositionHead(DraftHead):
         return hidden
 
     def dropped(self, values: torch.Tensor) -> torch.Tensor:
-        """What blocks and projections read, for families that drop a share of it in training."""
+        """Applies dropout to the inputs of blocks and projections; families with dropout override this."""
         return values
 
     def position_logits(self, inputs: torch.Tensor, position: int) -> torch.Tensor:
-        """Draft logits of a draft position in fp32, [..., Vd], from inputs as in [`forward`]."""
+        """Draft logits of a draft position, fp32 [..., Vd], from inputs as in [`forward`]."""
         hidden = self(inputs, position)
         return self.draft_logits(hidden) if self.lm_heads is None else self.project(hidden, position)
 
     def row_logits(self, rows: TrainingRows, position: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Draft logits in training, of what the head of a draft position makes of rows: [R, H] -> [R, V]."""
+        """Draft logits of a draft position in training, from outputs of [`forward`]: [R, H] -> [R, V]."""
         hidden = self.dropped(hidden)
         return rows.lm_head(hidden) if self.lm_heads is None else self.lm_heads[position](hidden)
 
@@ -139,7 +139,7 @@ class PerPositionHead(DraftHead):
 
     @property
     def published_tree(self) -> DraftTreeConfig:
-        """Medusa's 63 nodes, as deep as there are heads."""
+        """Medusa's tree of 63 nodes, cut to the depth that there are heads for."""
         choices = tuple(path for path in MEDUSA_CHOICES if len(path) <= self.config.num_heads)
         return DraftTreeConfig(kind="static", choices=choices)
 

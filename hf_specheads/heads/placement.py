@@ -1,4 +1,4 @@
-"""Where heads live, and in which dtype: with their target, as far as nobody chose otherwise."""
+"""Device and dtype of draft heads: those of their target, unless the user chose others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..target.borrowed import BorrowedModules
 
 logger = logging.getLogger("hf_specheads")
 
-DeviceMap = str | int | dict | torch.device | None  # as `from_pretrained` takes it
+DeviceMap = str | int | dict | torch.device | None  # the `device_map` argument of `from_pretrained`
 
 
 def announce(line: str) -> None:
-    """Logs what was found or decided for the user, visibly unless logging was turned down.
+    """Logs something that was found or decided for the user, so that it is visible by default.
 
-    The line is information; where nobody shows information, as by default, it is logged as a warning, which Python
-    and notebooks print. `logging.getLogger("hf_specheads")` and transformers' verbosity silence it.
+    The line is logged at level INFO if a handler shows that level. Otherwise (the default) it is logged as a warning,
+    which Python and notebooks print. `logging.getLogger("hf_specheads")` and transformers' verbosity can silence it.
     """
     if transformers.utils.logging.get_verbosity() > logging.WARNING:
         return
@@ -33,11 +33,11 @@ def announce(line: str) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """What heads follow their target in when they are bound to it.
+    """Whether heads follow their target when they are bound to it.
 
     Attributes:
-        device: To the device of its `lm_head`.
-        dtype: To its dtype.
+        device: Move the heads to the device of the target's `lm_head`.
+        dtype: Convert the heads to the target's dtype.
     """
 
     device: bool = True
@@ -45,15 +45,15 @@ class Placement:
 
     @classmethod
     def asked_for(cls, device_map: DeviceMap, dtype: torch.dtype | str | None) -> Placement:
-        """Of heads that are loaded: what the user named stays."""
+        """Placement of loaded heads: they follow in what the user did not specify."""
         return cls(device=device_map is None, dtype=dtype in (None, "auto"))
 
     def follow(self, heads: DraftingContract, target: PreTrainedModel, borrowed: BorrowedModules) -> None:
-        """Moves heads to what they borrow; weights are shared with copies of the heads, which move along.
+        """Moves heads to the modules that they borrow. Copies of the heads share their weights and move along.
 
         Raises:
             UnsupportedGenerationError: if heads that call modules of the target are to stay on another device, or if
-                heads are on the `meta` device, where there are no weights to move.
+                the heads are on the `meta` device, which has no weights to move.
         """
         module = cast(PreTrainedModel, heads)
         if heads.device.type == "meta":
@@ -75,7 +75,7 @@ class Placement:
 
 
 def device_problem(heads: DraftingContract, device: torch.device, borrowed: BorrowedModules) -> str | None:
-    """Why heads on a device cannot call what they borrow, with the mend; `None` if they can, or borrow nothing."""
+    """Says why heads on a device cannot call the modules they borrow, and what to do; `None` if they can."""
     if device == borrowed.device or not heads.borrows:
         return None
     return (

@@ -1,9 +1,9 @@
 """POSS heads: position specialists that share `fc` (arXiv 2506.03566).
 
-Draft position p belongs to specialist `p // positions_per_specialist`. Each specialist owns its draft cache: it starts
-at its first position from target features of the committed rows and drafted features of the tree so far, and past the
-last trained position the last specialist continues. (The authors' code runs specialist 0 on another specialist's cache
-in the first round of a generation; that is a bug and is not reproduced.)
+Draft position p belongs to specialist `p // positions_per_specialist`. Each specialist has its own draft cache: at its
+first position, it starts from target features of the committed rows and drafted features of the tree so far. Past the
+last trained position, the last specialist continues. (The authors' code runs specialist 0 on another specialist's
+cache in the first round of a generation; that is a bug and is not reproduced.)
 """
 
 from typing import ClassVar

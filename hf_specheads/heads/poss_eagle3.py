@@ -1,8 +1,8 @@
 """POSS on the EAGLE-3 backbone: position specialists that share `fc`, norm, `lm_head` and draft vocabulary.
 
 POSS: arXiv 2506.03566; EAGLE-3: arXiv 2503.01840. Draft position p belongs to specialist
-`p // positions_per_specialist`; a specialist starts from the target's rows and the drafted rows of the tree so far, as
-in `poss.py`, and is trained by EAGLE-3's training-time test, through which gradients reach the specialists before it.
+`p // positions_per_specialist`. As in `poss.py`, a specialist starts from the target's rows and the drafted rows of
+the tree so far. Training is EAGLE-3's training-time test, in which gradients also reach the earlier specialists.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.

@@ -1,8 +1,8 @@
 """POSS heads whose specialists are LoRA adapters of one decoder layer (POSS: arXiv 2506.03566; LoRA: 2106.09685).
 
-Specialist 0 is the base layer alone; every later specialist adds a low-rank adapter of its own to the layer's seven
-projections. An adapter for specialist 0 would only repeat what the base, which is trained as well, can say itself.
-`fc` and the norm are shared by all. Everything else (drafting, draft caches, training) is that of POSS.
+Specialist 0 is the base layer alone; every later specialist adds its own low-rank adapter to the layer's seven
+projections. Specialist 0 needs no adapter, because the base layer is trained as well. All specialists share `fc` and
+the norm. Everything else (drafting, draft caches, training) is as in POSS.
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 __all__ = ["PossLoraHead", "PossLoraHeadConfig"]
 
 ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-MAX_SPECIALISTS = 32  # adapters are built one by one
+MAX_SPECIALISTS = 32  # a limit, because building the adapters one by one takes time
 LORA_PAPER = "LoRA: Low-Rank Adaptation of Large Language Models, [arXiv:2106.09685](https://arxiv.org/abs/2106.09685)"
 
 
 def adapter_of(specialist: int) -> str:
-    """Name of a specialist's adapter, part of its tensors' names in a checkpoint."""
+    """Name of a specialist's adapter, which is part of the names of its tensors in a checkpoint."""
     return f"specialist_{specialist}"
 
 
 @strict
 class PossLoraHeadConfig(PossHeadConfig):
-    r"""Configuration of POSS heads with LoRA specialists: one decoder layer, and L - 1 adapters of it.
+    r"""Configuration of POSS heads with LoRA specialists: one decoder layer and L - 1 adapters of it.
 
     Args:
         specialist_rank: Rank r of every adapter.
-        specialist_alpha: An adapter adds `specialist_alpha / specialist_rank * B A x` to a projection of x; default
-            twice the rank.
+        specialist_alpha: Scale of the adapters: an adapter adds `specialist_alpha / specialist_rank * B A x` to a
+            projection of x. Defaults to twice the rank.
     """
 
     model_type = "specheads_poss_lora"
@@ -76,15 +76,15 @@ class PossLoraHeadConfig(PossHeadConfig):
 
 
 class LoraDecoderLayer(DraftDecoderLayer):
-    """A decoder layer that becomes one specialist or another from call to call.
+    """A decoder layer that acts as a different specialist in every call.
 
-    The choice is part of the call, so that gradient checkpointing recomputes a pass as the specialist that ran it.
-    It sets which adapter peft's layers add and leaves `requires_grad` alone: peft's own `set_adapter` would freeze
-    the other adapters, and with them drop their gradients of passes already run.
+    The specialist is an argument of the call, so that gradient checkpointing recomputes a pass as the same specialist.
+    Switching only sets which adapter peft's layers add. peft's own `set_adapter` would also freeze the other adapters,
+    which would drop their gradients from passes already run.
     """
 
     def __init__(self, config: PossLoraHeadConfig):
-        from peft import LoraConfig, inject_adapter_in_model  # here, so that only these heads load peft
+        from peft import LoraConfig, inject_adapter_in_model  # imported here, so that other heads do not need peft
         from peft.tuners.lora import LoraLayer
 
         super().__init__(config, layer_idx=0)
@@ -95,17 +95,17 @@ class LoraDecoderLayer(DraftDecoderLayer):
                 target_modules=list(ADAPTED_MODULES),
             )
             inject_adapter_in_model(adapter, self, adapter_name=adapter_of(specialist))
-            del self.peft_config  # or peft warns of several adapters, which is what is wanted
-        self.requires_grad_(True)  # peft freezes the base
+            del self.peft_config  # otherwise peft warns about several adapters, which are intended here
+        self.requires_grad_(True)  # peft has frozen the base layer
         self._adapted = tuple(module for module in self.modules() if isinstance(module, LoraLayer))
 
     def forward(self, *args: Any, specialist: int = 0, **kwargs: Any) -> torch.Tensor:
-        """As [`DraftDecoderLayer.forward`], as one of the specialists."""
+        """Runs [`DraftDecoderLayer.forward`] as one of the specialists."""
         self.become(specialist)
         return super().forward(*args, **kwargs)
 
     def become(self, specialist: int) -> None:
-        """Adds this specialist's adapter from now on, and writes to its draft cache."""
+        """Switches to a specialist: from now on, its adapter is added and its draft cache is written."""
         self.self_attn.layer_idx = specialist
         for module in self._adapted:
             module._active_adapter = [adapter_of(specialist)] if specialist else []
@@ -125,7 +125,7 @@ class PossLoraHead(PossHead):
         from peft.tuners.lora import LoraLayer
 
         super().__init__(config)
-        # `post_init` has drawn every projection alike; an adapter must add nothing before it is trained.
+        # `post_init` has initialised adapters like other projections, but an untrained adapter must add nothing.
         for module in self.layers[0].modules():
             if isinstance(module, LoraLayer):
                 for name in module.lora_A:
@@ -136,7 +136,7 @@ class PossLoraHead(PossHead):
 
     @property
     def link_layers(self) -> None:
-        """One layer is all specialists, in turn."""
+        """None, because one layer serves all specialists in turn."""
         return None
 
     def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
@@ -160,7 +160,7 @@ class PossLoraHead(PossHead):
         return state
 
     def to_poss(self) -> PossHead:
-        """POSS heads with full specialists that draft the same: every adapter merged into a layer of its own."""
+        """Converts to POSS heads that draft the same, with every adapter merged into a full layer of its own."""
         left_out = ("specialist_rank", "specialist_alpha", "model_type", "architectures")
         fields = {name: value for name, value in self.config.to_dict().items() if name not in left_out}
         heads = PossHead(PossHeadConfig.from_dict({**fields, "method": PossHeadConfig.method}))
@@ -182,8 +182,9 @@ class PossLoraHead(PossHead):
         return fields
 
     def layers_from(self, source: SpecialistHead) -> dict[str, torch.Tensor]:
-        """The layer of EAGLE or HASS heads, like which every specialist then drafts; of heads of this family the
-        adapters as well, the last of them for specialists they lack."""
+        """Weights for our layer in a warm start, by our names. From EAGLE or HASS heads, it is their only layer, and
+        every specialist then drafts alike. From heads of this family, it includes the adapters; specialists that the
+        source lacks get its last adapter."""
         own = self.layers[0].state_dict()
         names = {name.replace(".base_layer.", "."): name for name in own if ".lora_" not in name}
         weights = {names.get(name, name): value for name, value in source.specialist_state(0).items()}

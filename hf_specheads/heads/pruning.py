@@ -1,4 +1,4 @@
-"""Heads whose draft vocabulary is restricted after training (FR-Spec, arXiv 2502.14856, section 3.2)."""
+"""Restricting the draft vocabulary of heads after training (FR-Spec, arXiv 2502.14856, section 3.2)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PRUNED_TOKEN_IDS = "pruned_token_ids"
 
 
 class PrunableVocabulary(DraftingContract, nn.Module):
-    """The part of [`DraftHead`] that says which tokens its draft logits stand for, and restricts them to fewer.
+    """The part of [`DraftHead`] that knows which tokens the draft logits stand for, and can restrict them to fewer.
 
-    The ids are a tensor of the heads, saved with them, and `config.pruned_vocab_size` says how many they are. The rows
-    are a copy, made when the heads are bound to their target and never saved.
+    The chosen token ids are a tensor that is saved with the heads; `config.pruned_vocab_size` is their number. The
+    rows of the projection for these tokens are copied when the heads are bound to their target, and never saved.
     """
 
     pruned_token_ids: torch.Tensor | None
@@ -32,37 +32,37 @@ class PrunableVocabulary(DraftingContract, nn.Module):
 
     def _init_vocabulary(self, config: DraftHeadConfig) -> None:
         size = config.pruned_vocab_size
-        ids = None if size is None else torch.arange(size)  # the first tokens until the saved ones are loaded
+        ids = None if size is None else torch.arange(size)  # placeholder until the saved ids are loaded
         self.register_buffer(PRUNED_TOKEN_IDS, ids)
 
-    # ------------------------------------------------------------------ what a family says
+    # ------------------------------------------------------------------ what a family may override
     @property
     def trained_vocabulary(self) -> torch.Tensor | None:
-        """int64 [Vd], token ids the heads can draft at all, ascending; `None` for all of V."""
+        """Token ids that the heads were trained to draft, int64 [Vd], ascending; `None` for all of V."""
         return None
 
     def own_projections(self) -> Sequence[nn.Module]:
-        """Projections to draft logits that the heads have themselves, [..., h] -> [..., Vd] each; without any, they
-        use the target's `lm_head`."""
+        """The heads' own projections to draft logits, [..., h] -> [..., Vd] each. If there are none, the heads use the
+        target's `lm_head`."""
         return ()
 
     @property
     def target_vocab_size(self) -> int:
-        """V of the target, as wide as a distribution over drafts must be for its verification."""
+        """V of the target. A distribution over drafts must have this width to be verified."""
         return self.config.vocab_size
 
-    # ------------------------------------------------------------------ what drafting asks
+    # ------------------------------------------------------------------ what drafting uses
     @property
     def draft_vocabulary(self) -> torch.Tensor | None:
-        """int64 [Vd], token ids of the draft logits, ascending; `None` when the head drafts over all of V."""
+        """Token ids that the draft logits stand for, int64 [Vd], ascending; `None` for heads that draft over all of V."""
         return self.trained_vocabulary if self.pruned_token_ids is None else self.pruned_token_ids
 
     def project(self, hidden: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Draft logits in fp32 over the draft vocabulary, [..., h] -> [..., Vd].
 
         Args:
-            hidden: What a projection to logits reads.
-            index: Which of [`own_projections`]; without meaning for heads that use the target's `lm_head`.
+            hidden: Input of the projection.
+            index: Index in [`own_projections`]; ignored for heads that use the target's `lm_head`.
         """
         return self._projection(index)(hidden).float()
 
@@ -77,22 +77,22 @@ class PrunableVocabulary(DraftingContract, nn.Module):
 
     # ------------------------------------------------------------------ pruning
     def prune_draft_vocabulary(self, token_ids: TokenIds | None) -> Self:
-        """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for smaller draft forwards:
+        """Restricts drafts to some tokens, e.g. the most frequent ones of a corpus, for cheaper draft forwards:
 
             counts = count_tokens(texts, target.config.vocab_size)
             heads.prune_draft_vocabulary(most_frequent(counts, 8192))
 
-        The text of `generate` does not change, only how much of it is drafted. With heads that were trained with a
-        draft vocabulary, the tokens that are not in it are dropped. Copies made by [`with_tree`] are pruned as well.
+        The text of `generate` does not change, only how much of it is drafted. Tokens outside the draft vocabulary
+        that the heads were trained with, if any, are dropped. Copies made by [`with_tree`] are pruned as well.
 
         Args:
-            token_ids: Token ids of the target, in any order; `None` to draft over everything again.
+            token_ids: Token ids of the target, in any order; `None` to lift the restriction.
 
         Returns:
             The heads themselves.
 
         Raises:
-            ValueError: for ids that repeat or that there are not, or if none of them can be drafted.
+            ValueError: for ids that repeat or that the target does not have, or if none of them can be drafted.
         """
         self._binding.copied.clear()
         if token_ids is None:
@@ -111,13 +111,13 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         return self
 
     def pruning_problem(self) -> str | None:
-        """Why the saved tokens are no draft vocabulary of these heads, `None` if they are, or there are none."""
+        """Says why the saved token ids are not a draft vocabulary; `None` if they are one, or if there are none."""
         if self.pruned_token_ids is None:
             return None
         return draft_ids_problem(self.pruned_token_ids, self.config.vocab_size)
 
     def _refresh_pruning(self) -> None:
-        """Copies the rows again if what they were copied from has changed since."""
+        """Copies the rows again if the weights they were copied from have changed."""
         copied, ids = self._binding.copied, self.pruned_token_ids
         if ids is None:
             copied.clear()
@@ -132,16 +132,17 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         return self._bound_target().get_output_embeddings()
 
     def _bound_target(self) -> PreTrainedModel:
-        _ = self.borrowed  # says what to do if there is no target yet
+        _ = self.borrowed  # raises an error with advice if there is no target yet
         return cast(PreTrainedModel, self._binding.target)
 
     def _pruning_source(self) -> list[Any]:
-        """What tells whether weights have moved or changed; of a module that is more than its weight, the module."""
+        """Values that change when the projections' weights move or change. For a module that is more than its plain
+        weight (quantised, offloaded or adapted), the module's identity."""
         source: list[Any] = []
         for module in self._projections():
             if has_plain_weight(module):
                 weight = module.weight
-                # Tensors made under `torch.inference_mode()` do not count their changes.
+                # Tensors created under `torch.inference_mode()` do not track a version.
                 version = None if weight.is_inference() else weight._version
                 source.append((weight.data_ptr(), version, weight.dtype, weight.device))
             else:
@@ -151,7 +152,8 @@ class PrunableVocabulary(DraftingContract, nn.Module):
     def _copy_rows(self, token_ids: torch.Tensor) -> None:
         own, ids = bool(self.own_projections()), token_ids
         if own and (trained := self.trained_vocabulary) is not None:
-            ids = torch.searchsorted(trained, token_ids).clamp_max(len(trained) - 1)  # rows are counted by draft id
+            # Rows of the heads' own projections are indexed by draft id.
+            ids = torch.searchsorted(trained, token_ids).clamp_max(len(trained) - 1)
             if bool((unknown := torch.ne(trained[ids], token_ids)).any()):
                 raise WrongTargetError(
                     f"these {self.config.method} heads are pruned to tokens that they cannot draft for this target, "
@@ -166,7 +168,7 @@ class PrunableVocabulary(DraftingContract, nn.Module):
         self._binding.copied.update(rows=rows, ids=token_ids, source=self._pruning_source())
 
     def _features_like(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device of the target's `lm_head`, of the dtype that it is given."""
+        """A tensor with the device and dtype of the inputs of the target's `lm_head`."""
         embedding = self._bound_target().get_input_embeddings()
         weight = getattr(embedding, "weight", None)
         at = self.borrowed.device if weight is None or weight.device.type == "meta" else weight.device

@@ -1,8 +1,9 @@
-"""What EAGLE, HASS, POSS and EAGLE-3 heads share: decoder layers over fused rows, one layer per position specialist.
+"""The base of EAGLE, HASS, POSS and EAGLE-3 heads: decoder layers over fused rows, one layer per position specialist.
 
-A *row* fuses what is known of one token: the embedding of the token after it and a feature, the target's or a drafted
-one. A layer reads the rows of committed tokens and of the tree so far; its output is the drafted state that the next
-draft position's rows are fused with. (EAGLE, arXiv 2401.15077, section 3.2; POSS, arXiv 2506.03566.)
+A *row* fuses what is known about one token: its feature, which is the target's or a drafted one, and the embedding of
+the token after it. A layer reads the rows of the committed tokens and of the tree so far. Its output is the drafted
+state, which goes into the rows of the next draft position. (EAGLE, arXiv 2401.15077, section 3.2; POSS, arXiv
+2506.03566.)
 """
 
 # No postponed annotations in this file: `@strict` checks only types it sees as types, and ignores strings.
@@ -23,12 +24,12 @@ from ..errors import WarmStartError
 from .base import DraftHead, trained_weights
 from .layers import DraftDecoderLayer, LayerHeadConfig, validate_layer
 
-# What heads of a warm start hand on, besides their weights.
+# Config fields that a warm start copies, besides the weights.
 LAYER_FIELDS = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
     "rope_parameters", "max_position_embeddings", "attention_bias", "attention_out_bias", "mlp_bias",
 )  # fmt: skip
-MOVING_ROPES = ("dynamic", "longrope")  # whose cosines depend on the highest position that is asked for
+MOVING_ROPES = ("dynamic", "longrope")  # rope types whose cosines depend on the highest position requested
 
 
 @strict
@@ -36,9 +37,9 @@ class SpecialistHeadConfig(LayerHeadConfig):
     r"""Configuration of heads made of Llama decoder layers; see [`LayerHeadConfig`] for the layers.
 
     Args:
-        num_specialists: Decoder layers L.
-        positions_per_specialist: Draft positions per specialist (`position_per_layer` in PosS's code).
-        trained_positions: Draft positions the training unrolled, `None` if unknown.
+        num_specialists: Number L of specialists (decoder layers).
+        positions_per_specialist: Number of draft positions per specialist (`position_per_layer` in PosS's code).
+        trained_positions: Number of draft positions that training unrolled; `None` if unknown.
     """
 
     required_fields: ClassVar[tuple[str, ...]] = (
@@ -64,8 +65,8 @@ class SpecialistHeadConfig(LayerHeadConfig):
 class SpecialistHead(DraftHead):
     """Decoder layers over fused rows: drafting with one draft cache per layer, and warm starts.
 
-    Families say how a row is fused ([`fuse`], [`fuse_drafted`]), what layers are made of ([`build_layers`]), and how
-    they are trained.
+    Families define how a row is fused ([`fuse`], [`fuse_drafted`]), what the layers consist of ([`build_layers`]), and
+    how the heads are trained.
     """
 
     config_class = SpecialistHeadConfig
@@ -75,11 +76,11 @@ class SpecialistHead(DraftHead):
 
     def __init__(self, config: SpecialistHeadConfig):
         super().__init__(config)
-        # Asked for in every link, and a config is slow to answer.
+        # A copy, because every link reads these values and config attributes are slow.
         self._in_charge = config.positions_per_specialist, config.num_specialists - 1
 
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
-        """The decoder layers, one per specialist."""
+        """Makes the decoder layers, one per specialist."""
         return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
 
     @property
@@ -87,15 +88,15 @@ class SpecialistHead(DraftHead):
         return list(self.layers)
 
     def layer_of(self, specialist: int) -> Callable[..., torch.Tensor]:
-        """What a specialist computes, called as [`DraftDecoderLayer.forward`]."""
+        """Function that runs a specialist's layer, with the signature of [`DraftDecoderLayer.forward`]."""
         return self.layers[specialist]
 
     def specialist_state(self, specialist: int) -> dict[str, torch.Tensor]:
-        """Weights of one specialist, by the names of its decoder layer."""
+        """Weights of one specialist, by their names in a decoder layer."""
         return self.layers[specialist].state_dict()
 
     def layers_from(self, source: "SpecialistHead") -> dict[str, torch.Tensor]:
-        """Weights for our layers in a warm start, by our names."""
+        """Weights that a warm start from `source` copies into our layers, by our names."""
         last = source.config.num_specialists - 1
         weights: dict[str, torch.Tensor] = {}
         for index in range(self.config.num_specialists):
@@ -109,19 +110,19 @@ class SpecialistHead(DraftHead):
         return min(position // positions, last)
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Embeddings of tokens [B, R] on a device, the target's unless the heads have their own: [B, R, E]."""
+        """Embeddings [B, R, E] of tokens [B, R] on a device; the target's, unless the heads have their own."""
         return self.borrowed.look_up(token_ids).to(device)
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Rows of target features: [B, R, E] and [B, R, F] -> [B, R, *]."""
+        """Makes rows from embeddings and target features: [B, R, E] and [B, R, F] -> [B, R, *]."""
         raise NotImplementedError
 
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Rows of drafted states: [B, R, E] and [B, R, h] -> [B, R, *], as wide as those of [`fuse`]."""
+        """Makes rows from embeddings and drafted states: [B, R, E] and [B, R, h] -> [B, R, *], as wide as in [`fuse`]."""
         return self.fuse(embeddings, drafted)
 
     def drafted_state(self, outputs: torch.Tensor) -> torch.Tensor:
-        """What is fed back of a layer's outputs, [B, Q, h]."""
+        """State that is fed back, from the outputs of a layer: [B, Q, h] -> [B, Q, h]."""
         return outputs
 
     def forward(
@@ -134,17 +135,17 @@ class SpecialistHead(DraftHead):
         num_queries: int | None = None,
         attention_function: Callable | None = None,
     ) -> torch.Tensor:
-        """One specialist over rows to append: the only forward, for prefill, drafting and training.
+        """Runs one specialist over rows to append. Prefill, drafting and training share this forward.
 
         Args:
             fused: [B, R, *], rows from [`fuse`].
-            position_ids: [1 or B, R], rope positions of the rows, or what `rotary_emb` makes of them.
+            position_ids: [1 or B, R], rope positions of the rows, or their cosines and sines from `rotary_emb`.
             attention_mask: Additive float [B, 1, Q, cached + R] over cached and new rows; `None` only for one query
                 that sees everything, or for Q = R rows of plain causal attention on an empty cache.
             past_key_values: Cache to append to, or `None`.
             specialist: Index of the decoder layer.
-            num_queries: Q, how many of the last rows to compute outputs for; default all, 0 only fills the cache.
-            attention_function: Replacement for the attention implementation, of transformers' signature.
+            num_queries: Number Q of last rows to compute outputs for; defaults to all. 0 only fills the cache.
+            attention_function: Replacement for the attention implementation, with transformers' signature.
 
         Returns:
             Drafted states of the last Q rows, [B, Q, h].
@@ -155,7 +156,7 @@ class SpecialistHead(DraftHead):
         return self.drafted_state(layer(fused, rotary, attention_mask, past_key_values, queries, attention_function))
 
     def rotary_of(self, rows: torch.Tensor, position_ids: torch.Tensor | Rotary) -> Rotary:
-        """Cosines and sines of the positions of rows, unless that is what was given."""
+        """Cosines and sines of the positions of rows; returned as they are if they were passed already."""
         return position_ids if isinstance(position_ids, tuple) else self.rotary_emb(rows, position_ids)
 
     # ------------------------------------------------------------------ drafting
@@ -174,7 +175,7 @@ class SpecialistHead(DraftHead):
             rotary = self._rotary_at(cache, fused, start)
         mask = cache.last_row_mask(rows, fused.dtype)
         drafted = self(fused, rotary, mask, cache, specialist=0, num_queries=1)
-        # Every later specialist in use commits the same rows: at once in a compiled step, else before it drafts next.
+        # All later specialists in use must commit the same rows: now in a compiled step, else before they draft next.
         deepest = cache.deepest or self.tree_config.depth
         later = range(1, self.specialist_of(deepest - 1) + 1)
         if cache.static:
@@ -189,7 +190,7 @@ class SpecialistHead(DraftHead):
         return drafted, self.draft_logits(drafted)
 
     def _take_in(self, cache: DraftCache, fused: torch.Tensor, rotary: Rotary, specialist: int) -> None:
-        """A specialist's layer gets rows to commit, [B, R, *], and computes nothing else."""
+        """Writes rows to commit [B, R, *] to the cache of a specialist's layer, without computing outputs."""
         self(fused, rotary, None, cache, specialist, num_queries=0)
 
     def extend_draft(
@@ -208,8 +209,8 @@ class SpecialistHead(DraftHead):
                 return self._next_link(cache, specialist, token_ids, features, lacked)
         fused = self.fuse_drafted(self.embed(token_ids, features.device), features)
         cache.drafted_inputs.append(fused)
-        # A specialist that starts here takes over the committed rows it is owed and the earlier levels first: their
-        # rows were never in its cache.
+        # A specialist that starts at this position first takes in the committed rows owed to it and the earlier
+        # levels, because those rows are not in its cache yet.
         owed, first = cache.take_owed(specialist), cache.take_level(specialist)
         levels = cache.drafted_inputs[first:]
         rows = joined([*(committed.fused for committed in owed), *levels])
@@ -217,7 +218,7 @@ class SpecialistHead(DraftHead):
         cache.place(drafted_rows - rows.shape[1], rows.shape[1])
         mask = cache.tree_mask(visible, fused.dtype)
         if cache.rotary_table is not None and cache.slots is None and drafted_rows == len(cache.drafted_inputs):
-            rotary = self._rotary_at(cache, rows, cache.start)  # of a chain: positions in a row
+            rotary = self._rotary_at(cache, rows, cache.start)  # rows of a chain have consecutive positions
         else:
             rotary = self._rotary_of_levels(cache, first, levels)
             rotary = joined_rotary([*(committed.rotary for committed in owed), rotary])
@@ -232,8 +233,8 @@ class SpecialistHead(DraftHead):
         features: torch.Tensor,
         lacked: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`extend_draft`] for the only node [B, 1] of a level, with rows of levels above that the specialist's
-        layer lacks."""
+        """As [`extend_draft`], for a level with a single node [B, 1]; `lacked` are rows of the levels above that the
+        specialist's layer does not have yet."""
         links, layer, own = cast(Links, cache.links), self.layers[specialist], cache.layers[specialist]
         place = (cast(torch.Tensor, cache.lengths), links.offsets[len(cache.drafted_inputs)])
         rows = [torch.cat(lacked, dim=1)] if lacked else []
@@ -257,16 +258,18 @@ class SpecialistHead(DraftHead):
         features: torch.Tensor,
         lacked: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One link of a chain, of tensors alone: whatever the link's number, a compiler sees the same.
+        """Drafts one link of a chain. All arguments that vary are tensors, so that a compiler sees the same code for
+        every link.
 
         Args:
             layer: The specialist's decoder layer.
-            keys, values: [B, key-value heads, capacity, head_dim], its draft cache; the link's row is written there.
-            lengths: int64 [B], committed rows.
-            offset: int64 [1], how far after them the link's row lies.
-            token_ids: int64 [B, 1].
+            keys, values: [B, key-value heads, capacity, head_dim], the layer's draft cache, to which the row of the
+                link is written.
+            lengths: int64 [B], numbers of committed rows.
+            offset: int64 [1], slot of the link's row, counted from the end of the committed rows.
+            token_ids: int64 [B, 1], token of the link.
             features: [B, 1, *], state of the link above.
-            lacked: [B, R, *], fused rows of the links right above that the layer takes in as well; `None` without.
+            lacked: [B, R, *], fused rows of the links directly above that the layer takes in as well, or `None`.
 
         Returns:
             The fused row [B, 1, *], the drafted state [B, 1, h], and draft logits [B, 1, V].
@@ -283,22 +286,22 @@ class SpecialistHead(DraftHead):
 
     @property
     def _rope_moves(self) -> bool:
-        """Whether cosines of a position depend on the highest that is asked for."""
+        """Whether the cosines of a position depend on the highest position requested."""
         return self.rotary_emb.rope_type in MOVING_ROPES
 
     def _rotary_at(self, cache: DraftCache, like: torch.Tensor, start: int, rows: int | None = None) -> Rotary:
-        """Cosines and sines of positions in a row: from a table, made once for all slots of the cache."""
+        """Cosines and sines of consecutive positions, from a table computed once for all slots of the cache."""
         rows = like.shape[1] if rows is None else rows
         end = start + rows
         if cache.rotary_table is None or cache.rotary_table[0].shape[1] < end:
             positions = torch.arange(max(cache.capacity, end), device=like.device)
             cache.rotary_table = self.rotary_of(like, positions[None])
         cos, sin = cache.rotary_table
-        return cos.narrow(1, start, rows), sin.narrow(1, start, rows)  # a slice takes twice as long
+        return cos.narrow(1, start, rows), sin.narrow(1, start, rows)  # `narrow` takes half as long as a slice
 
     def _rotary_of_levels(self, cache: DraftCache, first: int, levels: list[torch.Tensor]) -> Rotary:
-        """Cosines and sines of the rows of some levels, from the `first` on. Nodes of a level share a position, one
-        after that of the level above."""
+        """Cosines and sines of the rows of some levels, the first of which is level number `first`. The nodes of a
+        level share a position, which is one more than that of the level above."""
         lengths = cache.known_lengths()
         if isinstance(lengths, int) and cache.rotary_table is not None:
             cos, sin = self._rotary_at(cache, levels[0], lengths + first, len(levels))
@@ -314,7 +317,7 @@ class SpecialistHead(DraftHead):
     def _rotary_of_round(
         self, cache: DraftCache, lengths: int | torch.Tensor, first: int, end: int, like: torch.Tensor
     ) -> Rotary:
-        """Of one row per level, made once a round."""
+        """Cosines and sines for one row per level, of levels `first` to `end`; computed once per round."""
         if cache.rotary is None or cache.rotary[0].shape[1] < end:
             ahead = 0 if self._rope_moves else cache.deepest or self.tree_config.depth
             lengths = lengths[:, None] if isinstance(lengths, torch.Tensor) else lengths
@@ -342,10 +345,10 @@ class SpecialistHead(DraftHead):
 
     @torch.no_grad()
     def start_from(self, source: DraftHead) -> None:
-        """Copies the shared weights and the layers of `source`; specialists it lacks start as its last layer."""
+        """Copies the shared weights and the layers of `source`. Specialists that it lacks start as its last layer."""
         weights = {name: value for name, value in trained_weights(source).items() if not name.startswith("layers.")}
         try:
-            # That it is of this kind, `fields_of_source` has asked.
+            # `fields_of_source` has already checked the type of `source`.
             self.load_state_dict(weights | self.layers_from(cast(SpecialistHead, source)))
         except RuntimeError as error:
             raise WarmStartError(

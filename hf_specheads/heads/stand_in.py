@@ -1,4 +1,4 @@
-"""A model with another `lm_head`, for as long as we need one: a model that is not ours is never changed."""
+"""[`StandIn`]: a model with another `lm_head`, made without changing the original model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 
 class StandIn:
-    """A model with another `lm_head` that shares all its other modules, and that nobody else sees.
+    """A copy of a model with another `lm_head`, which shares all other modules with the original.
 
     Args:
-        model: The model, which is left as it is.
-        lm_head: A module of it.
-        project: What to compute instead, [..., h] -> [..., Vp].
+        model: The original model, which is not changed.
+        lm_head: The module of the model to replace.
+        project: Function that replaces it, [..., h] -> [..., Vp].
 
     Attributes:
-        model: The stand-in.
-        project: As given.
+        model: The copy.
+        project: The function that was passed.
     """
 
     def __init__(self, model: nn.Module, lm_head: nn.Module, project: Callable[[torch.Tensor], torch.Tensor]):
@@ -42,8 +42,8 @@ class _Projecting(nn.Module):
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """The same module with a table of submodules of its own. A forward that was hung on it, as accelerate's hooks are,
-    would run the original: it is left out; those of the submodules stay."""
+    """Copies a module with its own table of submodules. A `forward` set on the instance, as by accelerate's hooks,
+    would run the original module, so it is dropped; those of the submodules stay."""
     other = copy.copy(module)
     other._modules = dict(module._modules)
     vars(other).pop("forward", None)

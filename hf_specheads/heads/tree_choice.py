@@ -1,4 +1,4 @@
-"""Which tree heads draft: the assigned one, the one tuned on this machine, the saved one, or the device's default."""
+"""The choice of the draft tree: the assigned one, the one tuned on this machine, the saved one, or the default."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..tuning.warmup import warmup
 
 
 class TreeChoice(DraftingContract, nn.Module):
-    """The part of [`DraftHead`] that knows which draft tree is in force."""
+    """The part of [`DraftHead`] that decides which draft tree to use, and can tune it."""
 
     _chosen_tree: DraftTreeConfig | None
     _found_tree: DraftTreeConfig | None
 
     @property
     def tree_config(self) -> DraftTreeConfig:
-        """The tree in force: the assigned one, else the one tuned on this machine, the saved one, or the device's."""
+        """The draft tree: the assigned one, else the one tuned on this machine, the saved one, or the default."""
         if self._chosen_tree is not None:
             return self._chosen_tree
         if self._found_tree is None:
@@ -41,29 +41,29 @@ class TreeChoice(DraftingContract, nn.Module):
 
     @property
     def tree_is_assigned(self) -> bool:
-        """Whether a user has assigned the tree in force."""
+        """Whether a user has assigned the draft tree."""
         return self._chosen_tree is not None
 
     @property
     def published_tree(self) -> DraftTreeConfig:
-        """The tree the authors of the method use, made for large targets on accelerators."""
+        """The tree that the method's authors use, which suits large targets on accelerators."""
         return DraftTreeConfig()
 
     def forget_tree(self) -> None:
-        """Leaves the tree alone again, as after loading."""
+        """Withdraws an assigned tree, so that the tree is chosen automatically, as after loading."""
         self._chosen_tree = self._found_tree = None
 
     @property
     def learnt_tree(self) -> DraftTreeConfig | None:
-        """The tree that has paid most in the calls of this process so far, one sequence each; `None` while there were
-        too few of them, where a tree was assigned, or where drafts did not pay. `save_pretrained(folder,
-        learnt_tree=True)` saves it as the one tuned on this machine."""
+        """The tree that has paid most so far in this process's calls with a single sequence; `None` if a tree was
+        assigned, if there were too few rounds, or if drafting did not pay. `save_pretrained(folder, learnt_tree=True)`
+        saves it as the tree tuned on this machine."""
         lesson = None if self.tree_is_assigned else lesson_of(self.memory)
         return None if lesson is None else lesson.tree
 
     def write_trees(self, learnt: bool = False) -> None:
-        """Puts an assigned tree into the config, in the place of one tuned on this machine; if none was assigned and
-        the [`learnt_tree`] is asked for, that one as the one tuned on this machine."""
+        """Writes trees to the config. An assigned tree becomes the saved tree and removes one tuned on this machine.
+        If none was assigned, `learnt=True` writes the [`learnt_tree`] as the one tuned on this machine."""
         key = machine_key(self.device, self.dtype)
         if self._chosen_tree is not None:
             self.config.tree_config = self._chosen_tree.to_dict()
@@ -73,27 +73,27 @@ class TreeChoice(DraftingContract, nn.Module):
             self.config.tuned = [*without_machine(self.config.tuned, key), entry]
 
     def tune(self, target: PreTrainedModel, prompts: Prompts, **options: Any) -> TuningResult:
-        """Measures which draft tree is fastest with this target on this machine, and uses it from now on:
+        """Measures which draft tree is fastest with this target on this machine, and uses that tree from now on:
 
             print(heads.tune(target, prompts, tokenizer=tokenizer))
-            heads.save_pretrained(folder)  # remembers it, for this machine
+            heads.save_pretrained(folder)  # saves the tree, for this machine
 
-        Arguments and errors as in [`hf_specheads.tuning.tune`].
+        Arguments and errors are those of [`hf_specheads.tuning.tune`].
         """
         return tune(target, self, prompts, **options)
 
     def warmup(
         self, target: PreTrainedModel, *, batch_sizes: Sequence[int] = (1,), max_length: int | None = None
     ) -> float:
-        """Compiles the steps of rounds before the first request comes, under a progress bar:
+        """Compiles the steps of rounds ahead of the first request, and shows a progress bar:
 
             heads = load_heads(folder, compile=True)
             heads.warmup(target, batch_sizes=(1, 4), max_length=1024)
 
-        Arguments, result and errors as in [`hf_specheads.tuning.warmup.warmup`].
+        Arguments, result and errors are those of [`hf_specheads.tuning.warmup.warmup`].
         """
         return warmup(target, self, batch_sizes=batch_sizes, max_length=max_length)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._found_tree = None  # heads that move or change their type may have another
+        self._found_tree = None  # a move or a new dtype may change the tuned or default tree
         return super()._apply(*args, **kwargs)

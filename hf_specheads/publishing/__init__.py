@@ -1,1 +1,1 @@
-"""Heads on the Hub."""
+"""Publishing draft heads on the Hub."""

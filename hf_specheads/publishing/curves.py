@@ -1,4 +1,4 @@
-"""The log of a training, as curves and as its last values."""
+"""Reads the log of a training run, as curves and as a table of the last values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-History = Sequence[Mapping[str, Any]]  # `log_history` of a trainer: an entry per step that was logged or evaluated
-# Rows of the last values: a title, and where loss, tau and values by draft position stand in the log.
+History = Sequence[Mapping[str, Any]]  # a trainer's `log_history`: one entry per logging or evaluation step
+# Rows of the table: title, log name of the loss, log name of tau, and log prefix of the values per draft position.
 LAST_VALUES = (
     ("training, expected", "loss", "expected_acceptance_length", "acceptance_"),
     ("held-out, expected", "eval_loss", "eval_expected_acceptance_length", "eval_acceptance_"),
@@ -18,24 +18,24 @@ LAST_VALUES = (
 
 
 def read_history(facts: str | Path) -> list[dict[str, Any]]:
-    """The log that `training_facts.json`, or a checkpoint's `trainer_state.json`, holds; empty without one."""
+    """Reads the log in `training_facts.json` or in a checkpoint's `trainer_state.json`; empty if there is none."""
     path = Path(facts)
     return json.loads(path.read_text(encoding="utf-8")).get("log_history") or [] if path.is_file() else []
 
 
 def curve(history: History, key: str) -> list[list[float]]:
-    """`[step, value]` of every entry that has a value of this name."""
+    """Returns `[step, value]` of every entry that has a value of this name."""
     return [[entry["step"], entry[key]] for entry in history if key in entry and "step" in entry]
 
 
 def by_position(names: Mapping[str, Any], prefix: str) -> list[str]:
-    """Names that are a prefix and a draft position, position 1 first."""
+    """Returns the names that consist of the prefix and a draft position, in order of position."""
     found = {int(match[1]): name for name in names if (match := re.fullmatch(re.escape(prefix) + r"(\d+)", name))}
     return [found[position] for position in sorted(found)]
 
 
 def last_values(history: History) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table of what was logged last; no rows if nothing was."""
+    """Builds header and rows of a table of the last logged values; no rows if nothing was logged."""
     rows = []
     for title, loss, tau, prefix in LAST_VALUES:
         entry = next((entry for entry in reversed(history) if loss in entry or tau in entry), None)

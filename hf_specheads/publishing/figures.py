@@ -1,4 +1,4 @@
-"""Figures of a model card: pos-acc by draft position and speed-up, as measured, and the curves of the training."""
+"""Draws the figures of a model card: measured pos-acc by draft position and speed-up, and the training curves."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Title, which is the alternative text of the image, and where it lies beside the weights.
+# Paths of the figures relative to the weights, by title; the title is also the alternative text of the image.
 POS_ACC, SPEED_UP = "pos-acc by draft position", "speed-up over plain generate"
 CURVES = "loss, acceptance by draft position, and tau while training"
 FIGURES = {POS_ACC: "figures/pos_acc.png", SPEED_UP: "figures/speed_up.png", CURVES: "figures/training.png"}
 Evaluations = Sequence[Mapping[str, Any]]  # results as `specheads eval --json` writes them
 Drawing = Callable[["Axes", Evaluations], None]
 SIZE, CURVES_SIZE, DPI, COLOURS = (6.0, 3.0), (9.0, 3.0), 100, 48
-DRAWN = ("loss", "eval_loss", "eval_acceptance_length", "expected_acceptance_length")  # any of which makes curves
-FAINTEST = 0.25  # of the deepest draft position's colour
+# The training curves are drawn if any of these was logged more than once.
+DRAWN = ("loss", "eval_loss", "eval_acceptance_length", "expected_acceptance_length")
+FAINTEST = 0.25  # opacity of the curve of the deepest draft position
 
 
 def can_draw() -> bool:
@@ -34,21 +35,21 @@ def can_draw() -> bool:
 
 
 def draw_figures(folder: str | Path, evaluations: Evaluations, history: History = (), method: str = "") -> list[Path]:
-    """Draws what was measured and logged into a folder, and removes figures of what no longer is.
+    """Draws figures of evaluations and training log into a folder, and removes figures without data.
 
     The same results give the same bytes.
 
     Args:
-        folder: Of the saved heads; the files go where [`FIGURES`] says.
-        evaluations: Results as `specheads eval --json` writes them; each may carry a `task` name.
-        history: The log of the training; one entry is no curve.
-        method: Of the heads, for the colour of the curves.
+        folder: Folder of the saved heads; files are written to the paths in [`FIGURES`].
+        evaluations: Results as `specheads eval --json` writes them; each may have a `task` name.
+        history: Log of the training. A curve needs at least two entries.
+        method: Method of the heads, which determines the colour of the curves.
 
     Returns:
-        The files drawn.
+        The files that were drawn.
 
     Raises:
-        ImportError: if there is something to draw, and matplotlib is not installed.
+        ImportError: If there is something to draw and matplotlib is not installed.
     """
     drawn: list[Path] = []
     for title, draw, field in ((POS_ACC, _draw_pos_acc, "pos_acc"), (SPEED_UP, _draw_speed_up, "speed_up")):
@@ -71,16 +72,17 @@ def _draw(path: Path, fill: Callable[[Figure], None], size: tuple[float, float])
         raise ImportError("figures need matplotlib; install it with `pip install matplotlib`.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image  # comes with matplotlib
+    from PIL import Image  # a dependency of matplotlib
 
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")  # not pyplot: no global state, no window
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")  # pyplot would have global state and may open windows
     fill(figure)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    # A palette, for a third of the size; and no version of matplotlib in the file, which would change with it.
+    # A palette makes the file a third of the size. Saving with PIL keeps matplotlib's version out of the metadata, so
+    # that a new version does not change the bytes.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
@@ -94,7 +96,7 @@ def _fill(figure: Figure, title: str, draw: Drawing, measured: Evaluations) -> N
 
 
 def _fill_curves(figure: Figure, history: History, colour: str) -> None:
-    """Lines are of the training, circles of held-out data."""
+    """Draws loss, acceptance by draft position and tau: lines for training data, circles for held-out data."""
     loss, positions, tau = figure.subplots(1, 3)
     _curve(loss, history, "loss", "eval_loss", "training", "held-out", colour)
     _curve(tau, history, "expected_acceptance_length", "eval_acceptance_length", "expected", "generate", colour)

@@ -1,9 +1,9 @@
-"""One colour per method, in every figure, card and page; and one per draft position, for accepted tokens."""
+"""Colours of methods in all figures, cards and pages, and colours of draft positions for accepted tokens."""
 
 from __future__ import annotations
 
 PLAIN, OTHER = "#7f7f7f", "#4d4d4d"
-# What is most often compared differs for the colour-blind, too.
+# Methods that are often compared have colours that colour-blind readers can distinguish.
 METHOD_COLOURS = {
     "eagle": "#0072b2",
     "hass": "#56b4e9",
@@ -23,30 +23,32 @@ METHOD_COLOURS = {
     "dspark": "#17becf",
     "domino": "#a6761d",
 }
-# Behind dark text: draft position 1 first, the last one for all that follow.
+# Background colours of accepted tokens, from draft position 1; deeper positions use the last colour.
 POSITION_COLOURS = ("#c9ecb8", "#a8e6d2", "#a5d8f5", "#b7c5f9", "#d0bcf7", "#edbdf0", "#fabfd5", "#fccbae")
-INK = "#1b1f24"  # of that text
+INK = "#1b1f24"  # colour of text on these backgrounds
 MARKERS, STYLES = ("o", "s", "^", "D", "v", "P"), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
 
 
 def method_colour(method: str) -> str:
-    """Of a method; of one that is not known a dark grey, and a light one of plain generation."""
+    """Colour of a method: dark grey if it is unknown, light grey for plain generation."""
     return PLAIN if method == "plain" else METHOD_COLOURS.get(method, OTHER)
 
 
 def position_colour(position: int) -> str:
-    """Of a draft position, from 1."""
+    """Colour of a draft position, counted from 1."""
     return POSITION_COLOURS[min(position, len(POSITION_COLOURS)) - 1]
 
 
 def line_styles(methods: dict[str, str]) -> dict[str, dict[str, object]]:
-    """Colour, marker and dashes of every line of a figure: heads of one method share a colour and differ in the rest.
+    """Chooses colour, marker and dashes of every line of a figure.
+
+    Heads of the same method share a colour and differ in marker and dashes.
 
     Args:
-        methods: Names of heads and their methods.
+        methods: Methods, by name of the heads.
 
     Returns:
-        Keywords for matplotlib's `plot`, by name.
+        Keyword arguments for matplotlib's `plot`, by name of the heads.
     """
     seen: dict[str, int] = {}
     styles = {}

@@ -1,4 +1,4 @@
-"""Facts as others may read them: what lies on this machine by its last name, not by its place."""
+"""Removes absolute local paths from facts before they are published; only the last part of a path remains."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-# An absolute path, or one below the user's home, where a word of a command line or its value begins.
+# Matches an absolute path, or one below the user's home, at the start of a word or value in a command line.
 PLACE = re.compile(r"""(?:^|(?<=[\s=,'"\[(]))(?:[A-Za-z]:[\\/]|~?/)(?:[^\s/\\'",\])=]+[\\/])+([^\s/\\'",\])=]+)""")
 
 
 def without_places(facts: Any) -> Any:
-    """The same facts with `poss3` for `/home/me/runs/poss3`; relative paths and addresses stay. Absolute ones are of
-    no use elsewhere, and tell whose machine it was.
+    """Replaces absolute paths by their last part, e.g. `/home/me/runs/poss3` by `poss3`.
+
+    Relative paths and URLs are kept. Absolute paths are useless on other machines and may reveal the user's name.
 
     Args:
-        facts: Plain values, as JSON holds them.
+        facts: Plain values, as in JSON.
     """
     if isinstance(facts, dict):
         return {name: without_places(value) for name, value in facts.items()}
@@ -24,6 +25,6 @@ def without_places(facts: Any) -> Any:
         return [without_places(value) for value in facts]
     if not isinstance(facts, str):
         return facts
-    if os.path.isabs(facts) and os.path.exists(facts):  # with spaces, perhaps
+    if os.path.isabs(facts) and os.path.exists(facts):  # catches paths with spaces, which PLACE does not match as one
         return Path(facts).name or facts
     return PLACE.sub(lambda found: found[1], facts)

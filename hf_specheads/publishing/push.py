@@ -1,6 +1,6 @@
-"""`push_to_hub`: draft heads with their card, figures and facts in one commit; never anything of the target's weights.
+"""`push_to_hub`: uploads draft heads with their card, figures and facts in one commit, but no weights of the target.
 
-Uploading, rights, branches, pull requests and going on after an interruption are huggingface_hub's affair.
+Uploads, permissions, branches, pull requests and resuming after an interruption are left to huggingface_hub.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def generate(model, *args, **kwargs):
     return generate_with(source, __file__, model, *args, **kwargs)
 '''
 REQUIREMENTS = "hf-specheads>={version}\n"
-# What an earlier push may have left and this one does not overwrite: shards, figures, an adapter, generated code.
+# Files of an earlier push that are deleted if this push does not write them: shards, figures, adapter, generated code.
 REPLACED = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", *FIGURES.values(),
             "target_adapter/*", f"{CUSTOM_GENERATE}/*")  # fmt: skip
-FOLDER_FACTS = {"name", "config", "num_parameters", "figures", "custom_generate"}  # which the folder alone tells
+FOLDER_FACTS = {"name", "config", "num_parameters", "figures", "custom_generate"}  # always taken from the folder
 CARD_ARGUMENTS = {field.name for field in dataclasses.fields(CardFacts)} - FOLDER_FACTS
 
 
@@ -78,7 +78,7 @@ def push_heads(
     facts_from: str | os.PathLike[str] | None = None,
     **card: Any,
 ) -> CommitInfo:
-    """See [`DraftHead.push_to_hub`]."""
+    """Uploads draft heads to the Hub; see [`DraftHead.push_to_hub`]."""
     refuse_unknown_facts(card)
     api = HfApi(token=token, library_name="hf-specheads")
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,19 +112,19 @@ def write_repository(
     facts_from: str | os.PathLike[str] | None = None,
     **card: Any,
 ) -> Path:
-    """Writes what [`push_heads`] would upload into a folder, without asking the Hub for anything.
+    """Writes what [`push_heads`] would upload into a folder, without accessing the Hub.
 
     Args:
-        heads: The heads.
-        folder: Made if it does not exist; text of a README.md in it stays.
-        repo_id: Where the folder will be uploaded to, for the card and `custom_generate`.
+        heads: Draft heads to write.
+        folder: Destination; created if it does not exist. Text that the user wrote into its README.md is kept.
+        repo_id: Repository that the folder will be uploaded to, for the card and `custom_generate`.
         max_shard_size, custom_generate, base_model, facts_from, **card: As for [`DraftHead.push_to_hub`].
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: for an unknown fact.
+        ValueError: If a fact is unknown.
     """
     refuse_unknown_facts(card)
     folder, options = Path(folder), {"base_model": base_model, "facts_from": facts_from}
@@ -136,7 +136,7 @@ def write_repository(
 
 
 def refuse_unknown_facts(card: dict[str, Any]) -> None:
-    """Refuses facts that no card has a place for."""
+    """Refuses facts that model cards do not have."""
     if unknown := sorted(set(card) - CARD_ARGUMENTS):
         raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(CARD_ARGUMENTS)}.")
 
@@ -150,13 +150,18 @@ def save_with_facts(
     facts_from: str | os.PathLike[str] | None,
     **card: Any,
 ) -> dict[str, Any]:
-    """Saves heads, and beside them the facts that lie where they came from or are given, without places on this
-    machine; returns the other facts."""
+    """Saves heads together with facts of training and evaluation, without local paths.
+
+    The facts are the given ones, or else those in the folder that the heads came from.
+
+    Returns:
+        The remaining arguments of `card`, which are not stored in files.
+    """
     source, card_path = facts_from or heads.name_or_path, folder / "README.md"
     had_card = card_path.is_file()
     heads.save_pretrained(folder, max_shard_size=max_shard_size)
     if not had_card:
-        card_path.unlink()  # rendered anew, when all facts are there
+        card_path.unlink()  # the card is rendered later, when all facts are known
     name_target(folder / "config.json", base_model)
     if source and os.path.isdir(source):
         _copy_facts(Path(source), folder)
@@ -173,18 +178,20 @@ def save_with_facts(
 def complete_folder(
     folder: Path, repo_id: str, api: HfApi | None, *, revision: str | None = None, **card: Any
 ) -> Path:
-    """Draws the figures of a folder of heads and writes its card, with what users wrote into earlier ones: the one on
-    the Hub, which counts most, and the README in the folder.
+    """Draws the figures of a folder of heads and writes its card.
+
+    The card keeps what users wrote into earlier cards: the one on the Hub, which takes precedence, and the folder's
+    README.
 
     Args:
-        folder: With config, weights and facts.
-        repo_id: Where it will be pushed.
-        api: Asks the Hub for the card that is there, and for the target's licence; `None` asks nobody.
+        folder: Folder with config, weights and facts.
+        repo_id: Repository that the folder will be pushed to.
+        api: Client for fetching the card on the Hub and the target's licence; `None` for no network access.
         revision: Branch that will be pushed to.
         **card: Fields of [`CardFacts`].
 
     Returns:
-        The card's path.
+        Path of the card.
     """
     if can_draw():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -203,10 +210,10 @@ def complete_folder(
 
 
 def published_card(api: HfApi, repo_id: str, revision: str | None = None) -> Path | None:
-    """The README a repository has now, fetched; `None` if it has none.
+    """Downloads the current README of a repository; `None` if it has none.
 
     Raises:
-        LocalEntryNotFoundError: if the Hub does not answer: a card that may be there must not be overwritten.
+        LocalEntryNotFoundError: If the Hub does not answer, because a card that may exist must not be overwritten.
     """
     try:
         return Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
@@ -217,7 +224,7 @@ def published_card(api: HfApi, repo_id: str, revision: str | None = None) -> Pat
 
 
 def target_licence(facts: CardFacts, api: HfApi | None) -> str | None:
-    """Licence id in the card of the target, on the Hub or in its folder; `None` if it cannot be found."""
+    """Reads the licence id from the target's card, on the Hub or in its folder; `None` if it cannot be found."""
     name = (facts.config.get("target") or {}).get("name")
     if not isinstance(name, str):
         return None
@@ -233,7 +240,7 @@ def target_licence(facts: CardFacts, api: HfApi | None) -> str | None:
 
 
 def name_target(config: Path, base_model: str | None) -> None:
-    """Writes the target's Hub id into the pushed config; of a folder on this machine only its last part remains."""
+    """Writes the target's Hub id into the config to be pushed; of a local folder, only the last part is kept."""
     fields = json.loads(config.read_text(encoding="utf-8"))
     target = dict(fields.get("target") or {})
     name = target.get("name")
@@ -246,7 +253,7 @@ def name_target(config: Path, base_model: str | None) -> None:
 
 
 def _copy_facts(source: Path, folder: Path) -> None:
-    """Facts of training and measurement, and the card, that lie beside the heads."""
+    """Copies facts of training and evaluation, and the card, from the folder that the heads came from."""
     for name in (TRAINING_FACTS, EVAL_RESULTS, "README.md"):
         kept = name == "README.md" and (folder / name).is_file()
         if (source / name).is_file() and source.resolve() != folder.resolve() and not kept:
@@ -257,11 +264,11 @@ def write_custom_generate(folder: str | Path, source: str) -> list[Path]:
     """Writes `custom_generate/generate.py` and `custom_generate/requirements.txt` into a folder of heads.
 
     Args:
-        folder: As written by `save_pretrained`.
-        source: Repository the folder is pushed to.
+        folder: Folder as written by `save_pretrained`.
+        source: Repository that the folder is pushed to.
 
     Returns:
-        The files written.
+        The files that were written.
     """
     inside = Path(folder) / CUSTOM_GENERATE
     inside.mkdir(parents=True, exist_ok=True)

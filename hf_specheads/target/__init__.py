@@ -1,1 +1,1 @@
-"""The frozen model: who it is, what is borrowed of it, what is read from it."""
+"""The target, a frozen model: its identity, the modules borrowed from it, and the features read from it."""

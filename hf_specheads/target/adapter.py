@@ -1,7 +1,8 @@
-"""LoRA adapters of targets: heads that were trained together with their target (Medusa-2) bring one along.
+"""LoRA adapters of targets, which come with heads that were trained together with their target (Medusa-2).
 
-The adapter lies beside the heads in `target_adapter/`, as peft writes it. The heads' config remembers a fingerprint of
-it, and [`check_adapter`] refuses a target without it: such heads would draft for another model than they know.
+The adapter is saved next to the heads in `target_adapter/`, in peft's format. The heads' config records a fingerprint
+of the adapter, and [`check_adapter`] refuses a target without it, because the heads were trained for the adapted
+target.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ADAPTER_FOLDER = "target_adapter"
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-PREFIX = "base_model.model."  # of peft's files, not of an adapter inside of a model
+PREFIX = "base_model.model."  # peft's files have this prefix; adapters injected into a model do not
 
 FINGERPRINT_LAYERS, FINGERPRINT_ENTRIES = 8, 4
 
@@ -37,13 +38,13 @@ def _lora_layers(target: nn.Module) -> list[Any]:
 
 
 def has_adapters(target: nn.Module) -> bool:
-    """Whether a model has LoRA adapters, whoever put them there, switched on or off."""
+    """Whether a model has LoRA adapters, ours or others, enabled or disabled."""
     return bool(_lora_layers(target))
 
 
 # ------------------------------------------------------------------ recognising an adapter
 def active_fingerprints(target: nn.Module) -> list[list[float]]:
-    """A few entries of every LoRA adapter that is in force, one list per adapter; empty if there is none."""
+    """Returns a few entries of every active LoRA adapter, one list per adapter; empty if there is none."""
     layers = [layer for layer in _lora_layers(target) if not layer.disable_adapters]
     names = dict.fromkeys(name for layer in layers for name in layer.active_adapters)
     return [_fingerprint(layers, name) for name in names]
@@ -51,7 +52,7 @@ def active_fingerprints(target: nn.Module) -> list[list[float]]:
 
 @torch.no_grad()
 def _fingerprint(layers: list[Any], name: str) -> list[float]:
-    # The second factor: it starts at zero, so that two trainings from one seed differ.
+    # lora_B starts at zero, so unlike lora_A it differs between trainings that share a seed.
     weights = [layer.lora_B[name].weight for layer in layers if name in layer.lora_B]
     chosen = spread_over(len(weights), FINGERPRINT_LAYERS) if weights else []
     entries: list[float] = []
@@ -63,7 +64,7 @@ def _fingerprint(layers: list[Any], name: str) -> list[float]:
 
 
 def adapter_identity(target: nn.Module) -> dict[str, Any] | None:
-    """What heads remember of our adapter on a target; `None` without one."""
+    """Returns what the heads' config records of our adapter on a target; `None` without one."""
     if ADAPTER_NAME not in (getattr(target, "peft_config", None) or {}):
         return None
     return {"fingerprint": _fingerprint(_lora_layers(target), ADAPTER_NAME)}
@@ -71,16 +72,16 @@ def adapter_identity(target: nn.Module) -> dict[str, Any] | None:
 
 # ------------------------------------------------------------------ an adapter of our own on a target
 def add_adapter(target: PreTrainedModel, rank: int, alpha: float, modules: str) -> None:
-    """Puts a fresh adapter on a target, which changes nothing until it is trained.
+    """Adds a new adapter to a target. It does not change the target until it is trained.
 
     Args:
-        target: Gets the adapter in place.
-        rank: r of LoRA.
-        alpha: The adapter's product counts alpha / r times.
+        target: The target, modified in place.
+        rank: Rank r of LoRA.
+        alpha: LoRA's alpha: the product of the adapter's factors is scaled by alpha / r.
         modules: Names of the adapted modules, separated by commas; `"all-linear"` for all but the `lm_head`.
 
     Raises:
-        ValueError: if the target has adapters already.
+        ValueError: if the target already has adapters.
     """
     from peft import LoraConfig
 
@@ -90,12 +91,12 @@ def add_adapter(target: PreTrainedModel, rank: int, alpha: float, modules: str) 
 
 
 def load_adapter(target: PreTrainedModel, folder: Path) -> None:
-    """Puts a saved adapter on a target.
+    """Adds a saved adapter to a target, in place.
 
     Raises:
-        ValueError: if the target has adapters already.
-        HeadLoadError: if the folder lacks the weights, or they are for layers that the target has not. Nothing has
-            been put on it then.
+        ValueError: if the target already has adapters.
+        HeadLoadError: if the folder lacks the weights, or if they are for layers that the target does not have. The
+            target is unchanged then.
     """
     from peft import LoraConfig
 
@@ -112,12 +113,15 @@ def load_adapter(target: PreTrainedModel, folder: Path) -> None:
 
 
 def _put_adapter(target: PreTrainedModel, config: Any) -> None:
-    """By peft itself: transformers' own `add_adapter` does this, and 5.24's asks for a peft that is not released."""
+    """Injects an adapter through peft, as transformers' `add_adapter` would.
+
+    `add_adapter` itself is not used because in transformers 5.24 it requires an unreleased version of peft.
+    """
     from peft import inject_adapter_in_model
 
     config.base_model_name_or_path = target.name_or_path
     inject_adapter_in_model(config, target, ADAPTER_NAME)
-    target._hf_peft_config_loaded = True  # by which transformers knows a model with adapters
+    target._hf_peft_config_loaded = True  # transformers recognises models with adapters by this attribute
 
 
 def _state_dict(target: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -134,12 +138,12 @@ def _refuse_adapters(target: PreTrainedModel) -> None:
 
 
 def adapter_parameters(target: nn.Module) -> list[nn.Parameter]:
-    """Weights of our adapter on a target, in a fixed order."""
+    """Returns the weights of our adapter on a target, in a fixed order."""
     return [p for name, p in target.named_parameters() if "lora_" in name and f".{ADAPTER_NAME}." in name]
 
 
 def save_adapter(target: PreTrainedModel, folder: Path) -> None:
-    """Writes our adapter on a target into a folder, as peft does."""
+    """Saves our adapter on a target to a folder, in peft's format."""
     folder.mkdir(parents=True, exist_ok=True)
     target.peft_config[ADAPTER_NAME].save_pretrained(str(folder))
     weights = _state_dict(target)
@@ -147,10 +151,10 @@ def save_adapter(target: PreTrainedModel, folder: Path) -> None:
 
 
 def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
-    """Reads saved weights into our adapter on a target.
+    """Loads saved weights into our adapter on a target.
 
     Raises:
-        HeadLoadError: if the folder lacks them, or they are of another adapter.
+        HeadLoadError: if the folder lacks the weights, or if they do not fit the adapter.
     """
     from peft import set_peft_model_state_dict
 
@@ -162,15 +166,21 @@ def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
 
 
 def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights of an adapter, by the names that peft knows them by on a target."""
+    """Returns the saved weights of an adapter, under the names that peft uses for them on a target.
+
+    Raises:
+        HeadLoadError: if the folder holds no weights.
+    """
     if not (folder / WEIGHTS).exists():
         raise HeadLoadError(f"{folder} holds no {WEIGHTS}; the heads beside it were not trained with an adapter.")
     return {key.removeprefix(PREFIX): value for key, value in load_file(folder / WEIGHTS).items()}
 
 
 def _fits(target: nn.Module, key: str, size: torch.Size) -> bool:
-    """Whether a target has the layer that a factor of an adapter, `lora_A` [rank, in] or `lora_B` [out, rank], is for;
-    of what is no such factor nothing is known."""
+    """Whether a target has a layer that fits an adapter's factor, `lora_A` [rank, in] or `lora_B` [out, rank].
+
+    Also true if `key` names no such factor, since nothing can be checked then.
+    """
     name, _, factor = key.rpartition(".lora_")
     if factor not in ("A.weight", "B.weight"):
         return True
@@ -184,7 +194,7 @@ def _fits(target: nn.Module, key: str, size: torch.Size) -> bool:
 
 @contextmanager
 def without_adapter(target: nn.Module) -> Iterator[None]:
-    """Switches all adapters of a model off for a while: the model as it was before."""
+    """Disables all adapters of a model inside the context, which gives the model without them."""
     layers = [layer for layer in _lora_layers(target) if not layer.disable_adapters]
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,4 +1,4 @@
-"""What heads borrow from their target, never own: its token embedding and its `lm_head`."""
+"""Modules that draft heads borrow from their target without owning them: the token embedding and the `lm_head`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .logits import IDENTITY, LogitFunction
 def as_embedding(
     embedding: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """An embedding lookup from a weight [V, E] or from the target's own module.
+    """Returns an embedding lookup, from a weight [V, E] or from the target's own module.
 
-    Modules are called, not read, so that offloaded, adapted or scaled embeddings behave as in the target.
+    A module is called, and its weight not read, so that offloaded, adapted or scaled embeddings behave as in the
+    target.
     """
     if isinstance(embedding, torch.Tensor):
         return lambda ids: F.embedding(ids, embedding)
@@ -30,11 +31,12 @@ def as_embedding(
 def as_lm_head(
     lm_head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A map from features [..., H] to logits [..., V] from a weight [V, H] or from the target's own module.
+    """Returns a map from features [..., H] to logits [..., V].
 
     Args:
-        lm_head: Either of them.
-        dtype: Of the target, what a quantised module without a weight of floating point is given.
+        lm_head: A weight [V, H], or the target's own module.
+        dtype: Dtype of the target. Features are converted to it for a quantised module, whose weight is not of a
+            floating point dtype.
     """
     if isinstance(lm_head, torch.Tensor):
         return lambda features: F.linear(features.to(lm_head.dtype), lm_head)
@@ -45,9 +47,12 @@ def as_lm_head(
 
 
 def _execution_device(lm_head: nn.Module, target: PreTrainedModel) -> torch.device:
-    """Where the target's `lm_head` computes: an offloaded weight is `meta`, and accelerate's hook knows the device."""
+    """Returns the device on which the target's `lm_head` computes.
+
+    The weight of an offloaded module is on `meta`, and only accelerate's hook knows the device.
+    """
     weight, hook = getattr(lm_head, "weight", None), getattr(lm_head, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))  # accelerate chains several into one
+    hooks = getattr(hook, "hooks", (hook,))  # accelerate wraps several hooks into one
     told = [getattr(one, "execution_device", None) for one in hooks]
     candidates = (getattr(weight, "device", None), *told, target.device)
     devices = [torch.device(device) for device in candidates if device is not None]
@@ -56,14 +61,14 @@ def _execution_device(lm_head: nn.Module, target: PreTrainedModel) -> torch.devi
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """The target's parts a head calls. Held outside the module tree, so they are never saved or trained.
+    """The parts of the target that a draft head calls. They are held outside the module tree: never saved or trained.
 
     Attributes:
         embed_tokens: Token ids -> embeddings [..., E].
-        lm_head: Features [..., H] -> the target's logits [..., V], its multipliers and final soft-cap included.
-        device: Where `lm_head` computes.
-        logit_function: What `lm_head` does after the target's module of that name.
-        look_up: As `embed_tokens`, at the least cost: for what is called in every level of a draft tree.
+        lm_head: Features [..., H] -> the target's logits [..., V], including its multipliers and final soft-cap.
+        device: Device on which `lm_head` computes.
+        logit_function: What this `lm_head` applies to the output of the target's module of that name.
+        look_up: Same result as `embed_tokens` at the lowest cost, for calls in every level of a draft tree.
     """
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]
@@ -84,8 +89,10 @@ class BorrowedModules:
 
 
 def _lookup(embedding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What embeds tokens; of a module that looks them up and does no more, without a module's call, which costs more
-    than the lookup."""
+    """Returns a function that embeds tokens, bypassing the module call if the module only looks tokens up.
+
+    The call of a module costs more than the lookup itself.
+    """
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None or "forward" in embedding.__dict__:
         return embedding
     hooked = embedding._forward_hooks or embedding._forward_pre_hooks
@@ -96,16 +103,16 @@ def _lookup(embedding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 class Binding:
-    """The target that heads are bound to and what is made of it for them; it keeps no target alive.
+    """The target that heads are bound to, and what is derived from it. A binding does not keep its target alive.
 
-    Shared by the copies that `with_tree` makes, until one of them is bound anew. Whoever copies heads deeply gets a
-    binding to the same target, not a copy of it; a pickled one is bound to nothing.
+    The copies that `with_tree` makes share one binding until one of them is bound again. A deep copy is bound to the
+    same target, which is not copied. An unpickled binding is bound to no target.
 
     Args:
-        target: The target, `None` for none.
+        target: The target; `None` for an unbound binding.
 
     Attributes:
-        copied: What was copied of the target's weights, which goes with the target.
+        copied: Copies made of the target's weights; they are dropped together with the target.
     """
 
     def __init__(self, target: PreTrainedModel | None = None):
@@ -125,15 +132,15 @@ class Binding:
 
     @property
     def target(self) -> PreTrainedModel | None:
-        """The target, `None` if there is none or it is gone."""
+        """The target; `None` if there is none or it has been freed."""
         return None if self._target is None else self._target()
 
     @property
     def borrowed(self) -> BorrowedModules:
-        """What is borrowed of the target.
+        """The modules borrowed from the target.
 
         Raises:
-            RuntimeError: if there is no target, or it is gone.
+            RuntimeError: if there is no target or it has been freed.
         """
         if self._borrowed is None:
             state = "not bound to a target yet" if self._target is None else "bound to a target that is gone"
@@ -141,7 +148,7 @@ class Binding:
         return self._borrowed
 
     def look_again(self) -> None:
-        """Borrows anew: the target's modules may have been replaced or moved since."""
+        """Borrows the target's modules again, in case they have been replaced or moved."""
         if (target := self.target) is not None:
             self._borrowed = BorrowedModules.of(target)
 

@@ -1,7 +1,8 @@
-"""What a head borrows from its target: embedding, `lm_head`, and the features of every forward.
+"""Reading features from the target's forwards.
 
 A *feature* is the target's last hidden state **after its final norm**, exactly what the target's `lm_head` reads.
-Row j of a head pairs feature f_j with the embedding of token x_{j+1}:
+(Some heads read other hidden states as well or instead; see `DraftHead.feature_layers`.)
+Row j of a draft head pairs feature f_j with the embedding of token x_{j+1}:
 
     token     x_0   x_1   x_2   x_3 (root, no feature yet)
     feature   f_0   f_1   f_2
@@ -21,11 +22,12 @@ from .structure import forward_parameters
 
 
 def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch.Tensor:
-    """Features from the `hidden_states` of a target's forward: the chosen ones side by side, [B, N, F].
+    """Returns features from the `hidden_states` of a target's forward: the chosen states side by side, [B, N, F].
 
     Args:
-        hidden_states: One entry per layer input and the state after the final norm; `None` where not asked for.
-        layers: Indices, see `DraftHead.feature_layers`.
+        hidden_states: One entry per layer input, and the state after the final norm; `None` for states that were not
+            requested.
+        layers: Indices of the chosen states, see `DraftHead.feature_layers`.
     """
     if len(layers) == 1:
         return hidden_states[layers[0]]
@@ -34,22 +36,22 @@ def select_hidden_states(hidden_states: tuple, layers: tuple[int, ...]) -> torch
 
 
 def asked_hidden_states(layers: tuple[int, ...]) -> Any:
-    """Value of `output_hidden_states` that makes a forward return only these hidden states."""
+    """Returns the value of `output_hidden_states` that makes a forward return only these hidden states."""
     if not layers:
         return False
     return layers[0] if len(layers) == 1 else list(layers)
 
 
 def features_problem(hidden_states: Sequence[torch.Tensor], layers: tuple[int, ...], width: int) -> str | None:
-    """Why some of a target's hidden states are no features, `None` if all are.
+    """Says why the hidden states that heads read cannot serve as features; `None` if they can.
 
-    Between layers they need not be what they are after the last one: DeepSeek V4 hands several on side by side. And a
-    config may count more layers than there are states (LongCat).
+    States between layers may have another shape than the last one: DeepSeek V4 passes several side by side. A config
+    may also count more layers than there are hidden states (LongCat).
 
     Args:
-        hidden_states: Of a forward.
-        layers: Those that heads read, see `DraftHead.feature_layers`.
-        width: Of a feature.
+        hidden_states: Hidden states of a forward.
+        layers: Indices of the states that heads read, see `DraftHead.feature_layers`.
+        width: Width of a single hidden state as the heads expect it.
     """
     for layer in layers:
         if layer >= len(hidden_states):
@@ -61,19 +63,20 @@ def features_problem(hidden_states: Sequence[torch.Tensor], layers: tuple[int, .
 
 
 class FeatureReader:
-    """Asks the target's forwards of one generation for features, and reads them.
+    """Requests features from the target's forwards of one generation, and reads them.
 
     Args:
         layers: Hidden states that make up a feature, see `DraftHead.feature_layers`.
-        all_layers: Whether the caller asked for all hidden states anyway.
+        all_layers: Whether the caller requested all hidden states anyway.
 
     Attributes:
-        forward_kwargs: Arguments of every forward of the target.
+        forward_kwargs: Arguments to add to every forward of the target.
+        positions_dropped: Whether the prefill did not pass on the positions that the target's forward takes.
     """
 
     def __init__(self, layers: tuple[int, ...], all_layers: bool):
         self.layers = layers
-        # Single hidden states (`output_hidden_states=-1` or a list) survive `torch.compile`.
+        # Requesting single hidden states (`output_hidden_states=-1` or a list) works under `torch.compile`.
         self.forward_kwargs: dict[str, Any] = {
             "output_hidden_states": True if all_layers else asked_hidden_states(layers)
         }
@@ -82,15 +85,16 @@ class FeatureReader:
     def prefill(
         self, target: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> tuple[ModelOutput, torch.Tensor | None]:
-        """transformers' own prefill, which may be chunked.
+        """Runs transformers' own prefill, which may be chunked, and reads the features of all chunks.
 
         Args:
             target: The target.
             input_ids: int64 [B, T], the prompt.
-            config, model_kwargs: As `generate` prepared them.
+            config, model_kwargs: Generation config and model kwargs as `generate` prepared them.
 
         Returns:
-            Outputs of the last chunk, and the features [B, T, F] of all of them; `None` for heads that read none.
+            Outputs of the last chunk, and the features [B, T, F] of all chunks; `None` for heads that read no
+            features.
         """
         recorded = _Recorded(target, self.features)
         outputs = type(target)._prefill(recorded, input_ids, config, model_kwargs | self.forward_kwargs)
@@ -99,26 +103,31 @@ class FeatureReader:
         return outputs, torch.cat(chunks, dim=1) if chunks else None
 
     def counted(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Of the kwargs of a call, after its prefill, those by which the target knows positions: none where they are
-        thrown away (by Exaone 4.5, or as another function stands before its forward) and it counts the slots of its
-        cache, padding included."""
+        """Returns the kwargs from which the target's positions follow after the prefill.
+
+        The result is empty if the positions in the kwargs do not reach the target's forward, because the model drops
+        them (Exaone 4.5) or another function wraps its forward. Such a target counts the slots of its cache instead,
+        padding included.
+        """
         return {} if self.positions_dropped else model_kwargs
 
     def features(self, outputs: Any) -> torch.Tensor | None:
-        """Features of one forward over N nodes, [B, N, F]; `None` for heads that read none."""
+        """Returns the features of one forward over N nodes, [B, N, F]; `None` for heads that read no features."""
         return select_hidden_states(outputs.hidden_states, self.layers) if self.layers else None
 
 
 class _Recorded:
-    """A target of whose every forward something is kept; the target itself, which others may be using, is not touched.
+    """Wraps a target and keeps something of the outputs of every forward.
+
+    The target itself is not modified, because others may be using it.
 
     Args:
-        target: The target; whatever else is asked of this object, it answers.
-        read: What to keep of the outputs.
+        target: The target, to which all other attribute accesses are forwarded.
+        read: Returns what to keep of the outputs of a forward.
 
     Attributes:
-        kept: Of every forward so far.
-        positions_given: Whether a forward was given the positions of its tokens.
+        kept: What `read` returned, for every forward so far.
+        positions_given: Whether any forward was given the positions of its tokens.
     """
 
     def __init__(self, target: PreTrainedModel, read: Callable[[ModelOutput], torch.Tensor | None]):

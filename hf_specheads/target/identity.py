@@ -1,4 +1,4 @@
-"""Who a target is: the sizes heads must agree with, and a fingerprint of its weights."""
+"""The identity of a target: the sizes that heads must agree with, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FINGERPRINT_ROWS = 8
 
 FINGERPRINT_COLUMNS = 4
 
-FINGERPRINT_TOLERANCE = 0.02  # of the entries' root mean square: above bf16/fp16 rounding, far below another model
+FINGERPRINT_TOLERANCE = 0.02  # relative to the entries' RMS: above bf16/fp16 rounding, far below other models
 
 
 def target_sizes(target: PreTrainedModel) -> dict[str, int]:
-    """Sizes a head must agree on: `vocab_size`, `feature_size` (H) and `embedding_size` of a loaded target.
+    """Returns the sizes a draft head must agree with: `vocab_size`, `feature_size` (H) and `embedding_size`.
 
     Raises:
         ValueError: if the target has no output embedding, i.e. is not a language model.
@@ -38,27 +38,29 @@ def target_sizes(target: PreTrainedModel) -> dict[str, int]:
 
 
 def spread_over(size: int, count: int) -> list[int]:
-    """`count` of the numbers below `size`, from the first to the last, evenly. They are reckoned in integers, and
-    depend neither on torch's default type nor on a device, however large `size` is."""
+    """Returns `count` evenly spaced integers from 0 to `size - 1`.
+
+    They are computed with Python integers, so they depend neither on torch's default dtype nor on a device, however
+    large `size` is.
+    """
     return [index * (size - 1) // max(count - 1, 1) for index in range(count)]
 
 
 def target_fingerprint(target: PreTrainedModel) -> list[float]:
-    """A few entries of the target's token embedding, spread over vocabulary and width.
+    """Returns a few entries of the target's token embedding, spread over vocabulary and width.
 
-    Read through the module, so it is the same for offloaded targets; compared with a tolerance, so it is the same for
-    fp32, bf16 and fp16 copies of one model.
-
-    A LoRA adapter on the embedding is left out, as those on all other modules are: it changes how much is accepted.
+    The entries are read by calling the module, so offloading does not change them. Fingerprints are compared with a
+    tolerance, so fp32, bf16 and fp16 copies of a model match. A LoRA adapter on the embedding is ignored, as are
+    adapters on all other modules: an adapter only changes how many drafts are accepted.
 
     Returns:
         FINGERPRINT_ROWS * FINGERPRINT_COLUMNS floats.
 
     Raises:
-        ValueError: for a target without weights, on the `meta` device.
+        ValueError: if the target is on the `meta` device, without weights.
     """
     embedding = target.get_input_embeddings()
-    if callable(base := getattr(embedding, "get_base_layer", None)):  # of peft
+    if callable(base := getattr(embedding, "get_base_layer", None)):  # peft wraps the embedding it adapts
         embedding = base()
     weight = getattr(embedding, "weight", None)
     if weight is not None and weight.device.type == "meta" and not hasattr(embedding, "_hf_hook"):
@@ -69,7 +71,7 @@ def target_fingerprint(target: PreTrainedModel) -> list[float]:
 
 
 def weight_fingerprint(weight: torch.Tensor) -> list[float]:
-    """The same as [`target_fingerprint`], from a copy [V, E] of the target's token embedding."""
+    """Returns the same as [`target_fingerprint`], computed from a copy [V, E] of the target's token embedding."""
     return _fingerprint(as_embedding(weight), weight.shape[0], weight.device)
 
 
@@ -92,7 +94,7 @@ def fingerprints_match(ours: list[float], theirs: list[float]) -> bool:
 
 
 def target_identity(target: PreTrainedModel) -> dict[str, Any]:
-    """What heads remember of their target: name, revision, type, depth and fingerprint."""
+    """Returns what the heads' config records of their target: name, revision, type, depth and fingerprint."""
     config = target.config.get_text_config(decoder=True)
     return {
         "name": target.config.name_or_path or None,

@@ -1,8 +1,8 @@
 """Multimodal targets whose prompts may hold images.
 
-Images are read by the prompt's forward, which transformers itself prepares; the verifying forwards after it get
-tokens, positions (several axes of them where the target's rotary embedding has some) and masks. That this gives plain
-decoding's text is tested per family (`tests/claims/test_images.py`).
+Images are read by the prompt's forward, which transformers itself prepares. The verifying forwards after it get only
+tokens, positions (with several axes if the target's rotary embedding has them) and masks. Tests check for each model
+family that the text is that of plain decoding (`tests/claims/test_images.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 IMAGES_SERVED = frozenset({
     "gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm",
 })  # fmt: skip
-# Arguments with which images come; only the prompt's forward gets them, or heeds them.
+# Arguments that carry images. Only the prompt's forward receives or uses them.
 IMAGE_ARGUMENTS = frozenset({"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"})
-# Those that tell the tokens of images from those of text, which are 0.
+# Arguments that mark each token as image or text; text tokens are 0.
 TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids"})
 
 
@@ -26,8 +26,10 @@ def serves_images(target: PreTrainedModel) -> bool:
 
 
 def read_by_the_prompt(target: PreTrainedModel, arguments: dict[str, Any]) -> set[str]:
-    """Names of arguments that say something about the images of a prompt and nothing about what is generated: the
-    prompt has to end with text."""
+    """Returns the names of arguments that describe only the images of a prompt, not the generated tokens.
+
+    Token types are among them only if the prompt ends with text.
+    """
     if not serves_images(target):
         return set()
     found = {name for name in IMAGE_ARGUMENTS if arguments.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Which class of transformers a target is loaded with."""
+"""Loading targets with the right auto class of transformers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ HUB = ("revision", "trust_remote_code", "local_files_only", "token")
 
 
 def load_target(source: str, *, images: bool = False, **options: Any) -> PreTrainedModel:
-    """A target: a causal language model, or one of images and text where the checkpoint is of no other kind.
+    """Loads a target as a causal language model, or as an image-text model if the checkpoint is of no other kind.
 
     Args:
         source: Folder or Hub id.
-        images: Whether the model is wanted that reads images too, also where the text model in it can be loaded alone.
-        **options: Of `from_pretrained`.
+        images: Load the model that also reads images even if its text model could be loaded alone.
+        **options: Options of `from_pretrained`.
     """
     hub = {name: options[name] for name in HUB if name in options}
     config = AutoConfig.from_pretrained(source, **hub)
@@ -23,8 +23,11 @@ def load_target(source: str, *, images: bool = False, **options: Any) -> PreTrai
 
 
 def target_class(config: Any, images: bool = False) -> Any:
-    """`AutoModelForCausalLM`, or `AutoModelForImageTextToText` for a config that only the latter knows or if `images`
-    are wanted."""
+    """Returns the auto class to load a config with.
+
+    That is `AutoModelForImageTextToText` if only this class knows the config, or if it does and `images` is set, and
+    `AutoModelForCausalLM` otherwise.
+    """
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     reads_images = type(config) in AutoModelForImageTextToText._model_mapping
     text_alone = remote or type(config) in AutoModelForCausalLM._model_mapping

@@ -1,9 +1,9 @@
-"""What a target does between its `lm_head` and its logits: multipliers and a final soft-cap.
+"""What a target applies to the output of its `lm_head` to get its logits: multipliers and a final soft-cap.
 
     logits = soft_cap * tanh(scale * lm_head(feature) / soft_cap)
 
-Heads that draft through the target's `lm_head`, and losses that compare with the target's distribution, need all of
-it: `lm_head` alone says another distribution, if the same favourite token.
+Heads that draft through the target's `lm_head`, and losses that compare with the target's distribution, need the whole
+function: `lm_head` alone yields the same most probable token but another distribution.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-# Fields of configs, as transformers' modelling code reads them.
+# Names of config fields, as transformers' modeling code reads them.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere; Falcon-H1; Muse
 DIVISORS = ("logits_scaling",)  # Granite, MiniCPM3
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma, NanoChat; RecurrentGemma
-MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)  # where the divisor of all the others is a factor
+MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)  # `logits_scaling` multiplies here, and divides in all other families
 
 
 @dataclass(frozen=True)
 class LogitFunction:
-    """From the output of a target's `lm_head` to its logits.
+    """Maps the output of a target's `lm_head` to the target's logits.
 
     Attributes:
-        scale: Factor, before the soft-cap.
-        soft_cap: c of `c * tanh(logits / c)`, `None` without.
+        scale: Factor applied before the soft-cap.
+        soft_cap: The c of `c * tanh(logits / c)`; `None` without a soft-cap.
     """
 
     scale: float = 1.0
@@ -35,7 +35,7 @@ class LogitFunction:
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> Self:
-        """As the target's config says. Whether that is all of it, the trainer tries out before it trains."""
+        """Reads the function from the target's config. The trainer tests that it is complete before it trains."""
         config = target.config.get_text_config(decoder=True)
         scale = 1.0
         for name in MULTIPLIERS:
@@ -49,11 +49,11 @@ class LogitFunction:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the target's logits are what its `lm_head` returns."""
+        """Whether the target's logits are exactly the output of its `lm_head`."""
         return self == IDENTITY
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the target, of the dtype and shape [..., V] of what its `lm_head` returned."""
+        """Returns the target's logits, with the dtype and shape [..., V] of the `lm_head`'s output."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

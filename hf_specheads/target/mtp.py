@@ -1,14 +1,14 @@
-"""MTP layers in a target's own checkpoint: found, read, and given one set of names.
+"""Finding and reading MTP layers in a target's own checkpoint, under one set of names.
 
 Targets with multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next and later; GLM-4.5) come
-with layers that plain decoding leaves unread. Two layouts are in use:
+with layers that plain decoding does not load. Two layouts are in use:
 
     Qwen       mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.*, mtp.norm
-    DeepSeek   model.layers.{N + k}.* of a target with N layers: the decoder layer's own names beside
+    DeepSeek   model.layers.{N + k}.* of a target with N layers: the decoder layer's own names, and
                eh_proj, enorm, hnorm, shared_head.norm
 
-Here a layer k is `layers.{k}.` + `fc`, `embedding_norm`, `hidden_norm`, `norm`, and `block.*` for the decoder layer.
-Copies of the target's embedding and `lm_head` beside them are left out.
+Here layer k is named `layers.{k}.` + `fc`, `embedding_norm`, `hidden_norm`, `norm`, and `block.*` for the decoder
+layer. Copies of the target's embedding and `lm_head` are left out.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weigh
 
 
 def our_name(key: str, num_layers: int) -> str | None:
-    """Our name of a tensor of a target's checkpoint; `None` if it belongs to no MTP layer.
+    """Returns our name of a tensor in a target's checkpoint; `None` if it belongs to no MTP layer.
 
     Args:
-        key: Its name there.
-        num_layers: Layers N of the target that plain decoding runs.
+        key: Name of the tensor in the checkpoint.
+        num_layers: Number of layers N of the target that plain decoding runs.
+
+    Raises:
+        UnknownFormatError: if the checkpoint has more than one MTP layer in Qwen's layout.
     """
     if (qwen := QWEN.fullmatch(key)) is not None:
         return _qwen_name(qwen[1])
@@ -82,11 +85,13 @@ def _qwen_name(rest: str) -> str | None:
 
 
 def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with experts that are stored one by one put side by side, as transformers holds them:
-    `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I].
+    """Stacks experts that are stored one by one, into the form that transformers uses.
+
+    For E experts of intermediate size I this is `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I].
+    All other tensors are returned unchanged.
 
     Raises:
-        CheckpointShapeError: if an expert is missing, or has other sizes than the others.
+        CheckpointShapeError: if an expert is missing or differs from the others in size.
     """
     parts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     joined = {}
@@ -107,7 +112,7 @@ def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def separate_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of [`joined_experts`]: experts one by one, as checkpoints have them."""
+    """Splits stacked experts into single ones, as checkpoints store them: the inverse of [`joined_experts`]."""
     separate = {}
     for key, tensor in tensors.items():
         name, _, kind = key.rpartition(".")
@@ -124,15 +129,17 @@ def separate_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 # ------------------------------------------------------------------ files
 def read_mtp(source: str | os.PathLike[str], num_layers: int, **hub: Any) -> dict[str, torch.Tensor]:
-    """The MTP layers of a target by our names, on the CPU; of a checkpoint in shards only those that hold some.
+    """Reads the MTP layers of a target to the CPU, under our names.
+
+    Of a sharded checkpoint only the shards with MTP layers are read.
 
     Args:
         source: The target's folder or Hub id.
-        num_layers: Layers N of the target that plain decoding runs.
-        **hub: `revision`, `token`, `local_files_only`, of a Hub id.
+        num_layers: Number of layers N of the target that plain decoding runs.
+        **hub: `revision`, `token` and `local_files_only`, for a Hub id.
 
     Raises:
-        HeadLoadError: (or a subclass) if there are no MTP layers, or files that are missing, damaged or quantised.
+        HeadLoadError: (or a subclass) if there are no MTP layers, or if files are missing, damaged or quantised.
     """
     find = _finder(source, hub)
     index = find(INDEX)

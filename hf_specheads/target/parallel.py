@@ -1,4 +1,4 @@
-"""Targets whose layers are spread over processes: all of them must take the same decisions."""
+"""Targets whose layers are spread over processes, which must all take the same decisions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def parallel_group(target: PreTrainedModel) -> torch.distributed.ProcessGroup | None:
-    """The processes that hold parts of a tensor-parallel target; `None` for a target of one process."""
+    """Returns the group of processes that share a tensor-parallel target; `None` for a target in one process."""
     mesh = getattr(target, "_device_mesh", None)
     if mesh is None or not torch.distributed.is_initialized():
         return None
@@ -16,7 +16,7 @@ def parallel_group(target: PreTrainedModel) -> torch.distributed.ProcessGroup | 
 
 
 def number_of_first(number: int, group: torch.distributed.ProcessGroup, device: torch.device) -> int:
-    """What the first process of a group has decided, which all of them follow: clocks differ."""
+    """Returns the number of the group's first process, which all processes follow since their clocks differ."""
     told = torch.tensor([number], dtype=torch.int64, device=device)
     torch.distributed.broadcast(told, group=group, group_src=0)
     return int(told)

@@ -1,4 +1,4 @@
-"""How far a target's positions go: its context, and the length past which its rope is another."""
+"""Limits of a target's positions: its context, and the length past which its rotary embedding changes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import torch
 from transformers import PreTrainedModel
 
 RESCALING_ROPES = ("dynamic", "longrope")
-# `model_type` of targets that take no positions, and look at the attention mask where their tokens begin.
+# `model_type` of targets that take no positions and find the first token of each text from the attention mask.
 POSITIONS_BY_MASK = frozenset({"bloom"})
 
 
 def context_limit(target: PreTrainedModel) -> int | None:
-    """Positions a target was made for; `None` where its config does not say."""
+    """Returns the number of positions a target was made for; `None` if its config does not say."""
     return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def drops_positions(target: PreTrainedModel) -> bool:
-    """Whether a target throws away the positions that `generate` counts, and counts its tokens by itself."""
+    """Whether a target discards the position ids that `generate` passes and counts its tokens by itself."""
     ids = torch.ones(1, 2, dtype=torch.long, device=target.device)
     counted = {"attention_mask": torch.ones_like(ids), "position_ids": ids.cumsum(1) - 1}
     try:
         inputs = target.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, **counted)
-    except (AttributeError, KeyError, TypeError, ValueError):  # it wants more than text, which a probe has not
+    except (AttributeError, KeyError, TypeError, ValueError):  # the target needs more inputs than this text probe has
         return False
     return inputs.get("position_ids") is None
 
 
 def finds_begins(target: PreTrainedModel) -> bool:
-    """Whether a target that takes no positions knows from the attention mask where a text behind padding begins."""
+    """Whether a target that takes no positions finds the begin of a left-padded text from the attention mask."""
     return target.config.get_text_config(decoder=True).model_type in POSITIONS_BY_MASK
 
 
 def sparse_limit(target: PreTrainedModel) -> tuple[int, str] | None:
-    """Tokens up to which a sparse attention looks at all of its context, and the field of the config that says so;
-    `None` for other targets."""
+    """Returns the number of tokens up to which a sparse attention sees its whole context, and the name of the config
+    field that says so; `None` for targets without sparse attention."""
     config = target.config.get_text_config(decoder=True)
     blocks = getattr(config, "index_topk_blocks", None) or 0
     stated = {
@@ -45,10 +45,10 @@ def sparse_limit(target: PreTrainedModel) -> tuple[int, str] | None:
 
 
 def rope_limit(target: PreTrainedModel) -> tuple[int, str] | None:
-    """Tokens past which a rope type changes the angles of *all* rows of a forward, and the type; `None` without one.
+    """Returns the number of tokens past which the angles of *all* rows of a forward change, and the rope type.
 
-    transformers looks at the largest position of a forward, so a tree that reaches over the limit would change its
-    root as well.
+    The result is `None` for rope types without such a limit. transformers looks at the largest position of a forward,
+    so a tree that crosses the limit would change the angles of its root as well.
     """
     config = target.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""Projections from hidden states to logits: some of their rows, and the weight of a target's `lm_head`."""
+"""Projections from hidden states to logits: copying some of their rows, and the weight of a target's `lm_head`."""
 
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -11,18 +11,19 @@ from .borrowed import BorrowedModules
 from .identity import target_sizes
 from .logits import IDENTITY, LogitFunction
 
-ROWS_AT_ONCE = 256  # columns of a weight read through its module in one call
+ROWS_AT_ONCE = 256  # unit vectors given to a module in one call, each of which reads one column of its weight
 
 
 # ---------------------------------------------------------------------- rows of projections to logits
 @dataclass(frozen=True)
 class Projection:
-    """Some rows of a projection to logits, copied: `[..., H] -> [..., Vp]`.
+    """A copy of some rows of a projection to logits: `[..., H] -> [..., Vp]`.
 
     Attributes:
         weight: [Vp, H], contiguous.
         bias: [Vp], or `None`.
-        after: What the target does to the output of its `lm_head`; nothing for projections of the heads' own.
+        after: Function that the target applies to the output of its `lm_head`; the identity for projections that
+            belong to the heads.
     """
 
     weight: torch.Tensor
@@ -34,7 +35,7 @@ class Projection:
 
 
 def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a linear module is no more than its weight: not quantised, offloaded, adapted or wrapped."""
+    """Whether a linear module is a plain `nn.Linear`: not quantised, offloaded, adapted or wrapped."""
     if type(module) is not nn.Linear:
         return False
     weight = getattr(module, "weight", None)
@@ -47,13 +48,13 @@ def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 @torch.no_grad()
 def projection_rows(module: nn.Module, width: int, token_ids: torch.Tensor, like: torch.Tensor) -> Projection:
-    """Rows of a projection, read from its weight or, where that is not all there is to it, asked of the module.
+    """Copies rows of a projection, from its weight or, if the module is not plain, by calling it on unit vectors.
 
     Args:
-        module: Linear map from [..., H] to [..., V], possibly with bias.
-        width: H.
-        token_ids: int64 [Vp], the rows.
-        like: A tensor on the device and of the dtype the module's inputs have, for modules that are asked.
+        module: Linear map from [..., H] to [..., V], possibly with a bias.
+        width: Width H of the module's inputs.
+        token_ids: int64 [Vp], the rows to copy.
+        like: A tensor with the device and dtype of the module's inputs, used if the module is called.
     """
     if has_plain_weight(module):
         ids = token_ids.to(module.weight.device)
@@ -67,8 +68,11 @@ def projection_rows(module: nn.Module, width: int, token_ids: torch.Tensor, like
 
 
 def output_weight(target: PreTrainedModel) -> torch.Tensor:
-    """Weight [V, H] that makes a target's logits, but for a soft-cap: that of its `lm_head` times its multipliers.
-    Asked of the module where it is quantised or offloaded."""
+    """Returns the weight [V, H] from which a target's logits follow, except for a soft-cap.
+
+    This is the weight of the target's `lm_head` times its multipliers. If the `lm_head` is not a plain linear module,
+    e.g. quantised or offloaded, the weight is read by calling the module.
+    """
     rows = torch.arange(target.config.get_text_config(decoder=True).vocab_size)
     like = torch.zeros(1, dtype=target.dtype, device=BorrowedModules.of(target).device)
     weight = projection_rows(target.get_output_embeddings(), target_sizes(target)["feature_size"], rows, like).weight

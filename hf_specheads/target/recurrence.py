@@ -1,16 +1,16 @@
-"""Targets that keep a state of the text so far beside or instead of keys and values, and which of them can verify.
+"""Recurrent targets, which keep a state of the text beside or instead of keys and values: which of them can verify.
 
-A verifying forward runs over several tokens from a state. Whether that gives what as many forwards over one token give
-is a matter of the family: some begin their scan from zeros whenever there are several tokens, others compute several
-tokens by another formula. So families are listed, those that were shown to be right (`tests/claims/test_recurrent.py`
-compares logits and states) and those that were shown not to be, with the reason.
+A verifying forward runs over several tokens, starting from a state. Whether this gives the same result as one forward
+per token depends on the model family: some start their scan from zeros whenever there are several tokens, others use
+another formula for several tokens. So families are listed: those shown to be exact (`tests/claims/test_recurrent.py`
+compares logits and states), and those shown not to be, with the reason.
 """
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-# `model_type` of the language model's config.
+# Families, by `model_type` of the language model's config, that read several tokens as they read single ones.
 CONTINUE_FROM_STATES = frozenset({
     "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "olmo_hybrid",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zaya",
@@ -28,22 +28,22 @@ DO_NOT_CONTINUE = {
     "zamba": _FROM_ZEROS,
     "zamba2": _CLAMPED,
 }
-# They take in the padding of a prompt, and several tokens otherwise than single ones then.
+# Families that also read the padding of a prompt. With padding, they read several tokens differently from single ones.
 COUNT_PADDING = frozenset({"deepseek_v4"})
 
 
 def is_recurrent(target: PreTrainedModel) -> bool:
-    """Whether a target keeps a state that rejected tokens cannot be taken out of again."""
+    """Whether a target keeps a state from which rejected tokens cannot be removed."""
     return bool(getattr(target, "_is_stateful", False))
 
 
 def counts_padding(target: PreTrainedModel) -> bool:
-    """Whether a prompt with padding is verified otherwise than it is decoded."""
+    """Whether verification after a prompt with padding differs from plain decoding."""
     return target.config.get_text_config(decoder=True).model_type in COUNT_PADDING
 
 
 def recurrence_problem(target: PreTrainedModel) -> str | None:
-    """Why chains cannot be verified from the state of a recurrent target, or `None` if they can, or it has none."""
+    """Says why chains cannot be verified with a recurrent target; `None` if they can or the target has no state."""
     if not is_recurrent(target):
         return None
     family = target.config.get_text_config(decoder=True).model_type

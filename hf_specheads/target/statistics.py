@@ -1,9 +1,9 @@
-"""Scale and centre of the features that heads were trained on, and whether those of today are the same.
+"""Statistics of the features that heads were trained on, and a check whether a target still produces such features.
 
-A rotated, quantised or exchanged target has features of another kind even where its embedding, which the fingerprint
-looks at, is the same. Per hidden state a scale and, for a few channels spread over its width, mean, deviation and how
-they go together are enough to see that; they lie in the config of heads. A rotation may leave scale, means and
-deviations much as they were; which channels go together it never leaves.
+A rotated, quantised or exchanged target has different features even if its embedding, on which the fingerprint is
+based, is the same. To detect this, the config of heads stores a scale per hidden state and, for a few channels spread
+over its width, their means, deviations and correlations. A rotation may leave scale, means and deviations nearly
+unchanged, but it always changes which channels correlate.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch
 from .identity import spread_over
 
 CHANNELS = 16
-ENOUGH = 8192  # tokens whose features say what a target is
-# Texts differ too: what is still the same target. Scale as a ratio, centres in deviations, deviations as a ratio.
+ENOUGH = 8192  # number of tokens after which the statistics of a target are precise enough
+# Largest differences of the same target, since statistics also differ between texts. The scale is compared as a ratio,
+# means in units of the deviations, deviations as a ratio.
 SCALE_RATIO, CENTRE_SHIFT, DEVIATION_RATIO = 1.5, 1.0, 2.0
-# Of two patterns of correlations, as a correlation: of the shipped target 0.56 and more between kinds of text, 0.31
-# for random tokens, 0.17 and less for the rotated one.
+# Least correlation between the correlation patterns of the same target. For the shipped target it is 0.56 or more
+# between kinds of text, 0.31 for random tokens, and 0.17 or less against its rotated copy.
 SAME_PATTERN = 0.25
-ABOVE_NOISE = 5.0  # squared correlations, in those that as many independent draws would show
+# Patterns are compared only if their mean squared correlation exceeds this multiple of what independent draws show.
+ABOVE_NOISE = 5.0
 
 
 class FeatureStatistics:
-    """Running sums over features.
+    """Running sums over features, from which the statistics are computed.
 
     Args:
-        levels: Hidden states side by side in a feature.
+        levels: Names of the hidden states that lie side by side in a feature.
     """
 
     def __init__(self, levels: Sequence[int | str]):
@@ -38,11 +40,11 @@ class FeatureStatistics:
 
     @torch.no_grad()
     def add(self, features: torch.Tensor, mask: torch.Tensor) -> None:
-        """Takes in features.
+        """Adds features to the sums.
 
         Args:
-            features: [B, T, F], F the width of a level times their number.
-            mask: [B, T], nonzero at rows that count.
+            features: [B, T, F], where F is the width of a hidden state times the number of levels.
+            mask: [B, T], nonzero at rows to include.
         """
         rows = features[mask.bool()].float()
         if not len(rows):
@@ -56,8 +58,10 @@ class FeatureStatistics:
         self.tokens += len(rows)
 
     def remember(self, config: Any, features: torch.Tensor, mask: torch.Tensor) -> None:
-        """Takes in features until there are enough, and writes what is known into `feature_statistics` of a heads'
-        config. Heads that read no features have none."""
+        """Adds features until there are enough, and writes the statistics into `config.feature_statistics`.
+
+        Does nothing for heads that read no features.
+        """
         if self.levels and self.tokens < ENOUGH:
             self.add(features.detach(), mask)
             config.feature_statistics = self.to_dict()
@@ -67,13 +71,15 @@ class FeatureStatistics:
         return torch.tensor(spread_over(width, min(CHANNELS, width)))
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Plain values for a config: `levels`, `tokens`, and per level `scale` (root mean square of its entries),
-        `mean` and `deviation` of the channels, and `correlation`, of every pair of them in hundredths, as a text of
-        few characters; `None` before any rows."""
+        """Returns plain values for a config, or `None` before any rows were added.
+
+        These are `levels`, `tokens` and, per level, `scale` (root mean square of its entries), `mean` and `deviation`
+        of the chosen channels, and `correlation` of every pair of channels in hundredths, as one compact string.
+        """
         if self._sums is None or not self.tokens:
             return None
         means = self._sums / self.tokens
-        count = int((means.shape[-1] - 1) ** 0.5)  # 1 + count + count ** 2 in all
+        count = int((means.shape[-1] - 1) ** 0.5)  # the last dimension has 1 + count + count ** 2 entries
         scale, centre, products = means.split([1, count, count * count], dim=-1)
         covariance = products.view(-1, count, count) - centre[:, :, None] * centre[:, None]
         deviation = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
@@ -98,11 +104,11 @@ def _rounded(values: torch.Tensor) -> Any:
 
 
 def statistics_problem(stored: dict[str, Any], measured: dict[str, Any]) -> str | None:
-    """How features of today are not those that heads were trained on, in words; `None` if they are.
+    """Says how a target's features differ from those that heads were trained on; `None` if they do not.
 
     Args:
-        stored: From the heads' config.
-        measured: On the target at hand, for the same levels.
+        stored: Statistics from the heads' config.
+        measured: Statistics measured on the target at hand, for the same levels.
     """
     if len(stored.get("scale", ())) != len(measured["scale"]):
         known = len(stored.get("scale", ()))
@@ -129,7 +135,10 @@ def statistics_problem(stored: dict[str, Any], measured: dict[str, Any]) -> str 
 
 
 def _pattern(stored: dict[str, Any], measured: dict[str, Any], index: int) -> float | None:
-    """How alike channels go together in training and today, -1 to 1; `None` where that is unknown, or may be noise."""
+    """Returns the correlation between the stored and the measured correlation patterns, from -1 to 1.
+
+    The result is `None` if a pattern is unknown or may be noise.
+    """
     if "correlation" not in stored:
         return None
     rows = [[float(one) / 100 for one in each["correlation"][index].split()] for each in (stored, measured)]

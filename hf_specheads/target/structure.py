@@ -1,4 +1,4 @@
-"""What modules of a target do besides what its config says."""
+"""Facts about a target that its config does not state and that are read from its modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _own_masks: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 
 
 def forward_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Names of what a model's forward takes; where another function was put before it that takes anything, of what
-    the model's own does."""
+    """Returns the names of the parameters of a model's forward.
+
+    If the forward was replaced by a wrapper that takes arbitrary keyword arguments, the parameters of the model's own
+    forward are included.
+    """
     parameters = inspect.signature(model.forward).parameters
     takes_anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_anything and "forward" in vars(model):
@@ -22,10 +25,11 @@ def forward_parameters(model: PreTrainedModel) -> frozenset[str]:
 
 
 def own_mask(target: PreTrainedModel) -> str | None:
-    """Name of a buffer by which a module hides the oldest tokens itself, whatever mask it is given; `None` without.
+    """Returns the name of a buffer with which a module hides the oldest tokens itself, whatever mask it is given.
 
-    A buffer of truth values [..., C, C] that keeps the last of C tokens from the first: a local window. Those of
-    merely causal attention hide what comes later, which no node of a draft tree looks at.
+    Such a buffer holds truth values [..., C, C] and hides the first of C tokens from the last one, i.e. implements a
+    local window. Buffers of plain causal attention do not count: they only hide later tokens, which no node of a draft
+    tree looks at. The result is `None` if there is no such buffer.
     """
     if target not in _own_masks:
         _own_masks[target] = next((name for name, buffer in target.named_buffers() if _hides_the_oldest(buffer)), None)

@@ -1,4 +1,4 @@
-"""What is drafted, as a value."""
+"""Draft trees as values: their configuration, their shape and the tree of one round."""
 
 from .published import EAGLE_CHOICES, MEDUSA_CHOICES
 

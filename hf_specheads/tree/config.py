@@ -1,4 +1,4 @@
-"""How drafts grow: [`DraftTreeConfig`]."""
+"""The configuration of draft trees: [`DraftTreeConfig`]."""
 
 import dataclasses
 from typing import Any
@@ -13,30 +13,30 @@ class DraftTreeConfig:
     """How a draft tree grows in every round.
 
     Args:
-        kind: `"dynamic"` grows the tree by cumulative draft probability (EAGLE-2, section 4); `"chain"` drafts one
-            path; `"static"` has the same `choices` in every round (Medusa, EAGLE-1); `"optimal"` is a static tree
-            whose choices [`search_tree`] found for a target, heads and machine (Sequoia).
-        depth: Number of draft positions, i.e. levels below the root. Static trees: follows from `choices`.
-        top_k: Children considered per node, and nodes expanded per level. Static trees: follows from `choices`.
+        kind: `"dynamic"` grows the tree by cumulative draft probability (EAGLE-2, section 4). `"chain"` drafts a
+            single path. `"static"` uses the same `choices` in every round (Medusa, EAGLE-1). `"optimal"` is a static
+            tree whose choices [`search_tree`] found for a target, its draft heads and a machine (Sequoia).
+        depth: Number of draft positions, i.e. levels below the root. Derived from `choices` for static trees.
+        top_k: Children considered per node, and nodes expanded per level. Derived from `choices` for static trees.
         total_tokens: Nodes verified per round **including the root** (`total_token` in EAGLE's and PosS's code).
-            Static trees: follows from `choices`.
-        choices: Paths of a static or optimal tree, each a list of child ranks (0 is the draft's favourite); every
-            path's beginnings must be listed too.
-        children: `"top_k"`: the most probable tokens; `"sampled"`: drawn without replacement from the draft
-            distribution (Leviathan's rule on chains, SpecInfer's and Sequoia's on trees). Only with `do_sample=True`;
-            greedy decoding takes the most probable ones all the same.
-        draft_temperature: The draft logits are divided by it.
-        stop_below: A level is drafted only if the best node of the level before is that probable, i.e. the product of
-            the draft probabilities from the root down to it; one host sync per level. Heads that predict acceptance
-            (DSpark) are asked for that instead, of each level by itself and of the first one too. 0 always drafts
-            `depth` levels.
-        lookup: Nodes to copy from the text itself (prompt lookup): where its last two or three tokens have occurred
-            before, what followed them there becomes a path of the tree, and `lookup` nodes more are verified than the
-            heads draft. A round without such a place is as without `lookup`. Not with drawn children: one rule covers
-            either what was drawn or what was chosen.
+            Derived from `choices` for static trees.
+        choices: Paths of a static or optimal tree, each a list of child ranks (0 is the draft's favourite). Every
+            prefix of a path must be listed too.
+        children: `"top_k"` takes the most probable tokens. `"sampled"` draws children without replacement from the
+            draft distribution (verified by Leviathan's rule on chains, by SpecInfer's and Sequoia's on trees);
+            it only applies with `do_sample=True`, greedy decoding always takes the most probable tokens.
+        draft_temperature: Temperature that the draft logits are divided by.
+        stop_below: A level is drafted only if the best node of the previous level has at least this probability,
+            measured as the product of draft probabilities from the root to that node. Costs one host sync per level.
+            Draft heads that predict acceptance (DSpark) compare their prediction instead, for each level separately
+            and including the first. 0 always drafts `depth` levels.
+        lookup: Number of nodes to copy from the text itself (prompt lookup). If the last two or three tokens occurred
+            earlier in the text, the tokens that followed them become a path of the tree, and `lookup` nodes are
+            verified in addition to the drafted ones. A round without such a match is unchanged. Not available with
+            sampled children: a verification rule covers either drawn or chosen nodes, not both.
 
     Raises:
-        ValueError: if a size is below its minimum, a name is unknown, or `choices` are no tree.
+        ValueError: if a size is below its minimum, a name is unknown, or `choices` do not form a tree.
     """
 
     kind: str = "dynamic"
@@ -94,7 +94,7 @@ class DraftTreeConfig:
             object.__setattr__(self, name, value)
 
     def _refuse_biased_sampling(self) -> None:
-        """Which drawn children are verified must not depend on what was drawn."""
+        """Refuses options under which the choice of drawn children to verify depends on what was drawn."""
         if self.lookup:
             raise ValueError(
                 f"looked-up tokens (lookup={self.lookup}) are copied, not drawn, and the rule for drawn children "
@@ -115,10 +115,10 @@ class DraftTreeConfig:
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Paths of child ranks of a tree whose shape is known beforehand, sorted by length.
+        """Paths of child ranks, sorted by length, of a tree whose shape is known in advance.
 
         Raises:
-            ValueError: for a dynamic tree.
+            ValueError: if the tree is dynamic.
         """
         if self.kind == "dynamic":
             raise ValueError("a dynamic tree has no fixed paths.")
@@ -131,12 +131,12 @@ class DraftTreeConfig:
 
     @property
     def most_nodes(self) -> int:
-        """[`num_nodes`] with those that are looked up."""
+        """Upper bound of nodes verified per round: [`num_nodes`] plus the nodes copied by `lookup`."""
         return self.num_nodes + self.lookup
 
     @property
     def most_levels(self) -> int:
-        """Levels below the root, with those that are looked up."""
+        """Upper bound of levels below the root: `depth` plus the levels that `lookup` may add."""
         return self.depth + self.lookup
 
     @property
@@ -145,10 +145,10 @@ class DraftTreeConfig:
         return self.kind == "chain" and not self.lookup
 
     def replace(self, **changes: Any) -> "DraftTreeConfig":
-        """A copy with some fields changed.
+        """Returns a copy with some fields changed.
 
         Raises:
-            ValueError: for a field that does not exist or a value out of range.
+            ValueError: if a field does not exist or a value is out of range.
         """
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - known):
@@ -158,5 +158,5 @@ class DraftTreeConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the saved config."""
+        """Returns the fields as plain values, for the saved config."""
         return dataclasses.asdict(self)

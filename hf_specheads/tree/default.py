@@ -1,6 +1,7 @@
-"""Facts about machines that decide which draft tree heads use when nobody says.
+"""Which draft tree the heads use when the user has not chosen one.
 
-The choice depends on where the heads lie, never on a measurement in passing: the same call grows the same trees.
+The choice depends only on the machine and device the heads are on, never on a measurement made along the way, so the
+same call always grows the same trees.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from ..provenance import device_name
 from .config import DraftTreeConfig
 
 # On a CPU every verified node past the first few costs time (docs/tuning.md). The fastest trees measured for the
-# shipped heads were chains of 4 to 8 where drafts are good, and 8 nodes of depth 1 to 3 where they are not; this lies
-# between.
+# shipped heads were chains of depth 4 to 8 where drafts are good, and trees of 8 nodes and depth 1 to 3 where they are
+# not. This tree is a compromise between the two.
 CPU_TREE = DraftTreeConfig(depth=4, top_k=3, total_tokens=8)
 
 
 def default_tree(device: torch.device, published: DraftTreeConfig, deepest: int | None = None) -> DraftTreeConfig:
-    """The tree of heads for which none was ever chosen.
+    """Returns the draft tree of heads for which no tree was ever chosen.
 
     Args:
-        device: Where the heads are.
-        published: What the method's authors use, on accelerators, where verifying many nodes costs hardly more than
-            one.
-        deepest: Draft positions the heads have, `None` without limit.
+        device: Device of the heads.
+        published: The tree that the method's authors use. It is returned on accelerators, where verifying many nodes
+            costs hardly more than verifying one.
+        deepest: Number of draft positions the heads have; `None` if unlimited.
     """
     tree = CPU_TREE if device.type == "cpu" else published
     if deepest is None or tree.depth <= deepest:
@@ -35,13 +36,13 @@ def default_tree(device: torch.device, published: DraftTreeConfig, deepest: int 
 
 
 def machine_key(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What a tuned tree is for: `machine`, `dtype`, and on a CPU the `threads`."""
+    """Returns what a tuned tree is valid for: `machine`, `dtype`, and `threads` (`None` unless on a CPU)."""
     threads = torch.get_num_threads() if device.type == "cpu" else None
     return {"machine": device_name(device), "dtype": str(dtype).removeprefix("torch."), "threads": threads}
 
 
 def tuned_tree(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> DraftTreeConfig | None:
-    """The tree tuned for a machine, `None` if there is none."""
+    """Returns the newest tree tuned for a machine, or `None` if there is none."""
     for entry in reversed(tuned or []):
         if all(entry.get(name) == value for name, value in key.items()):
             return DraftTreeConfig().replace(**entry["tree_config"])
@@ -51,7 +52,7 @@ def tuned_tree(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> Draft
 def tuned_entry(
     key: dict[str, Any], tree: DraftTreeConfig, tokens_per_second: float, plain_tokens_per_second: float
 ) -> dict[str, Any]:
-    """What is saved with heads about a tree that is fast on a machine: an entry of `config.tuned`."""
+    """Returns an entry of `config.tuned`, which records a tuned tree and its measured speed on one machine."""
     return {
         **key,
         "tree_config": tree.to_dict(),
@@ -63,5 +64,5 @@ def tuned_entry(
 
 
 def without_machine(tuned: list[dict[str, Any]] | None, key: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tuned trees of other machines."""
+    """Returns the entries of `config.tuned` that belong to other machines."""
     return [entry for entry in tuned or [] if any(entry.get(name) != value for name, value in key.items())]

@@ -1,4 +1,4 @@
-"""Draft trees as values: tokens, parents and depths in tensors; masks and paths derive from the parents."""
+"""Draft trees as values: token ids, parents and depths as tensors, from which masks and paths are derived."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SampledChildren:
-    """How the nodes of a tree with sampled children were drawn: what the exact rule for such trees needs.
+    """How the children of a tree were drawn, as the exact verification rule for sampled children needs it.
 
     Attributes:
-        probs: fp32 [B, E, V], distribution each of the E nodes with children drew them from, without replacement.
-        parents: int64 [E], these nodes, the same in all sequences.
-        children: int64 [E, R], their children in the order drawn, -1 where a node has fewer than R.
+        probs: fp32 [B, E, V], the distribution from which each of the E nodes with children drew them, without
+            replacement.
+        parents: int64 [E], the nodes with children; they are the same in all sequences.
+        children: int64 [E, R], the children of each node in the order drawn, -1 where a node has fewer than R.
     """
 
     probs: torch.Tensor
@@ -30,11 +31,11 @@ class SampledChildren:
     children: torch.Tensor
 
     def of_sequence(self, sequence: int) -> SampledChildren:
-        """Those of one sequence of the batch."""
+        """Returns the drawn children of one sequence of the batch."""
         return SampledChildren(self.probs[sequence : sequence + 1], self.parents, self.children)
 
     def to(self, device: torch.device) -> SampledChildren:
-        """The same on another device."""
+        """Returns the drawn children on another device."""
         return SampledChildren(self.probs.to(device), self.parents.to(device), self.children.to(device))
 
 
@@ -43,13 +44,13 @@ class DraftTree:
     """A draft tree of N nodes for each of B sequences; node 0 is the root, the newest committed token.
 
     Attributes:
-        token_ids: int64 [B, N].
-        parents: int64 [B, N], index of each node's parent, -1 for the root; a parent precedes its children.
-        depths: int64 [B, N], the root has depth 0.
-        scores: fp32 [B, N], sum of draft log-probabilities from the root (root 0).
-        max_depth: Upper bound D of `depths`, known without looking at the tensors.
-        sampled: How the children were drawn; `None` where they are the draft's most probable tokens.
-        shape: Masks and paths of a shape that was known beforehand; `None` where they have to be made.
+        token_ids: int64 [B, N], token of each node.
+        parents: int64 [B, N], index of each node's parent, -1 for the root. A parent precedes its children.
+        depths: int64 [B, N], depth of each node; the root has depth 0.
+        scores: fp32 [B, N], sum of the draft log-probabilities from the root to each node (0 for the root).
+        max_depth: Upper bound D of `depths`, known without reading the tensors.
+        sampled: How the children were drawn; `None` if they are the draft's most probable tokens.
+        shape: Masks and paths of a tree whose shape was known in advance; `None` if they are computed on demand.
     """
 
     token_ids: torch.Tensor
@@ -62,26 +63,26 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, including the root."""
+        """Number of nodes N, including the root."""
         return self.token_ids.shape[1]
 
     @staticmethod
     def root_only(root_ids: torch.Tensor) -> DraftTree:
-        """A tree without drafted nodes, from root tokens [B]."""
-        # A compiler looks through what is kept, and warns its user of that.
+        """Returns trees without drafted nodes, from root tokens [B]."""
+        # torch.compile traces through an lru_cache and warns about it, so the cache is bypassed under compilation.
         of_roots = _of_roots.__wrapped__ if torch.compiler.is_compiling() else _of_roots
         return DraftTree(root_ids[:, None], *of_roots(len(root_ids), root_ids.device), 0)
 
     @property
     def ancestor_mask(self) -> torch.Tensor:
-        """bool [B, N, N]: `mask[b, i, j]` says that j is i itself or an ancestor of i.
+        """bool [B, N, N]: `mask[b, i, j]` is true if node j is node i itself or one of its ancestors.
 
-        Doubling: after step s every node knows its ancestors up to 2^s generations back. Kept, because verification
-        needs it again after the target's forward.
+        Computed by doubling: after step s every node knows its ancestors up to 2^s - 1 generations back. The result
+        is cached because verification needs it again after the target's forward.
         """
         if self.shape is not None:
             return self.shape.ancestor_mask.expand(self.parents.shape[0], -1, -1)
-        known = getattr(self, "_ancestor_mask", None)  # functools.cached_property locks, which cannot be compiled
+        known = getattr(self, "_ancestor_mask", None)  # cached_property may take a lock, which cannot be compiled
         if known is not None:
             return known
         batch, nodes = self.parents.shape
@@ -96,10 +97,10 @@ class DraftTree:
         return mask
 
     def path_to(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Root-to-node paths, int64 [B, max_depth + 1], padded at the end with the node itself.
+        """Returns root-to-node paths, int64 [B, max_depth + 1], padded at the end with the node itself.
 
         Args:
-            nodes: int64 [B], the node each path ends in.
+            nodes: int64 [B], the last node of each path.
         """
         if self.shape is not None:
             return self.shape.paths[nodes]
@@ -107,25 +108,25 @@ class DraftTree:
         for _ in range(self.max_depth):
             current = self.parents.gather(1, current[:, None])[:, 0].clamp_min(0)
             steps.append(current)
-        # The walk ends in repeated roots; shift each so that it starts at its root exactly once.
+        # A walk upwards repeats the root until max_depth steps are done; the shift leaves each root only once.
         walk = torch.stack(steps[::-1], dim=1)
         depth = self.depths.gather(1, nodes[:, None])
         offset = torch.arange(self.max_depth + 1, device=nodes.device)[None] + self.max_depth - depth
         return walk.gather(1, offset.clamp_max(self.max_depth))
 
     def of_sequence(self, sequence: int) -> DraftTree:
-        """The tree of one sequence of the batch."""
+        """Returns the tree of one sequence of the batch."""
         sampled = None if self.sampled is None else self.sampled.of_sequence(sequence)
         return self._with(lambda tensor: tensor[sequence : sequence + 1], sampled, self.shape)
 
     def rows_alone(self) -> DraftTree:
-        """What a forward over the tree reads, tokens, depths and ancestors; the same for trees of all kinds."""
+        """Returns only what a forward over the tree reads (tokens, depths, ancestors), in one form for all kinds."""
         tokens, depths, ancestors = map(_packed, (self.token_ids, self.depths, self.ancestor_mask))
         shape = TreeShape((), tokens, depths, ancestors, tokens)
         return DraftTree(tokens, tokens, depths, tokens, 0, shape=shape)
 
     def to(self, device: torch.device) -> DraftTree:
-        """The tree on another device."""
+        """Returns the tree on another device."""
         if self.token_ids.device == device:
             return self
         sampled = None if self.sampled is None else self.sampled.to(device)
@@ -138,7 +139,7 @@ class DraftTree:
         sampled: SampledChildren | None,
         shape: TreeShape | None,
     ) -> DraftTree:
-        """The tree with all its tensors changed."""
+        """Returns the tree with `change` applied to all its tensors."""
         return DraftTree(
             token_ids=change(self.token_ids),
             parents=change(self.parents),
@@ -152,7 +153,7 @@ class DraftTree:
 
 @lru_cache(maxsize=64)
 def _of_roots(batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parents, depths and scores of trees that are a root, [B, 1] each; not to be written to."""
+    """Parents, depths and scores [B, 1] of trees that consist of a root. They are cached: never write to them."""
     depths = torch.zeros(batch, 1, dtype=torch.long, device=device)
     return depths - 1, depths, torch.zeros(batch, 1, dtype=torch.float32, device=device)
 
@@ -166,21 +167,21 @@ def select_nodes(
     num_drafted: int,
     max_depth: int,
 ) -> DraftTree:
-    """Keeps the best drafted candidates, in the order they were generated, under a root (EAGLE-2, section 4.2).
+    """Keeps the best drafted candidates under a root, in the order they were generated (EAGLE-2, section 4.2).
 
-    Log-probabilities are at most 0, so a parent never scores below its child and the selection stays connected; ties
-    (a child of probability 1) are broken in favour of the earlier candidate, the parent.
+    Log-probabilities are at most 0, so a parent never scores below its child and the selection stays connected. Ties
+    (a child of probability 1) are broken in favour of the earlier candidate, which is the parent.
 
     Args:
-        token_ids, parents, depths: int64 [B, C] candidates; parents count candidates from 1, 0 is the root.
-        scores: fp32 [B, C].
-        root_ids: int64 [B].
-        num_drafted: Nodes to keep, root excluded.
-        max_depth: D.
+        token_ids, parents, depths: int64 [B, C], the candidates. `parents` count candidates from 1; 0 is the root.
+        scores: fp32 [B, C], cumulative log-probabilities of the candidates.
+        root_ids: int64 [B], tokens of the roots.
+        num_drafted: Number of nodes to keep, root excluded.
+        max_depth: Upper bound D of `depths`.
     """
     batch, candidates = scores.shape
     if num_drafted < candidates:
-        # The stable sort, unlike topk, takes the earlier of two equal scores.
+        # Unlike topk, a stable sort takes the earlier of two candidates with equal scores.
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_drafted]
         kept = order.sort(dim=1).values
     else:

@@ -1,4 +1,4 @@
-"""Draft trees with a further path in them: what of the path the tree holds already is not drafted twice."""
+"""Adding a further path to a draft tree, without duplicating the part of the path that the tree already holds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .draft_tree import DraftTree
 
 
 def graft_path(tree: DraftTree, path: torch.Tensor, nodes: int) -> DraftTree:
-    """The tree with a path of tokens below its root: `nodes` new nodes, whatever part of the path it had before.
+    """Returns the tree with a path of tokens below its root, which always adds exactly `nodes` new nodes.
 
-    The longest beginning of the path that the tree holds is shared with it, and the new nodes go on from there. So
-    shapes are known beforehand, no two siblings carry the same token on account of the path, and nothing waits for the
-    device. New nodes have the score of the node they hang on: nobody gave them a probability.
+    The longest prefix of the path that the tree already holds is reused, and the new nodes continue from there. The
+    shapes are therefore known in advance, the path never gives two siblings the same token, and the host does not wait
+    for the device. The new nodes have no draft probability, so they take the score of the node they are attached to.
 
     Args:
-        tree: Draft tree of B sequences and N nodes, its children chosen, not drawn.
-        path: int64 [B, >= nodes + tree.max_depth], tokens from the root's child on.
+        tree: Draft tree of B sequences and N nodes, whose children were chosen, not drawn.
+        path: int64 [B, >= nodes + tree.max_depth], the tokens from the root's child on.
         nodes: New nodes per sequence, at least 1.
 
     Raises:
-        ValueError: for a path that may end too early, or a tree whose children were drawn.
+        ValueError: if the path may be too short, or the children of the tree were drawn.
     """
     if tree.sampled is not None:
         raise ValueError("a path cannot be grafted into a tree of drawn children; draw none, children='top_k'.")

@@ -1,4 +1,4 @@
-"""The trees of fixed shape that authors published, as paths of child ranks."""
+"""Trees of fixed shape published by the authors of methods, as paths of child ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of a shape known beforehand (chains, static and optimal trees): levels, masks and paths, made once."""
+"""Trees whose shape is known in advance (chains, static and optimal trees): levels, masks and paths, computed once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Paths = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FixedLevel:
-    """One level of a tree of fixed shape; n nodes, of which e have children.
+    """One level of a tree of fixed shape, with n nodes of which e have children.
 
     Attributes:
-        width: Children to take per node of the level above: the highest rank + 1.
-        parent: int64 [n], each node's parent, counted among the e nodes of the level above that have children.
-        rank: int64 [n], which child of its parent each node is.
-        parent_node: int64 [n], index of the parent in the whole tree.
-        expanded: int64 [e], nodes of this level that have children.
-        visible: bool [e, R], which of the R expanded nodes so far (the root not counted) each expanded node descends
-            from, itself included.
-        link: Whether the level is a link of a chain: one node, the favourite child of the only node above.
-        sees_all: Whether its expanded nodes descend from all expanded nodes so far.
+        width: Number of children to take per node of the level above: the highest rank + 1.
+        parent: int64 [n], each node's parent as an index into those nodes of the level above that have children.
+        rank: int64 [n], rank of each node among its parent's children.
+        parent_node: int64 [n], index of each node's parent in the whole tree.
+        expanded: int64 [e], the nodes of this level that have children.
+        visible: bool [e, R], which of the R nodes expanded so far (root excluded) are ancestors of each expanded node,
+            or the node itself.
+        link: Whether the level is a link of a chain: a single node, the favourite child of the only node above.
+        sees_all: Whether every expanded node descends from all nodes expanded so far.
     """
 
     width: int
@@ -40,13 +40,13 @@ class FixedLevel:
 
 @dataclass(frozen=True, eq=False)
 class TreeShape:
-    """A whole tree of N nodes and D levels. Every shape is a key of its own.
+    """The shape of a whole tree of N nodes and D levels. Instances compare and hash by identity.
 
     Attributes:
-        levels: Its levels, the root's not among them.
+        levels: The levels below the root.
         parents, depths: int64 [1, N], as in [`DraftTree`].
         ancestor_mask: bool [1, N, N], as in [`DraftTree`].
-        paths: int64 [N, D + 1], nodes from the root to each node, padded at the end with the node itself.
+        paths: int64 [N, D + 1], the nodes from the root to each node, padded at the end with the node itself.
     """
 
     levels: tuple[FixedLevel, ...]
@@ -55,20 +55,22 @@ class TreeShape:
     ancestor_mask: torch.Tensor
     paths: torch.Tensor
 
-    @property  # a cached one takes a lock before Python 3.12, which torch.compile cannot trace
+    @property  # cached_property takes a lock before Python 3.12, which torch.compile cannot trace
     def is_chain(self) -> bool:
-        """Whether it is known to be a chain: every level is a link of one."""
+        """Whether the tree is known to be a chain, i.e. every level is a link."""
         return len(self.levels) > 0 and all(level.link for level in self.levels)
 
     def to(self, device: torch.device) -> TreeShape:
-        """The same for verification on another device; levels, which only drafting needs, stay."""
+        """Returns the shape for verification on another device. The levels, which only drafting needs, stay behind."""
         tensors = (self.parents, self.depths, self.ancestor_mask, self.paths)
         return TreeShape(self.levels, *(tensor.to(device) for tensor in tensors))
 
 
 def shape_of(tree: DraftTreeConfig, depth: int, device: torch.device) -> TreeShape:
-    """That of a tree whose shape is known beforehand, cut at `depth`. Asked for in every round: a chain's paths are
-    not made for it."""
+    """Returns the shape of a tree whose shape is known in advance, cut at `depth`.
+
+    This is called in every round, so the cached shape of a chain is found by its depth, without building its paths.
+    """
     if tree.kind == "chain":
         return chain_shape(min(depth, tree.depth), device)
     return fixed_shape(tree.paths, depth, device)
@@ -76,13 +78,13 @@ def shape_of(tree: DraftTreeConfig, depth: int, device: torch.device) -> TreeSha
 
 @lru_cache(maxsize=128)
 def chain_shape(depth: int, device: torch.device) -> TreeShape:
-    """That of a chain."""
+    """Returns the shape of a chain of `depth` drafted nodes."""
     return fixed_shape(tuple((0,) * length for length in range(1, depth + 1)), depth, device)
 
 
 @lru_cache(maxsize=128)
 def fixed_shape(paths: Paths, depth: int, device: torch.device) -> TreeShape:
-    """The shape of a tree given by its paths of child ranks (sorted by length), cut at `depth`."""
+    """Returns the shape of a tree given by its paths of child ranks (sorted by length), cut at `depth`."""
     paths = tuple(path for path in paths if len(path) <= depth)
     nodes = ((), *paths)
     node_of = {path: node for node, path in enumerate(nodes)}
@@ -126,7 +128,10 @@ def _levels(paths: Paths, depth: int, node_of: dict, device: torch.device) -> tu
 
 @lru_cache(maxsize=128)
 def fixed_children(paths: Paths, depth: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes with children [E], level by level, and their children by rank [E, R], -1 for none; as [`fixed_shape`]."""
+    """Returns the nodes with children, int64 [E], level by level, and their children by rank, int64 [E, R].
+
+    Missing children are -1. Nodes are numbered as in [`fixed_shape`].
+    """
     paths = tuple(path for path in paths if len(path) <= depth)
     inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
     node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}

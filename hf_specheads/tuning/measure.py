@@ -1,4 +1,4 @@
-"""What a search for the fastest draft tree must know: how often which child is accepted, and what forwards cost."""
+"""Measurements for the search of the fastest draft tree: how often each child is accepted, and what forwards cost."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .progress import bar
 from .turns import Prompts, generate_text
 
 Path = tuple[int, ...]
-FEWEST_TRIALS = 50  # below that many, a draft position is given the acceptance pooled over all positions
+FEWEST_TRIALS = 50  # draft positions with fewer trials use the acceptance pooled over all positions
 
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """How often which child was accepted.
+    """How often each child was accepted.
 
     Attributes:
-        accepted: [D][B], times child b at draft position i + 1 was the accepted one.
-        trials: [D], times a node at that position had its B children verified.
-        tree: The tree this was measured with.
-        seconds_per_round: Wall seconds of its rounds, the median over prompts.
+        accepted: [D][B], number of times that child b at draft position i + 1 was the accepted one.
+        trials: [D], number of times that the B children at draft position i + 1 were verified.
+        tree: The tree used for the measurement.
+        seconds_per_round: Wall-clock seconds of a round, the median over prompts.
     """
 
     accepted: tuple[tuple[int, ...], ...]
@@ -47,13 +47,13 @@ class MeasuredAcceptance:
 
     @property
     def pooled(self) -> list[float]:
-        """p[b] over all draft positions, as Sequoia has it."""
+        """Acceptance p[b] pooled over all draft positions, as in Sequoia."""
         total = max(sum(self.trials), 1)
         return [sum(column) / total for column in zip(*self.accepted, strict=True)]
 
     @property
     def by_position(self) -> list[list[float]]:
-        """p[i][b]; of all positions together where a position was seldom reached."""
+        """Acceptance p[i][b] by draft position; rarely reached positions use the pooled acceptance."""
         pooled = self.pooled
         return [
             [count / trials for count in row] if trials >= FEWEST_TRIALS else pooled
@@ -63,13 +63,13 @@ class MeasuredAcceptance:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of the parts of a round.
+    """Seconds that the parts of a round take.
 
     Attributes:
-        target: Of a target forward, by number of verified nodes, root included.
-        draft: Of a draft forward after the first, by number of rows.
-        start: Of the first draft forward, which takes in the committed rows.
-        overhead: Of everything else in a round.
+        target: Seconds of a target forward, by number of verified nodes, root included.
+        draft: Seconds of a draft forward after the first one, by number of rows.
+        start: Seconds of the first draft forward, which takes in the committed rows.
+        overhead: Seconds of everything else in a round.
     """
 
     target: dict[int, float]
@@ -78,7 +78,7 @@ class RoundCosts:
     overhead: float = 0.0
 
     def of(self, choices: Sequence[Path]) -> float:
-        """Seconds of a round with a tree, given by its paths; measured points are joined by straight lines."""
+        """Returns the seconds of a round with a tree given by its paths, interpolated between measurements."""
         inner = {path[:-1] for path in choices}
         drafting = self.start
         for length in range(1, max(map(len, choices), default=0)):
@@ -87,7 +87,7 @@ class RoundCosts:
 
 
 def interpolate(points: dict[int, float], at: int) -> float:
-    """A measured value, on the straight line through the two points nearest to it if it was not measured itself."""
+    """Interpolates linearly between measured points, or extrapolates from the two nearest; never below 0."""
     if not points:
         return 0.0
     if at in points or len(points) == 1:
@@ -99,7 +99,10 @@ def interpolate(points: dict[int, float], at: int) -> float:
 
 
 def favourite_path(depth: int, num_children: int) -> tuple[Path, ...]:
-    """Paths of the tree in which the root and every node on the favourite path have `num_children` children."""
+    """Returns the paths of the tree in which every node of the favourite path has `num_children` children.
+
+    The root is one of these nodes; those of the last level, at depth `depth`, have no children.
+    """
     return tuple((0,) * level + (rank,) for level in range(depth) for rank in range(num_children))
 
 
@@ -112,23 +115,23 @@ def measure_acceptance(
     max_new_tokens: int = 64,
     **generate_options: Any,
 ) -> MeasuredAcceptance:
-    """How often each of B children is the accepted one, at every draft position, by generating.
+    """Measures by generating how often each of B children is the accepted one, at every draft position.
 
-    The tree offers B children to every node of the favourite path. Whether a node's children are offered thus depends
-    only on its ancestors, never on which child will be accepted, so every node reached is an unbiased trial of all of
-    its children at once.
+    The tree gives every node of the favourite path B children. So whether a node has children depends only on its
+    ancestors, never on which child will be accepted, and every node reached is an unbiased trial of all its children
+    at once.
 
     Args:
         target: The target.
-        heads: Its heads; how children are chosen (`children`, `draft_temperature`) stays as it is.
+        heads: The target's heads. The way children are chosen (`children`, `draft_temperature`) is not changed.
         prompts: Token ids of prompts, [1, T] or plain lists.
-        depth: Draft positions D, lowered to what the heads draft at most.
-        num_children: B.
+        depth: Number of draft positions D, capped at what the heads can draft.
+        num_children: Number of children B.
         max_new_tokens: Tokens to generate per prompt.
-        **generate_options: For `generate`, e.g. `do_sample=True`; greedy by default.
+        **generate_options: Options of `generate`, e.g. `do_sample=True`; greedy by default.
 
     Raises:
-        ValueError: without prompts, or if no round drafted anything.
+        ValueError: if there are no prompts, or no round drafted anything.
     """
     depth = min(depth, heads.max_draft_positions or depth)
     measured = heads.with_tree(kind="static", choices=favourite_path(depth, num_children), lookup=0)
@@ -152,9 +155,9 @@ def measure_acceptance(
 
 
 def _count(stats: GenerationStats, new_ids: list[int], accepted: list[list[int]], trials: list[int]) -> None:
-    """Follows every round's tokens down its tree, to the first that is no child of the node before it.
+    """Follows the tokens of every round down its tree, until a token is not a child of the previous node.
 
-    The last token of a round is followed too: in a round cut short by the end of the text it is an accepted one.
+    The last token of a round is included because it is an accepted one if the end of the text cut the round short.
     """
     start = 1  # the first token comes from the prefill
     for tree, taken in zip(stats.trees, stats.num_accepted[0], strict=True):
@@ -183,15 +186,16 @@ def measure_costs(
     rows: Sequence[int] = (1, 2, 4, 8, 16),
     repeats: int = 9,
 ) -> RoundCosts:
-    """Medians of bare forwards after a random context, on the devices where the models are.
+    """Measures the median seconds of bare forwards after a random context, on the devices of the models.
 
     Args:
         target: The target.
-        heads: Its heads.
+        heads: The target's heads.
         context_length: Tokens in the caches.
-        nodes: Sizes of the target's tree forward.
-        rows: Sizes of the draft forward of the second draft position.
-        repeats: Times everything is run; all sizes take turns, so that whatever else the machine does meets all.
+        nodes: Numbers of nodes for which the target's tree forward is timed.
+        rows: Numbers of rows for which the draft forward of the second draft position is timed.
+        repeats: Number of times each size is run. All sizes take turns, so that other load on the machine affects them
+            alike.
     """
     heads.bind(target)
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +218,7 @@ def measure_costs(
                     first, further = draft(size)
                 started.append(first)
                 drafted[size].append(further)
-        if repeat == 0:  # the first calls of everything are no measure
+        if repeat == 0:  # the first calls include one-off costs
             for seconds in (started, *verified.values(), *drafted.values()):
                 seconds.clear()
     middle = statistics.median
@@ -226,7 +230,7 @@ def measure_costs(
 
 
 def _seconds(devices: Sequence[torch.device], call: Callable[[], Any]) -> float:
-    """Wall seconds of a call, until the devices are done."""
+    """Returns the wall-clock seconds of a call, until the devices are done."""
     wait_for(devices)
     started = time.perf_counter()
     call()
@@ -237,7 +241,12 @@ def _seconds(devices: Sequence[torch.device], call: Callable[[], Any]) -> float:
 def _target_forward(
     target: PreTrainedModel, heads: DraftingContract, ids: torch.Tensor
 ) -> tuple[Callable[[int], float], torch.Tensor | None]:
-    """A timed forward of the target over that many nodes after the tokens [1, T + 1], and their features [1, T, F]."""
+    """Prepares a timed target forward after the tokens [1, T + 1].
+
+    Returns:
+        A function from a number of nodes to the seconds of a forward over them, and the features [1, T, F] of the
+        first T tokens, `None` for heads that read no features.
+    """
     cache, length = DynamicCache(config=target.config), ids.shape[1] - 1
     asked = {"output_hidden_states": asked_hidden_states(heads.feature_layers), "use_cache": True}
     states = target(input_ids=ids[:, :-1], **{CACHE_NAME: cache}, **asked).hidden_states
@@ -257,8 +266,12 @@ def _target_forward(
 def _draft_forward(
     heads: DraftingContract, ids: torch.Tensor, features: torch.Tensor | None, most_rows: int
 ) -> Callable[[int], tuple[float, float]]:
-    """Timed first and second draft forwards of a round in which one row was committed, the second over that many
-    rows (0 seconds if the heads draft one position)."""
+    """Prepares timed draft forwards of a round in which one row was committed.
+
+    Returns:
+        A function from a number of rows to the seconds of the first draft forward and of the second one, over that
+        many rows (0 if the heads draft only one position).
+    """
     ids, cache = ids.to(heads.device), heads.new_draft_cache()
     if features is not None:
         features = features.to(heads.device)

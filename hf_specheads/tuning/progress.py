@@ -1,4 +1,4 @@
-"""Bars for what takes minutes: what is being measured, how much of it is done, and how long the rest will take."""
+"""Progress bars for measurements that take minutes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Item = TypeVar("Item")
 
 
 def bar(items: Sequence[Item], what: str) -> Sequence[Item]:
-    """The items, one after the other, under a bar on stderr.
+    """Iterates over items with a progress bar on stderr.
 
-    It is transformers' bar: nothing is shown where there is no terminal, or after
+    The bar is that of transformers: it is not shown without a terminal, or after
     `transformers.utils.logging.disable_progress_bar()`.
 
     Args:
-        items: What is gone through.
+        items: Items to iterate over.
         what: What is being measured, in a few words.
     """
     return logging.tqdm(items, desc=what, disable=None, leave=False)

@@ -1,10 +1,10 @@
-"""Which draft trees would have accepted how much: every tree replayed on the same recorded drafts.
+"""Finding out how many tokens any draft tree would have accepted, by replaying trees on the same recorded drafts.
 
-Draft heads start from committed tokens alone, so what they draft at a place of a text does not depend on the tree that
-was drafted before. A text the target wrote is therefore drafted for once, at every place, with a tree wide and deep
-enough to hold the others (and the true path, whatever its rank); how far a smaller tree would have come at that place
-is then looked up. This holds for greedy text, and for sampled text with top-k children: these are accepted when they
-are what the target has drawn.
+Draft heads start from committed tokens only, so what they draft at a place of a text does not depend on earlier draft
+trees. Drafts are therefore recorded once at every place of a text written by the target, with a tree wide and deep
+enough to contain the others (and with the true path, whatever its rank). How far a smaller tree would have got at that
+place is then looked up. This is valid for greedy text, and for sampled text with top-k children, since these are
+accepted exactly if the target has drawn them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from ..target.features import asked_hidden_states, select_hidden_states
 from .progress import bar
 from .turns import Prompts, generate_text
 
-MOST_NODES = 256  # of a best-first tree that is replayed
-NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or that comes after the text
-STARTS = 5  # walks through a text begin at that many places, so that no tree is favoured by where rounds happen to end
+MOST_NODES = 256  # best nodes kept per level when trees of independent positions are replayed
+NOT_DRAFTED = 1 << 30  # rank of a true token that the draft vocabulary lacks, or past the end of the text
+STARTS = 5  # a text is walked from this many first places, so that no tree profits from where its rounds happen to end
 
 
 @dataclass(frozen=True)
 class RecordedDrafts:
-    """What heads drafted at T places of texts, for frontiers of K nodes and D draft positions; on the CPU.
+    """What heads drafted at T places of texts, with frontiers of K nodes and D draft positions, on the CPU.
 
     Attributes:
-        scores: D tensors [T, F, K]; cumulative log-probabilities of the best K children of the F frontier nodes of
-            each level (F = 1 for the root, else K), the best first.
-        frontiers: D - 1 tensors int64 [T, K]: which of the F * K children became the next frontier.
-        true_children: int64 [T, D], which of the F * K children is the true token after a true path, -1 for none.
-        true_ranks: int64 [T, D], rank of the true token among all children of the true node before it.
-        lengths: Places per text; they follow one another in T.
-        independent: Whether the heads' positions are independent, so that dynamic trees are the best there are.
+        scores: D tensors [T, F, K], cumulative log-probabilities of the best K children of each of the F frontier
+            nodes of a level (F = 1 for the root, else K), the best child first.
+        frontiers: D - 1 tensors int64 [T, K], which of the F * K children became the next frontier.
+        true_children: int64 [T, D], which of the F * K children continues the true path with the true token; -1 if
+            none does.
+        true_ranks: int64 [T, D], rank of the true token among all children of the previous node of the true path.
+        lengths: Number of places in each text; the texts follow one another along T.
+        independent: Whether the heads' draft positions are independent, so that dynamic trees are grown best-first.
     """
 
     scores: tuple[torch.Tensor, ...]
@@ -52,12 +53,12 @@ class RecordedDrafts:
 
     @property
     def depth(self) -> int:
-        """D."""
+        """Number of draft positions D."""
         return len(self.scores)
 
     @property
     def top_k(self) -> int:
-        """K."""
+        """Number of children per node and of frontier nodes K."""
         return self.scores[0].shape[-1]
 
 
@@ -72,19 +73,19 @@ def record_drafts(
     max_new_tokens: int = 64,
     **generate_options: Any,
 ) -> RecordedDrafts:
-    """Drafts at every place of the texts the target writes.
+    """Lets the target write texts by plain decoding, and records what the heads draft at every place of them.
 
     Args:
         target: The target.
-        heads: Its heads.
+        heads: The target's heads.
         prompts: Token ids of prompts, [1, T] or plain lists.
-        depth: Draft positions D, lowered to what the heads draft at most.
-        top_k: Children per node and nodes per level K, lowered to the draft vocabulary.
-        max_new_tokens: Tokens to write per prompt, plainly.
-        **generate_options: For `generate`; greedy by default.
+        depth: Number of draft positions D, capped at what the heads can draft.
+        top_k: Children per node and nodes per level K, capped at the size of the draft vocabulary.
+        max_new_tokens: Tokens to write per prompt.
+        **generate_options: Options of `generate`; greedy by default.
 
     Raises:
-        ValueError: if no text is longer than its prompt by two tokens: nothing can be drafted then.
+        ValueError: if no text has at least two new tokens, since nothing can be drafted then.
     """
     heads.bind(target)
     depth = min(depth, heads.max_draft_positions or depth)
@@ -115,7 +116,7 @@ def record_drafts(
 def _record_text(
     target: PreTrainedModel, heads: DraftingContract, text: torch.Tensor, prompt_length: int, depth: int, top_k: int
 ) -> list[tuple]:
-    """One entry per root from the first new token [1, T] to the last but one."""
+    """Records one text [1, T]: one entry per root, from the first new token to the last but one."""
     features = None
     if heads.feature_layers:
         states = target(text, output_hidden_states=asked_hidden_states(heads.feature_layers)).hidden_states
@@ -139,7 +140,11 @@ def _record_place(
     depth: int,
     top_k: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int], list[int]]:
-    """The frontier grows as in a dynamic tree; one more row follows the true path, so that its ranks are known."""
+    """Records the drafts at one place.
+
+    The frontier grows as in a dynamic tree. An additional row follows the true path, so that its ranks are known even
+    outside the frontier.
+    """
     vocabulary, temperature = heads.draft_vocabulary, heads.tree_config.draft_temperature
     scores, frontiers, true_children, true_ranks = [], [], [], []
     above = logits.new_zeros(1)  # cumulative scores of the frontier
@@ -188,7 +193,7 @@ def _place_of(child: int, chosen: torch.Tensor) -> int:
 
 # ---------------------------------------------------------------------- replaying
 def accepted_by_ranks(record: RecordedDrafts, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Accepted draft tokens of a tree of fixed shape at every place, int64 [T]."""
+    """Returns the accepted draft tokens of a tree of fixed shape at every place, int64 [T]."""
     known, depth = set(paths), max(map(len, paths))
     accepted = []
     for ranks in record.true_ranks[:, :depth].tolist():
@@ -201,11 +206,11 @@ def accepted_by_ranks(record: RecordedDrafts, paths: Sequence[tuple[int, ...]]) 
 
 @dataclass(frozen=True)
 class ReplayedDynamic:
-    """Dynamic trees of one depth and width, with any number of nodes.
+    """Replayed dynamic trees of one depth and width, for any number of nodes.
 
     Attributes:
-        better: int64 [T, D], candidates that score above the true node of each level, `NOT_DRAFTED` where the true
-            node is no candidate.
+        better: int64 [T, D], number of candidates that score above the true node of each level; `NOT_DRAFTED` if the
+            true node is not a candidate.
         best_of_level: [T, D], score of the best frontier node of each level.
     """
 
@@ -213,22 +218,30 @@ class ReplayedDynamic:
     best_of_level: torch.Tensor
 
     def accepted(self, total_tokens: int, stop_below: float = 0.0) -> torch.Tensor:
-        """Accepted draft tokens at every place, int64 [T]: the true nodes among the best `total_tokens - 1`."""
+        """Returns the accepted draft tokens at every place, int64 [T].
+
+        These are the leading true nodes that are among the best `total_tokens - 1` candidates.
+        """
         drafted = torch.arange(self.better.shape[1]) < self.levels(stop_below)[:, None]
         kept = (self.better < total_tokens - 1) & drafted
         return kept.long().cumprod(dim=1).sum(dim=1)
 
     def levels(self, stop_below: float) -> torch.Tensor:
-        """Levels drafted at every place, int64 [T]; those after a frontier worse than `stop_below` are not."""
+        """Returns the number of levels drafted at every place, int64 [T].
+
+        Drafting stops after a frontier whose best node has a probability below `stop_below`.
+        """
         goes_on = self.best_of_level[:, :-1] >= (math.log(stop_below) if stop_below > 0 else -math.inf)
         return 1 + goes_on.long().cumprod(dim=1).sum(dim=1)
 
 
 def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDynamic:
-    """Replays frontiers of `top_k` nodes; nodes the recorded frontier did not hold count as without children.
+    """Replays dynamic trees with frontiers of `top_k` nodes.
+
+    Nodes that the recorded frontier did not hold are taken to have no children.
 
     Raises:
-        ValueError: if the record is not that deep or wide.
+        ValueError: if the record is not deep or wide enough.
     """
     if depth > record.depth or top_k > record.top_k:
         raise ValueError(f"the record has depth {record.depth} and top_k {record.top_k}, asked for {depth}, {top_k}.")
@@ -258,12 +271,15 @@ def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDy
 
 
 def _replay_best_first(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDynamic:
-    """Of heads whose positions are independent: candidates are the `MOST_NODES` best nodes of every level, of which a
-    tree of fewer nodes holds some of the best."""
+    """Replays dynamic trees of heads whose draft positions are independent.
+
+    The candidates are the `MOST_NODES` best nodes of every level, which include all nodes of a tree with fewer nodes.
+    """
     places, above = len(record.true_ranks), torch.zeros(len(record.true_ranks), 1, dtype=torch.float32)
     true, levels, true_scores, best = above[:, 0], [], [], []
     for level in range(depth):
-        start = record.scores[level - 1].flatten(1).amax(1, keepdim=True) if level else above  # of the frontier's best
+        # Subtracting the score of the best frontier node leaves the log-probabilities of this level alone.
+        start = record.scores[level - 1].flatten(1).amax(1, keepdim=True) if level else above
         children = (record.scores[level][:, 0] - start)[:, :top_k]
         rank = record.true_ranks[:, level, None]
         true = true + torch.where(rank < top_k, children.gather(1, rank.clamp_max(top_k - 1)), -torch.inf)[:, 0]
@@ -279,11 +295,13 @@ def _replay_best_first(record: RecordedDrafts, depth: int, top_k: int) -> Replay
 
 
 def favourite_paths(record: RecordedDrafts, most_nodes: int, depth: int) -> tuple[tuple[int, ...], ...]:
-    """Paths of child ranks that the true text took most often: among all trees of fixed shape, their first N - 1 are
-    the N nodes that would have accepted most (a path is never more frequent than its beginning).
+    """Returns the paths of child ranks that the true text took most often.
+
+    The first N - 1 paths form the tree that would have accepted most among all trees of fixed shape with N nodes. They
+    always form a tree, since a path is never more frequent than its prefixes.
 
     Returns:
-        At most `most_nodes - 1` paths, the most frequent first; beginnings come before what they begin.
+        At most `most_nodes - 1` paths, the most frequent first; prefixes come before the paths that extend them.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for ranks in record.true_ranks[:, :depth].tolist():
@@ -296,12 +314,12 @@ def favourite_paths(record: RecordedDrafts, most_nodes: int, depth: int) -> tupl
 
 
 def walk(record: RecordedDrafts, accepted: torch.Tensor, seconds: torch.Tensor | float = 0.0) -> tuple[float, float]:
-    """Tokens and seconds per round of rounds that follow one another through the texts.
+    """Returns the mean tokens and seconds per round when rounds follow one another through the texts.
 
     Args:
-        record: The record.
+        record: The recorded drafts.
         accepted: int64 [T], accepted draft tokens of a round that starts at each place.
-        seconds: [T], or one number: what such a round costs.
+        seconds: [T], or one number, the seconds of a round that starts at each place.
     """
     costs = torch.as_tensor(seconds, dtype=torch.float64).expand(len(accepted)).tolist()
     steps = (accepted + 1).tolist()

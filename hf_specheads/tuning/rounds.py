@@ -1,4 +1,4 @@
-"""What rounds with any draft tree cost, from rounds of a few trees inside real generations."""
+"""Estimating the cost of rounds with any draft tree, from timed rounds of a few trees in real generations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .measure import interpolate
 from .progress import bar
 from .turns import Prompts, generate_text
 
-# Trees whose rounds are timed: chains by depth, of which none is left out, as kernels are made for some numbers of
-# rows and one more may cost nothing or a lot; dynamic ones by depth, top_k and nodes.
+# Trees whose rounds are timed: chains by depth, and dynamic trees by depth, top_k and number of nodes. Every depth of
+# chains is timed because kernels are tuned for certain numbers of rows, so one more row may cost nothing or a lot.
 TIMED_CHAINS = tuple(range(1, 9))
 TIMED_TREES = (
     (2, 2, 3), (2, 2, 4), (2, 8, 16), (2, 8, 48), (2, 4, 10), (8, 2, 12), (8, 4, 6), (8, 4, 24), (8, 8, 8), (8, 8, 32),
@@ -27,13 +27,13 @@ TIMED_TREES = (
 
 @dataclass
 class TimedRounds:
-    """Seconds of a round by stage.
+    """Seconds that the stages of a round take.
 
     Attributes:
-        chain_target, tree_target: Of the target's forward by nodes.
-        chain_draft: Of drafting a chain, by depth.
-        dynamic_draft: Of drafting a dynamic tree, by top_k, then by depth.
-        other: Of everything else.
+        chain_target, tree_target: Seconds of the target's forward over a chain or a tree, by number of nodes.
+        chain_draft: Seconds of drafting a chain, by depth.
+        dynamic_draft: Seconds of drafting a dynamic tree, by top_k, then by depth.
+        other: Seconds of everything else in a round.
     """
 
     chain_target: dict[int, float] = field(default_factory=dict)
@@ -43,16 +43,19 @@ class TimedRounds:
     other: float = 0.0
 
     def of_chain(self, depth: int) -> float:
-        """A chain."""
+        """Returns the seconds of a round with a chain."""
         return interpolate(self.chain_draft, depth) + interpolate(self.chain_target, depth + 1) + self.other
 
     def of_dynamic(self, depth: int, top_k: int, nodes: int) -> float:
-        """A dynamic tree."""
+        """Returns the seconds of a round with a dynamic tree."""
         widths = {width: interpolate(depths, depth) for width, depths in self.dynamic_draft.items()}
         return interpolate(widths, top_k) + interpolate(self.tree_target, nodes) + self.other
 
     def of_fixed(self, paths: Sequence[tuple[int, ...]]) -> float:
-        """A tree of fixed shape: its levels cost what those of a dynamic tree of as many inner nodes do."""
+        """Returns the seconds of a round with a tree of fixed shape.
+
+        A level with n expanded nodes is taken to cost as much as a level of a dynamic tree that expands n nodes.
+        """
         inner = {path[:-1] for path in paths}
         drafting = interpolate(self.chain_draft, 1)
         for length in range(1, max(map(len, paths))):
@@ -61,7 +64,7 @@ class TimedRounds:
         return drafting + interpolate(self.tree_target, len(paths) + 1) + self.other
 
     def _level_costs(self) -> dict[int, float]:
-        """Of a further level, by rows."""
+        """Seconds of drafting one more level, by number of rows."""
         widths = {1: self.chain_draft, **self.dynamic_draft}
         costs = {}
         for width, depths in widths.items():
@@ -74,7 +77,11 @@ class TimedRounds:
 def time_rounds(
     target: PreTrainedModel, heads: DraftingContract, prompts: Prompts, repeats: int, **options: Any
 ) -> TimedRounds:
-    """Rounds of a few trees, all taking turns; the median over repeats of each tree's mean over its rounds."""
+    """Times rounds of a few trees, which take turns: the median over repeats of the mean over each tree's rounds.
+
+    Raises:
+        ValueError: if no round drafted anything on these prompts.
+    """
     deepest = heads.max_draft_positions or max(TIMED_CHAINS)
     drawn = {"draft_temperature": heads.tree_config.draft_temperature}
     depths = [depth for depth in TIMED_CHAINS if depth <= deepest]
@@ -92,7 +99,7 @@ def time_rounds(
             timed.profile, timed.adaptive = True, False
             generate_text(target, prompts[repeat % len(prompts)], assistant_model=timed, **options)
             stats = timed.last_stats
-            if repeat and stats is not None and stats.rounds:  # the first run of a tree is no measure
+            if repeat and stats is not None and stats.rounds:  # the first run of a tree includes first-call costs
                 rest = stats.seconds["total"] - sum(stats.seconds.get(s, 0.0) for s in ("prefill", "draft", "target"))
                 stages = (stats.seconds["draft"], stats.seconds["target"], rest)
                 seconds[key].append(tuple(stage / stats.rounds for stage in stages))

@@ -1,11 +1,12 @@
-"""Which draft tree is fastest: Sequoia's dynamic programme (arXiv 2402.12374, section 3.1) over what was measured.
+"""Searching for the fastest draft tree with Sequoia's dynamic program (arXiv 2402.12374, section 3.1).
 
-Child b of a node at depth i is the accepted one with probability p[i][b]. A tree then emits, the bonus token included,
+Child b of a node at depth i is the accepted one with probability p[i][b]. The expected number of tokens that a tree
+emits per round, bonus token included, is then
 
     1 + sum over drafted nodes of the product of p along the node's path
 
-tokens per round in expectation. For every number of nodes and every depth the programme finds the tree that maximises
-this; of these, the one is taken whose round, drafted and verified at measured costs, takes least time per token.
+For every number of nodes and every depth limit, the program finds the tree that maximises this. Of these trees, the
+search takes the one with the least time per token, given the measured costs of drafting and verifying a round.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class OptimalTree:
     """The outcome of a search.
 
     Attributes:
-        tree: Its tree, of kind `"optimal"`.
-        acceptance_length: Expected tokens per round, the bonus token included.
-        seconds_per_round: Expected wall seconds of a round.
-        costs: What the search knew of the machine.
-        acceptance: What it measured of the heads; `None` where it was given numbers.
+        tree: The tree found, of kind `"optimal"`.
+        acceptance_length: Expected tokens per round, bonus token included.
+        seconds_per_round: Expected wall-clock seconds of a round.
+        costs: Costs of rounds that the search used.
+        acceptance: Measured acceptance of the heads; `None` if the search was given probabilities.
     """
 
     tree: DraftTreeConfig
@@ -45,27 +46,27 @@ class OptimalTree:
 
     @property
     def seconds_per_token(self) -> float:
-        """What the search minimises."""
+        """Expected seconds per token, which the search minimises."""
         return self.seconds_per_round / self.acceptance_length
 
     @property
     def speed_up(self) -> float:
-        """Expected tokens per second over those of bare target forwards of one token each."""
+        """Expected tokens per second, divided by those of bare target forwards over one token each."""
         return interpolate(self.costs.target, 1) / self.seconds_per_token
 
 
 class BestTrees:
-    """Best trees of every number of nodes up to `max_nodes`, none deeper than `depth`.
+    """The best trees of every number of nodes up to `max_nodes` that are no deeper than `depth`.
 
     T(i, m, b) is the expected length of the best tree of m nodes whose root lies at depth i and has exactly b
-    children, F(i, m) that of any number of children:
+    children. F(i, m) is its maximum over all numbers of children:
 
         T(i, 1, 0) = 1,    T(i, m, b) = max over 1 <= y < m of  T(i, y, b - 1) + p[i][b - 1] * F(i + 1, m - y)
 
     Args:
-        acceptance: p[i][b] by draft position; the last row goes on past the positions there are.
-        max_nodes: Nodes M, root included.
-        depth: Levels below the root, at least 1.
+        acceptance: p[i][b] by draft position; the last row is used for all later positions.
+        max_nodes: Largest number of nodes M, root included.
+        depth: Largest number of levels below the root, at least 1.
     """
 
     def __init__(self, acceptance: Sequence[Sequence[float]], max_nodes: int, depth: int):
@@ -76,9 +77,9 @@ class BestTrees:
         self._possible = (nodes >= 1) & (nodes < nodes[:, None])
         leaf = torch.full((max_nodes + 1,), -torch.inf, dtype=torch.float64)
         leaf[1] = 1.0
-        self.best = [leaf] * (depth + 1)  # F, by depth of the root
+        self.best = [leaf] * (depth + 1)  # F(i, .), by the depth i of the root
         self._children = [torch.zeros(max_nodes + 1, dtype=torch.long)] * (depth + 1)
-        self._nodes_before: list[list[torch.Tensor]] = [[]] * depth  # per child, the best y
+        self._nodes_before: list[list[torch.Tensor]] = [[]] * depth  # the best y by depth, child and m
         for level in reversed(range(depth)):
             self._fill(level, leaf)
 
@@ -86,7 +87,7 @@ class BestTrees:
         below = self.best[level + 1]
         values, nodes_before = [leaf], []
         for probability in self.rows[level]:
-            # [m, y]; 0 * -inf would be NaN, and a child that is never accepted may still be asked for.
+            # 0 * -inf would be NaN, and a child that is never accepted may still be part of the tree.
             child = torch.where(below.isinf(), below, probability * below)
             options = torch.where(self._possible, values[-1] + child[self._rest], -torch.inf)
             value, before = options.max(dim=1)
@@ -96,11 +97,11 @@ class BestTrees:
         self._nodes_before[level] = nodes_before
 
     def expected_length(self, num_nodes: int) -> float:
-        """Tokens per round of the best tree of exactly that many nodes; -inf if no tree has so many."""
+        """Returns the tokens per round of the best tree of exactly `num_nodes` nodes; -inf if there is none."""
         return float(self.best[0][num_nodes])
 
     def choices(self, num_nodes: int) -> tuple[Path, ...]:
-        """Paths of the best tree of exactly that many nodes, root included; siblings' ranks have no gaps."""
+        """Returns the paths of the best tree of exactly `num_nodes` nodes, root included, without gaps in ranks."""
         found: list[Path] = []
         pending: list[tuple[Path, int]] = [((), num_nodes)]
         while pending:
@@ -114,11 +115,11 @@ class BestTrees:
 
 
 def expected_length(choices: Sequence[Path], acceptance: Sequence[Sequence[float]]) -> float:
-    """Expected tokens per round of any tree, given by its paths, the bonus token included.
+    """Returns the expected tokens per round of a tree given by its paths, bonus token included.
 
     Args:
-        choices: Paths of child ranks; ranks past the end of a row of `acceptance` are never accepted.
-        acceptance: p[i][b] by draft position; the last row goes on past the positions there are.
+        choices: Paths of child ranks. Ranks past the end of a row of `acceptance` count as never accepted.
+        acceptance: p[i][b] by draft position; the last row is used for all later positions.
     """
     total = 1.0
     for path in choices:
@@ -137,17 +138,18 @@ def optimal_tree(
     max_depth: int = 8,
     **tree: Any,
 ) -> OptimalTree:
-    """The tree of least expected seconds per token.
+    """Returns the tree with the least expected seconds per token.
 
-    Among the trees of equal size and depth limit only the one of greatest expected length is looked at, so a tree that
-    gives up some length for cheaper draft forwards may be missed where these get much dearer with their rows.
+    Of all trees of equal size and depth limit only the one with the greatest expected length is considered. If the
+    cost of draft forwards grows strongly with their rows, a tree that trades some length for cheaper draft forwards
+    may therefore be missed.
 
     Args:
         acceptance: p[b], or p[i][b] by draft position.
-        costs: What rounds cost.
-        max_nodes: Most nodes to verify, root included, at least 2.
-        max_depth: Most draft positions.
-        **tree: More fields of the tree config: `children`, `draft_temperature`.
+        costs: Costs of rounds.
+        max_nodes: Largest number of nodes to verify, root included, at least 2.
+        max_depth: Largest number of draft positions.
+        **tree: Further fields of the tree config, such as `children` and `draft_temperature`.
 
     Raises:
         ValueError: if a probability is outside [0, 1], those of one position sum to more than 1, or a limit is too
@@ -188,24 +190,25 @@ def search_tree(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **generate_options: Any,
 ) -> OptimalTree:
-    """Measures acceptance and costs of heads here and now, and finds their fastest tree:
+    """Measures acceptance and costs of heads on the current machine, and finds their fastest tree:
 
         heads.tree_config = search_tree(target, heads, prompts).tree
 
     Args:
         target: The target.
-        heads: Its heads.
-        prompts: Prompts like those the tree is for: token ids, [1, T] or plain lists, or strings and chats.
-        max_nodes: Most nodes to verify, root included.
-        max_depth: Most draft positions, lowered to what the heads draft at most.
-        num_children: Most children of a node.
+        heads: The target's heads.
+        prompts: Prompts like those the tree is meant for: token ids, [1, T] or plain lists, or strings and chats.
+        max_nodes: Largest number of nodes to verify, root included.
+        max_depth: Largest number of draft positions, capped at what the heads can draft.
+        num_children: Largest number of children of a node.
         max_new_tokens: Tokens to generate per prompt while measuring.
-        by_position: Let the acceptance of a child depend on its draft position; Sequoia does not. Needs more prompts.
-        tokenizer: The target's, for prompts that are strings or chats.
-        **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
+        by_position: Let the acceptance of a child depend on its draft position, which Sequoia does not. Needs more
+            prompts.
+        tokenizer: The target's tokenizer, for prompts that are strings or chats.
+        **generate_options: Options of `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
 
     Raises:
-        ValueError: without prompts, or for strings without a tokenizer.
+        ValueError: if there are no prompts, or strings are given without a tokenizer.
     """
     prompts = all_token_ids(prompts, tokenizer)
     sizes = {"depth": max_depth, "num_children": num_children, "max_new_tokens": max_new_tokens}
@@ -213,7 +216,7 @@ def search_tree(
     length = statistics.mean(prompt.numel() for prompt in prompts) + max_new_tokens / 2
     nodes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < max_nodes] + [max_nodes]
     costs = measure_costs(target, heads, int(length), nodes)
-    # What a round took beyond the forwards it is made of: choosing children and nodes, accepting, compacting.
+    # The part of a round outside its forwards: choosing children and nodes, accepting a path, moving cache rows.
     overhead = max(acceptance.seconds_per_round - costs.of(acceptance.tree.paths), 0.0)
     costs = replace(costs, overhead=overhead)
     children = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature", "lookup")}

@@ -1,9 +1,9 @@
-"""`heads.tune`: which draft tree gives most tokens per second with these heads, this target, on this machine.
+"""`heads.tune`: finding the draft tree that gives the most tokens per second with given heads, target and machine.
 
-Three steps. Drafts are recorded once at every place of some texts, which tells how much any tree would have accepted
-(`replay`). Rounds of a few dozen trees are timed inside real generations, which tells what any tree costs. The
-trees for which both together promise most are then run against each other, plain generation among them, and the
-fastest wins.
+Tuning has three steps. First, drafts are recorded once at every place of some texts, from which follows how many
+tokens any tree would have accepted (`replay`). Second, rounds of a number of trees are timed in real generations, from
+which follows what any tree costs (`rounds`). Third, the trees with the highest predicted speed are timed against each
+other and against plain generation, and the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from .turns import Prompts, every_round_drafts, take_turns, timed_generation
 
 TOP_KS = (1, 2, 3, 4, 5, 6, 8)
 STOPS = (0.1, 0.2, 0.3, 0.4, 0.5)  # values of `stop_below`
-CONFIDENCES = (0.3, 0.5, 0.7)  # the same, where heads predict what is accepted
-DEPTH = 8  # of the deepest trees, where a level costs a forward of the heads
-AS_FAST = 0.98  # of the fastest tree's tokens per second: no clock tells such trees apart, nor would other texts
-SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # nodes, root included
+CONFIDENCES = (0.3, 0.5, 0.7)  # values of `stop_below` for heads that predict acceptance
+DEPTH = 8  # default depth of the deepest trees, for heads that need a forward per level
+AS_FAST = 0.98  # trees above this share of the fastest tree's tokens per second count as equally fast (timing noise)
+SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)  # numbers of nodes, root included
 
 
 @dataclass(frozen=True)
 class TunedTree:
-    """One tree, as predicted and, for the most promising ones, as measured.
+    """One tree with its predicted speed and, for the most promising trees, its measured speed.
 
     Attributes:
         tree: The tree.
-        acceptance_length: Tokens per round, replayed; `None` where it cannot be.
-        predicted: Tokens per second, the prefill left out.
-        measured: Tokens per second of timed generations, the prefill included.
-        spread: The same of every prompt's slowest repeat, and of its fastest, which is `measured`.
+        acceptance_length: Predicted tokens per round; `None` if there is no prediction.
+        predicted: Predicted tokens per second, without the prefill.
+        measured: Tokens per second of timed generations, including the prefill.
+        spread: Measured tokens per second from every prompt's slowest repeat and from its fastest repeat; the latter
+            is `measured`.
     """
 
     tree: DraftTreeConfig
@@ -57,13 +58,13 @@ class TuningResult:
     """The outcome of `heads.tune`.
 
     Attributes:
-        trees: Trees that were timed, `trees[0]` the one chosen: of those as fast as the fastest, up to what cannot be
-            told apart, the smallest. The others follow by speed.
+        trees: The timed trees, best first; `trees[0]` is chosen. Trees whose speed cannot be told apart from the
+            fastest come first, ordered by number of nodes. All others follow by speed.
         plain: Tokens per second of plain generation, from the same runs.
-        before: The tree in force before, as it ran among them.
-        key: `machine`, `dtype`, `threads`.
-        candidates: Trees that were predicted.
-        seconds: What tuning took.
+        before: The tree that the heads used before, with its measurement from the same runs.
+        key: What the result is valid for: `machine`, `dtype`, `threads`.
+        candidates: Number of trees considered.
+        seconds: Wall-clock seconds that tuning took.
     """
 
     trees: tuple[TunedTree, ...]
@@ -80,15 +81,15 @@ class TuningResult:
 
     @property
     def speed_up(self) -> float:
-        """Of the chosen tree over plain generation."""
+        """Speed-up of the chosen tree over plain generation."""
         return (self.trees[0].measured or 0.0) / self.plain
 
     def entry(self) -> dict[str, Any]:
-        """What is saved with the heads, in `config.tuned`."""
+        """Returns the entry that is saved with the heads in `config.tuned`."""
         return tuned_entry(self.key, self.tree, self.trees[0].measured or 0.0, self.plain)
 
     def table(self) -> str:
-        """All timed trees as text, one a line."""
+        """Returns all timed trees as text, one per line."""
         lines = [f"{'tree':<34} {'tau':>5} {'predicted':>10} {'measured':>9}  tokens/s"]
         for one in (*self.trees, *(() if self.before in self.trees else (self.before,))):
             tau = "" if one.acceptance_length is None else f"{one.acceptance_length:.2f}"
@@ -105,7 +106,7 @@ class TuningResult:
 
 
 def describe(tree: DraftTreeConfig) -> str:
-    """A tree in a few words."""
+    """Describes a tree in a few words."""
     stop = f", stop {tree.stop_below:g}" if tree.stop_below else ""
     stop += f", lookup {tree.lookup}" if tree.lookup else ""
     if tree.kind == "chain":
@@ -116,12 +117,12 @@ def describe(tree: DraftTreeConfig) -> str:
 
 # ---------------------------------------------------------------------- predictions
 def predict(record: RecordedDrafts, rounds: TimedRounds, **tree: Any) -> list[TunedTree]:
-    """All candidates with what they promise, the best first.
+    """Returns all candidate trees with their predicted speed, the fastest first.
 
     Args:
-        record: Drafts to replay.
-        rounds: What rounds cost.
-        **tree: More fields of the tree configs.
+        record: Recorded drafts to replay.
+        rounds: Costs of rounds.
+        **tree: Further fields of the tree configs.
     """
     found = [_predicted(record, c, accepted_by_ranks(record, c.paths), rounds.of_chain(c.depth))
              for c in _chains(record.depth, tree)]  # fmt: skip
@@ -137,7 +138,7 @@ def _chains(depth: int, tree: dict[str, Any]) -> list[DraftTreeConfig]:
 
 
 def _stopping_chains(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, Any]) -> Iterable[TunedTree]:
-    """Chains as deep as drafts were recorded, given up where the draft is no longer sure of itself."""
+    """Chains as deep as the recorded drafts, which stop where the draft probability falls below `stop_below`."""
     depth, whole = record.depth, _chains(record.depth, tree)[-1]
     accepted, replayed = accepted_by_ranks(record, whole.paths), replay_dynamic(record, depth, 1)
     seconds = torch.tensor([0.0, *(rounds.of_chain(levels) for levels in range(1, depth + 1))], dtype=torch.float64)
@@ -170,14 +171,15 @@ def _fixed_trees(record: RecordedDrafts, rounds: TimedRounds, tree: dict[str, An
         for nodes in (size for size in SIZES if size <= len(paths) + 1):
             chosen = paths[: nodes - 1]
             config = DraftTreeConfig(kind="static", choices=chosen, **tree)
-            if config.depth == depth:  # shallower ones were looked at before
+            if config.depth == depth:  # shallower trees were predicted in an earlier iteration
                 yield _predicted(record, config, accepted_by_ranks(record, chosen), rounds.of_fixed(chosen))
 
 
 def shortlist(candidates: Sequence[TunedTree], size: int) -> list[TunedTree]:
-    """The most promising trees: the best of each kind, then the best of those that differ from all before.
+    """Returns the most promising trees: the best of each kind, then the best that differ from all taken before.
 
-    Trees that promise alike are alike; of those with one kind, depth and width only the best is taken.
+    Trees of equal kind, `stop_below`, depth and width perform alike, so only the best of them is taken. (For chains
+    and static trees the number of nodes counts instead of the width.)
     """
     chosen: list[TunedTree] = []
     seen: set[tuple] = set()
@@ -205,26 +207,26 @@ def tune(
     repeats: int = 3,
     **generate_options: Any,
 ) -> TuningResult:
-    """Finds the fastest draft tree of heads here and now; the heads use it from then on, and save it with them.
+    """Finds the fastest draft tree of heads on the current machine. The heads use it from then on and save it.
 
     Args:
-        target: The target, as it will be used: its type, device and quantisation matter, as does the number of
+        target: The target as it will be used: its dtype, device and quantisation matter, and so does the number of
             threads.
-        heads: Its heads.
-        prompts: Prompts like those to come: token ids, [1, T] or plain lists, or strings and chats; a dozen will do.
-            With four or more, trees are made for one half and run against each other on the other: a tree fits the
-            texts it was made for.
-        tokenizer: The target's, for prompts that are strings or chats.
+        heads: The target's heads.
+        prompts: Prompts like those of later calls: token ids, [1, T] or plain lists, or strings and chats. A dozen is
+            enough. With four or more, trees are predicted on one half and timed on the other, since a tree is fitted
+            to the texts it was predicted on.
+        tokenizer: The target's tokenizer, for prompts that are strings or chats.
         max_new_tokens: Tokens per prompt in every run.
-        depth: Deepest trees to consider, lowered to what the heads draft at most; default 8, or all positions of heads
-            that draft them in one forward.
-        top_k: Widest dynamic trees to consider.
-        confirm: Trees to run against each other in the end.
-        repeats: Times everything is timed.
-        **generate_options: For `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
+        depth: Depth of the deepest trees to consider, capped at what the heads can draft. The default is 8, or all
+            positions for heads that draft them in one forward.
+        top_k: Width of the widest dynamic trees to consider.
+        confirm: Number of most promising trees to time against each other.
+        repeats: Number of times everything is timed.
+        **generate_options: Options of `generate`, e.g. `do_sample=True, temperature=0.6`; greedy by default.
 
     Raises:
-        ValueError: without prompts, if nothing can be drafted on them, or for strings without a tokenizer.
+        ValueError: if there are no prompts, nothing can be drafted on them, or strings are given without a tokenizer.
     """
     started = time.perf_counter()
     prompts = all_token_ids(prompts, tokenizer)
@@ -251,7 +253,10 @@ def tune(
 
 
 def _cut_by_confidence(candidates: list[TunedTree]) -> list[TunedTree]:
-    """The deepest chain, given up where the heads expect little: nothing recorded says how often, so that is tried."""
+    """Returns the deepest chain with several thresholds of predicted acceptance.
+
+    The recorded drafts do not contain the predicted acceptance, so these chains are timed without a prediction.
+    """
     chains = [one.tree for one in candidates if one.tree.kind == "chain"]
     if not chains:
         return []
@@ -268,19 +273,19 @@ def _candidates(
     repeats: int,
     options: dict[str, Any],
 ) -> list[TunedTree]:
-    """All trees that could be taken, with what they promise on some prompts, the best first."""
+    """Returns all candidate trees with their predicted speed on the prompts, the fastest first."""
     tree = {name: getattr(heads.tree_config, name) for name in ("children", "draft_temperature", "lookup")}
     if tree["children"] == "sampled" and options.get("do_sample"):
         return _trees_of_drawn_children(target, heads, prompts, depth, tree, options)
     record = record_drafts(target, heads, prompts, depth, top_k, **options)
     rounds = time_rounds(target, heads, prompts, repeats, **options)
     found = predict(record, rounds, **{**tree, "children": "top_k"})
-    # Of heads that predict acceptance, `stop_below` is another quantity than the recorded one.
+    # For heads that predict acceptance, `stop_below` is compared with their prediction, which was not recorded.
     return [one for one in found if one.tree.stop_below == 0] if heads.predicts_acceptance else found
 
 
 def ranked(trees: Sequence[TunedTree]) -> list[TunedTree]:
-    """Timed trees, those as fast as the fastest first, the smallest of them at the head."""
+    """Sorts timed trees: first those about as fast as the fastest, by number of nodes, then the others by speed."""
     fastest = max(one.measured or 0.0 for one in trees)
 
     def place(one: TunedTree) -> tuple[bool, float, float]:
@@ -299,7 +304,10 @@ def _trees_of_drawn_children(
     tree: dict[str, Any],
     options: dict[str, Any],
 ) -> list[TunedTree]:
-    """Drawn children are verified by another rule, which no replay knows: Sequoia's tree, and chains."""
+    """Returns candidates for drawn children: Sequoia's tree, and chains.
+
+    Drawn children are verified by another rule, which cannot be replayed.
+    """
     found = search_tree(target, heads, prompts, max_depth=depth, **options)
     optimal = TunedTree(found.tree, found.acceptance_length, 1 / found.seconds_per_token)
     return [optimal, *(TunedTree(chain) for chain in _chains(min(depth, heads.max_draft_positions or depth), tree))]
@@ -313,14 +321,14 @@ def confirm_trees(
     repeats: int,
     **options: Any,
 ) -> tuple[float, list[TunedTree]]:
-    """Tokens per second of plain generation and of trees, all taking turns.
+    """Times plain generation and trees, which take turns, and returns their tokens per second.
 
-    Every prompt counts with its fastest repeat: whatever else a machine does can only slow a run down.
+    Every prompt counts with its fastest repeat, because other load on the machine can only slow a run down.
     """
     sides: list[DraftTreeConfig | None] = [None, *(one.tree for one in trees)]
 
     def run(side: int, prompt: Any, turn: int = 0, **changes: Any) -> float:
-        """Seconds per token."""
+        """Returns the seconds per token of one generation."""
         tree = sides[side]
         assistant = {} if tree is None else {"assistant_model": heads.with_tree(**tree.to_dict())}
         with every_round_drafts(assistant.get("assistant_model", heads)):

@@ -1,7 +1,7 @@
-"""Sides take turns on prompts, and generations are timed: how anything is compared here.
+"""Fair timing: all sides of a comparison take turns on the same prompts.
 
-Whatever else a machine does meets all sides alike if they run every prompt right after each other, in an order that
-rotates. Which of the repeats count (the fastest, the median) is for the caller to say.
+The sides run every prompt right after each other, in rotating order, so that other load on the machine affects all of
+them alike. The caller decides which of the repeats count (the fastest, the median).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def take_turns(
     warm_up: Callable[[Side, Prompt], Any] | None = None,
     what: str = "in turns",
 ) -> dict[Side, list[list[Outcome]]]:
-    """Every side on every prompt, `repeats` times.
+    """Runs every side on every prompt, `repeats` times.
 
     Args:
-        sides: Names of what is compared.
-        prompts: What each side runs.
-        run: Runs one side on one prompt. The third argument numbers the turns from 0; it is the same for all sides,
-            and so can serve as a seed.
-        repeats: Times every prompt is run.
-        warm_up: Runs one side on the first prompt, once and before all turns, so that first-call costs are not
-            measured; by default `run` does, its outcome left out.
-        what: What the bar that is shown meanwhile says.
+        sides: Names of the sides that are compared.
+        prompts: Prompts that each side runs.
+        run: Runs one side on one prompt. The third argument is the number of the turn, from 0. It is the same for all
+            sides, so it can serve as a seed.
+        repeats: Number of times every prompt is run.
+        warm_up: Runs one side on the first prompt. It is called once per side before all turns, so that first-call
+            costs are not measured. By default `run` is called and its outcome discarded.
+        what: Text of the progress bar.
 
     Returns:
-        What `run` returned, by side, `[repeat][prompt]`.
+        The outcomes of `run` by side, as `[repeat][prompt]`.
 
     Raises:
-        ValueError: without prompts.
+        ValueError: if there are no prompts.
     """
     if not prompts:
         raise ValueError("sides take turns on prompts: expected at least one prompt, got none.")
@@ -68,13 +68,13 @@ def take_turns(
 
 
 def generate_text(target: PreTrainedModel, prompt: Any, **options: Any) -> torch.Tensor:
-    """Prompt and new tokens of one generation, int64 [B, T]; greedy unless the options say otherwise.
+    """Generates once and returns prompt and new tokens, int64 [B, T].
 
     Args:
         target: The target.
-        prompt: What a tokenizer returns (`input_ids` [B, T], `attention_mask`, ...), or the token ids of one text,
-            [1, T] or a plain list.
-        **options: For `generate`.
+        prompt: A tokenizer's output (`input_ids` [B, T], `attention_mask`, ...), or the token ids of one text, [1, T]
+            or a plain list.
+        **options: Options of `generate`; greedy by default.
     """
     inputs = _inputs_of(target, prompt)
     text = target.generate(**inputs, **{"do_sample": False, **options})
@@ -82,17 +82,17 @@ def generate_text(target: PreTrainedModel, prompt: Any, **options: Any) -> torch
 
 
 def timed_generation(target: PreTrainedModel, prompt: Any, **options: Any) -> tuple[list[list[int]], float]:
-    """New tokens of every sequence, and the wall seconds they took.
+    """Generates once and returns the new tokens of every sequence and the wall-clock seconds they took.
 
     Args:
         target: The target.
         prompt: As for [`generate_text`].
-        **options: For `generate`; greedy by default.
+        **options: Options of `generate`; greedy by default.
     """
     inputs = _inputs_of(target, prompt)
     started = time.perf_counter()
     text = generate_text(target, inputs, **options)
-    new_ids = text[:, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    new_ids = text[:, inputs["input_ids"].shape[1] :].tolist()  # `tolist` waits for the device before time is taken
     return new_ids, time.perf_counter() - started
 
 
@@ -105,8 +105,10 @@ def _inputs_of(target: PreTrainedModel, prompt: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def every_round_drafts(heads: DraftingContract) -> Iterator[DraftingContract]:
-    """While this lasts these heads, and copies made of them, draft every round whether it pays or not: for measuring
-    them."""
+    """Makes these heads, and copies made of them, draft in every round inside the context, even if it does not pay.
+
+    Without this, a measurement of the heads would include the plain steps that replace rounds.
+    """
     before = heads.adaptive
     heads.adaptive = False
     try:

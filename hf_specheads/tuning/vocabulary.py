@@ -1,4 +1,4 @@
-"""How many of the most frequent tokens are worth drafting (FR-Spec, arXiv 2502.14856), measured."""
+"""Measuring how many of the most frequent tokens are worth drafting (FR-Spec, arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..texts import Text, all_token_ids
 from .progress import bar
 from .turns import Prompts, every_round_drafts, generate_text, take_turns, timed_generation
 
-Timed = tuple[float, list[list[int]]]  # seconds per token, and accepted tokens per round
+Timed = tuple[float, list[list[int]]]  # (seconds per token, accepted tokens of each round of each sequence)
 
 
 @dataclass(frozen=True)
 class VocabularySize:
-    """One size of the draft vocabulary, as measured.
+    """Measurements for one size of the draft vocabulary.
 
     Attributes:
-        size: Tokens; `None` for all of them.
-        coverage: Share of the corpus that these tokens make up.
+        size: Number of tokens; `None` for the whole vocabulary.
+        coverage: Share of the corpus's tokens that are in the draft vocabulary.
         acceptance_length: Tokens per round.
-        tokens_per_second: Of timed generations, the prefill included.
+        tokens_per_second: Tokens per second of timed generations, including the prefill.
     """
 
     size: int | None
@@ -48,27 +48,27 @@ def tune_vocabulary(
     repeats: int = 3,
     **generate_options: Any,
 ) -> list[VocabularySize]:
-    """Prunes heads to the most frequent tokens of a corpus; of several sizes, to the fastest, measured with the draft
-    tree in force (FR-Spec).
+    """Prunes heads to the most frequent tokens of a corpus, trying several sizes and keeping the fastest (FR-Spec).
+
+    All sizes are measured with the current draft tree of the heads.
 
     Args:
         target: The target.
-        heads: Its heads; pruned, or whole again, in the end.
+        heads: The target's heads. Afterwards they are pruned to the fastest size, or not pruned if that is `None`.
         prompts: Prompts to generate from: token ids, [1, T] or plain lists, or strings and chats.
         sizes: Sizes to try; `None` stands for no pruning.
-        corpus: Texts to count tokens in, given likewise; default the prompts and what the target makes of them, which
-            is little to go by: frequent tokens of other texts may be missing.
-        tokenizer: The target's, for strings and chats.
+        corpus: Texts to count tokens in, in the same forms as `prompts`. By default these are the prompts with the
+            target's continuations, which is a small sample: frequent tokens of other texts may be missing.
+        tokenizer: The target's tokenizer, for strings and chats.
         max_new_tokens: Tokens per prompt in every run.
-        repeats: Times everything is timed, taking turns.
-        **generate_options: For `generate`; greedy by default.
+        repeats: Number of times each size is timed; the sizes take turns.
+        **generate_options: Options of `generate`; greedy by default.
 
     Returns:
-        All sizes as measured, the fastest first.
+        The measurements of all sizes, the fastest first.
 
     Raises:
-        ValueError: for a size that is not between 1 and V, or without any, or for strings without a
-            tokenizer.
+        ValueError: if there are no sizes, a size is not between 1 and V, or strings are given without a tokenizer.
     """
     if not sizes:
         raise ValueError("`sizes` must hold at least one size to try.")
@@ -96,10 +96,10 @@ def _time_vocabularies(
     repeats: int,
     options: dict[str, Any],
 ) -> dict[int | None, list[list[Timed]]]:
-    """What every size took and accepted, `[repeat][prompt]`."""
+    """Times every size, and returns its times and accepted tokens as `[repeat][prompt]`."""
 
     def run(size: int | None, prompt: Any, turn: int = 0, **changes: Any) -> Timed:
-        heads.prune_draft_vocabulary(chosen[size]).bind(target)  # the rows are copied before the clock starts
+        heads.prune_draft_vocabulary(chosen[size]).bind(target)  # binding copies rows, which must not be timed
         with every_round_drafts(heads):
             (new_ids,), seconds = timed_generation(target, prompt, assistant_model=heads, **{**options, **changes})
         return seconds / len(new_ids), heads.last_stats.num_accepted
@@ -111,7 +111,7 @@ def _time_vocabularies(
 
 
 def _measured(size: int | None, coverage: float, runs: list[list[Timed]]) -> VocabularySize:
-    """Every prompt counts with its fastest repeat."""
+    """Summarises the runs of one size. Every prompt counts with the time of its fastest repeat."""
     fastest = [min(seconds for seconds, _ in of_prompt) for of_prompt in zip(*runs, strict=True)]
     accepted = [row for repeat in runs for _, rows in repeat for row in rows]
     return VocabularySize(size, coverage, acceptance_length(accepted), len(fastest) / sum(fastest))

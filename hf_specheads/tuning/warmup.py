@@ -1,8 +1,8 @@
-"""Compiling the steps of rounds before the first request comes.
+"""Compiling the steps of rounds before the first request arrives.
 
-What is compiled depends on the shapes of a round alone: batch, capacity of the caches, draft tree. So a few
-rounds of short made-up calls compile what later calls of such shapes find ready. Their drafts tell nothing of real
-texts, and what they teach the engine about its trees is forgotten.
+What is compiled depends only on the shapes of a round: batch size, capacity of the caches, draft tree. So a few rounds
+of short artificial calls compile what later calls of the same shapes need. Their drafts say nothing about real texts,
+so what the engine learns from them about draft trees is discarded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..generation.pace.pace import Pace
 from ..tree.config import DraftTreeConfig
 from .progress import bar
 
-PROMPT = 8  # tokens
-DRAFTED = 3  # rounds: the first takes in the prompt, and runs uncompiled
+PROMPT = 8  # tokens of an artificial prompt
+DRAFTED = 3  # rounds per artificial call; the first round takes in the prompt and runs uncompiled
 
 
 class _Enough(Exception):
-    """Ends a call: what was to be compiled is."""
+    """Raised to end an artificial call once everything is compiled."""
 
 
 def warmup(
@@ -39,18 +39,19 @@ def warmup(
     batch_sizes: Sequence[int] = (1,),
     max_length: int | None = None,
 ) -> float:
-    """Compiles the steps of rounds of these shapes, under a progress bar; returns the wall seconds that took.
+    """Compiles the steps of rounds for the given shapes, with a progress bar, and returns the seconds it took.
 
     Args:
-        target: The target of the calls to come.
+        target: The target of the later calls.
         heads: Draft heads with `heads.compiled = True`.
-        batch_sizes: Sequences of the calls to come. Where some end before others, those that are left are a batch of
-            their own size: name those sizes as well.
-        max_length: Tokens of the longest calls to come, prompts included. Calls share graphs with others whose length
-            has the same power of two above it, so there are a few sizes up to this one; by default the smallest alone.
+        batch_sizes: Batch sizes of the later calls. When some sequences of a batch end before others, the remaining
+            ones form a smaller batch; include those sizes too.
+        max_length: Tokens of the longest later call, prompt included. Cache capacities are powers of two, and calls of
+            equal capacity share graphs; all capacities up to this length are compiled. By default only the smallest
+            one is.
 
     Raises:
-        ValueError: for heads that are not compiled, or sizes that are none.
+        ValueError: if the heads are not compiled, or a batch size or `max_length` is not a positive number.
     """
     if not heads.compiled:
         raise ValueError(
@@ -64,7 +65,7 @@ def warmup(
         raise ValueError(f"`max_length` must be a number of tokens, 1 or more, got {max_length}.")
     started = time.perf_counter()
     heads.bind(target)
-    compiled_rounds(heads, target, target.generation_config)  # the first call of a pair leaves out what pays late
+    compiled_rounds(heads, target, target.generation_config)  # a pair's first call skips steps that pay off late
     tree = largest(trees_of_call(heads, target, DraftingOptions.of(heads)))
     shapes = [(size, capacity) for size in sizes for capacity in _capacities(tree, max_length)]
     with _left_as_it_was(heads, target):
@@ -74,7 +75,7 @@ def warmup(
 
 
 def _capacities(tree: DraftTreeConfig, max_length: int | None) -> list[int]:
-    """Slots of the caches of calls up to a length: powers of two."""
+    """Returns the cache capacities, powers of two, of calls up to a length."""
     largest = SMALLEST_BUCKET if max_length is None else bucket(max_length + tree.most_nodes)
     capacities = [SMALLEST_BUCKET]
     while capacities[-1] < largest:
@@ -84,7 +85,7 @@ def _capacities(tree: DraftTreeConfig, max_length: int | None) -> list[int]:
 
 @contextmanager
 def _left_as_it_was(heads: Any, target: PreTrainedModel) -> Iterator[None]:
-    """What a user sees of the heads, and what calls have learnt of trees, is the same after this."""
+    """Restores afterwards what users see of the heads, and what earlier calls have learnt about draft trees."""
     names = ("on_round", "adaptive", "last_stats", "trace", "profile")
     before = {name: getattr(heads, name) for name in names}
     known = heads.memory.setdefault(target, {})
@@ -108,7 +109,7 @@ def _forget_paces(known: dict[tuple, Any]) -> None:
 def _compile_rounds(
     target: PreTrainedModel, heads: Any, tree: DraftTreeConfig, batch_size: int, capacity: int
 ) -> None:
-    """Rounds that draft, of no larger trees than this one, and a plain step where calls may take one."""
+    """Runs rounds with trees of at most this size, and a plain step if calls may take one."""
     takes_plain_steps = heads.adaptive
     rows = max(tree.most_nodes, heads.draft_rows(tree) + tree.lookup) + 1
     ids = torch.arange(batch_size * PROMPT, device=target.device).view(batch_size, PROMPT)

@@ -1,4 +1,4 @@
-"""Heads under training: one pass per draft position."""
+"""Unrolling heads in training: one pass per draft position."""
 
 from .rows import DraftedPass, TrainingRows, later
 

@@ -1,17 +1,18 @@
 """Attention of training rows over several feature streams, in memory linear in the number of rows.
 
 A row sees a triangle of stream 0 and at most one row of every later stream (see [`streams`]). The triangle is plain
-causal attention per document, which torch has kernels for; the later streams are a band of S - 1 scores per row. Both
-are partial softmaxes, merged by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1):
+causal attention per document, for which torch has kernels. The later streams are a band of S - 1 scores per row. The
+two parts are partial softmaxes, merged by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1):
 
     out = exp(lse_0 - lse) out_0 + sum_s exp(score_s - lse) value_s,    lse = log(exp(lse_0) + sum_s exp(score_s))
 
-The kernel's backward recomputes its weights as exp(score - lse) and needs of the output only rowsum(grad * out). Given
-the merged `out` and `lse` instead of its own it therefore returns the triangle's share of the gradient of the whole.
+The kernel's backward recomputes its weights as exp(score - lse) and uses the output only for rowsum(grad * out). Given
+the merged `out` and `lse` instead of its own, it therefore returns the triangle's share of the whole gradient.
 
-On accelerators it is one fused kernel ([`flex`]). Where there is none (dropout of attention weights, phantom columns,
-sizes that it does not serve), rows attend in blocks that are recomputed in the backward. (torch's public attention
-function does not return the log-sum-exp; flex attention does, but has no backward on the CPU.)
+This merge is used on CPUs. On accelerators the attention is one fused kernel ([`flex`]). Where neither applies
+(dropout of attention weights; on accelerators also phantom columns and sizes that flex attention does not serve), rows
+attend in blocks that are recomputed in the backward. (torch's public attention function does not return the
+log-sum-exp; flex attention does, but has no backward on the CPU.)
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from . import flex
 from .rows import row_positions
 
-BLOCK_ROWS = 256  # rows per block where there is no kernel
+BLOCK_ROWS = 256  # rows per block in `StreamAttention.in_blocks`
 Streams = tuple[torch.Tensor, ...]
 
 
 class Documents:
-    """Where the documents of B sequences of T rows lie.
+    """The documents in B sequences of T rows.
 
     Args:
-        ids: int64 [B, T], equal within a document, which is one run of rows; -1 on padding.
+        ids: int64 [B, T], equal within a document, whose rows are contiguous; -1 on padding.
 
     Attributes:
-        offsets: int64 [B, T], rows before a row in its document.
+        offsets: int64 [B, T], number of rows before each row in its document.
     """
 
     def __init__(self, ids: torch.Tensor):
@@ -50,9 +51,10 @@ class Documents:
 
     @cached_property
     def spans(self) -> list[tuple[slice, int, int]]:
-        """(Sequences, first row, end) of every document; one for all sequences where no document starts late.
+        """(Sequences, first row, end) of every document, or a single span if all documents start at row 0.
 
-        Padding after a document may be part of its span: the rows before do not see it, and nobody reads it.
+        The single span covers all sequences, padding after their documents included. That is harmless, because the
+        rows before do not see padding and the output of padding is not used.
         """
         rows = self.ids.shape[1]
         if not bool(((self.offsets == 0) & (self.ids >= 0))[:, 1:].any()) and not bool((self.ids[:, 0] < 0).any()):
@@ -69,25 +71,25 @@ class Documents:
 class StreamAttention:
     """Attention of T queries over S streams of T rows, with transformers' attention signature.
 
-    Exactly the softmax under [`streams.stream_mask`], without a tensor of T x T elements.
+    It computes exactly the softmax under [`streams.stream_mask`], without a tensor of T x T elements.
 
     Args:
-        documents: No row sees another document.
-        num_streams: S.
+        documents: The documents; no row sees another document.
+        num_streams: Number of streams S.
         phantom_columns: Reproduce the attention of HASS's and PosS's training code, which multiplies scores by a 0/1
-            mask: each of the T - 1 - t future rows then adds exp(0) to the softmax's denominator.
-        own_rows: A row sees its own row of every later stream, and of stream 0 all that is visible: streams whose row
-            t belongs to the round with root t (EAGLE-3's training-time test).
+            mask, so that each of the T - 1 - t future rows adds exp(0) to the softmax's denominator.
+        own_rows: A row sees the row with its own index in every stream, and all earlier rows of stream 0. This is for
+            streams whose row t belongs to the round with root t (EAGLE-3's training-time test).
     """
 
     def __init__(self, documents: Documents, num_streams: int, phantom_columns: bool = False, own_rows: bool = False):
         rows, last = documents.ids.shape[1], num_streams - 1
         self.documents, self.num_streams = documents, num_streams
-        self.lag = 0 if own_rows else last  # of the nearest visible row of stream 0
-        # The later streams that have a visible row, each with its lag, the row's own first: that one always exists.
+        self.lag = 0 if own_rows else last  # distance to the nearest visible row of stream 0
+        # (Stream, lag) of the later streams with a visible row. The newest stream comes first; its lag is always 0.
         self.band = [(stream, 0 if own_rows else last - stream) for stream in range(last, 0, -1)]
         self.band = [(stream, lag) for stream, lag in self.band if lag < rows]
-        self._mask: Any = None  # flex attention's, made when it is first needed
+        self._mask: Any = None  # block mask of flex attention, created on first use
         self.phantoms = None
         if phantom_columns:
             index = torch.arange(rows, device=documents.ids.device)
@@ -97,7 +99,7 @@ class StreamAttention:
         self,
         module: nn.Module,
         query: torch.Tensor,  # [B, heads, T, head_dim]
-        key: torch.Tensor | Streams,  # of every stream, or of all in one: [B, key-value heads, S * T, head_dim]
+        key: torch.Tensor | Streams,  # one tensor per stream, or all in one: [B, key-value heads, S * T, head_dim]
         value: torch.Tensor | Streams,
         attention_mask: torch.Tensor | None,
         scaling: float,
@@ -106,7 +108,7 @@ class StreamAttention:
     ) -> tuple[torch.Tensor, None]:
         rows = query.shape[2]
         keys, values = (x.split(rows, dim=2) if isinstance(x, torch.Tensor) else x for x in (key, value))
-        dtype = values[0].dtype  # under autocast, rotated queries and keys may be wider
+        dtype = values[0].dtype  # under autocast, rotary embeddings may return queries and keys of a wider dtype
         band = [streams[number].to(dtype) for streams in (keys, values) for number, _ in self.band]
         inputs = (query.to(dtype), keys[0].to(dtype), values[0], *band)
         if query.device.type == "cpu" and not dropout:
@@ -118,14 +120,17 @@ class StreamAttention:
 
     def fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *band: torch.Tensor,
               scaling: float) -> torch.Tensor:  # fmt: skip
-        """The same as [`in_blocks`] without dropout and phantoms, by flex attention."""
+        """Computes the same as [`in_blocks`] by flex attention, without dropout and phantom columns."""
         if self._mask is None:
             self._mask = flex.block_mask(self.documents.ids, self.lag, [lag for _, lag in self.band])
         keys, values = (key, *band[: len(self.band)]), (value, *band[len(self.band) :])
         return flex.attend(self._mask, scaling, query, keys, values)
 
     def band_scores(self, query: torch.Tensor, keys: Streams, scaling: float) -> torch.Tensor:
-        """Scores of the visible rows of the later streams, -inf where there is none: fp32 [B, heads, T, S - 1]."""
+        """Returns the scores of the visible rows of the later streams, -inf where there is none.
+
+        The shape is [B, heads, T, streams in `self.band`], at most S - 1 streams; the dtype is at least fp32.
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = query.new_full((*query.shape[:3], len(keys)), float("-inf"), dtype=wide)
         for column, ((_, lag), key) in enumerate(zip(self.band, keys, strict=True)):
@@ -137,14 +142,14 @@ class StreamAttention:
 
     def in_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *band: torch.Tensor,
                   scaling: float, dropout: float = 0.0) -> torch.Tensor:  # fmt: skip
-        """The same with plain operations, [`BLOCK_ROWS`] rows at a time, recomputed in the backward.
+        """Computes the attention with plain operations, [`BLOCK_ROWS`] rows at a time, recomputed in the backward.
 
         Args:
             query: [B, heads, T, head_dim].
-            key, value: Of stream 0, [B, key-value heads, T, head_dim].
+            key, value: [B, key-value heads, T, head_dim], of stream 0.
             *band: Keys, then values, of the later streams in the order of `self.band`.
-            scaling: Factor of the scores.
-            dropout: Share of attention weights to drop.
+            scaling: Factor applied to the scores.
+            dropout: Probability of dropping an attention weight.
 
         Returns:
             [B, heads, T, head_dim].
@@ -167,7 +172,7 @@ class StreamAttention:
                value: torch.Tensor, extra: torch.Tensor | None, *band: torch.Tensor) -> torch.Tensor:  # fmt: skip
         groups, ids = query.shape[1] // key.shape[1], self.documents.ids
         query, index = query[:, :, at], torch.arange(ids.shape[1], device=query.device)
-        end = max(at.start + query.shape[2] - self.lag, 1)  # columns that any of these rows sees
+        end = max(at.start + query.shape[2] - self.lag, 1)  # no row of this block sees a later column of stream 0
         seen = (ids[:, at, None] == ids[:, None, :end]) & (index[at, None] - index[:end] >= self.lag)
         scores = query @ repeat_kv(key[:, :, :end], groups).transpose(2, 3) * scaling
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
@@ -184,8 +189,10 @@ class StreamAttention:
 
 @cache
 def flex_serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether flex attention can be used for such states: it is tried once, on two documents and three streams. Warns
-    if not."""
+    """Whether flex attention can be used for states of this device, dtype and size. Warns if it cannot.
+
+    It is tried once for each combination of arguments, on two documents and three streams.
+    """
     rows = flex.MULTIPLE + 12
     generator = torch.Generator().manual_seed(0)
     sizes = [heads, *[kv_heads] * 6]
@@ -202,7 +209,7 @@ def flex_serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Causal attention of every document and the band, merged; one kernel call per span in each direction."""
+    """Merges causal attention of every document with the band; one kernel call per span in each direction."""
 
     @staticmethod
     def forward(ctx: Any, plan: StreamAttention, scaling: float, query: torch.Tensor, key: torch.Tensor,
@@ -215,7 +222,7 @@ class _MergedAttention(torch.autograd.Function):
             if plan.phantoms is not None:
                 scores.append(plan.phantoms.to(lse.dtype)[:, None].expand(*lse.shape, 1))
             merged = torch.cat(scores, dim=-1).logsumexp(dim=-1)
-            # Padding may see nothing, not even a phantom: -inf less -inf.
+            # Padding may see no row and no phantom column, and -inf - (-inf) is NaN.
             out = out.mul_((lse - merged).exp_().nan_to_num_(nan=0.0)[..., None])
             lse, weights = merged, scores[1].sub_(merged[..., None]).exp_()
             for column, ((_, lag), states) in enumerate(zip(plan.band, values, strict=True)):
@@ -250,9 +257,9 @@ class _MergedAttention(torch.autograd.Function):
 def _triangles(
     plan: StreamAttention, scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of stream 0 alone, 0 and -inf in rows that see nothing of it.
+    """Returns output and log-sum-exp of stream 0 alone; they are 0 and -inf in rows that see none of its rows.
 
-    Shapes: [B, heads, T, head_dim] and fp32 [B, heads, T].
+    The shapes are [B, heads, T, head_dim] and [B, heads, T]; the log-sum-exp is at least fp32.
     """
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     spans, rows = plan.documents.spans, query.shape[2]
@@ -270,7 +277,7 @@ def _triangles(
 def _triangle_gradients(
     plan: StreamAttention, scaling: float, grad: torch.Tensor, inputs: Streams, out: torch.Tensor, lse: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Gradients of query, key and value (`inputs`) through stream 0, given the merged output and log-sum-exp."""
+    """Returns the gradients of query, key and value (`inputs`) through stream 0, given merged `out` and `lse`."""
     query, key, value = inputs
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -285,7 +292,7 @@ def _triangle_gradients(
 
 
 def _causal_parts(plan: StreamAttention) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Per span, where the queries and where the keys of a square causal attention lie, in [B, heads, T]."""
+    """Yields, per span, the indices into [B, heads, T] of the queries and the keys of a square causal attention."""
     for sequences, first, end in plan.documents.spans:
         if end - first > plan.lag:
             late, early = slice(first + plan.lag, end), slice(first, end - plan.lag)
@@ -293,38 +300,38 @@ def _causal_parts(plan: StreamAttention) -> Iterator[tuple[tuple[slice, ...], tu
 
 
 def _by_group(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """[B, heads, ...] -> [B, key-value heads, heads of each, ...], a view."""
+    """Returns a view that groups heads by key-value head: [B, heads, ...] -> [B, key-value heads, group, ...]."""
     return states.unflatten(1, (key.shape[1], -1))
 
 
 def _seen(states: torch.Tensor, lag: int) -> torch.Tensor:
-    """Rows of a later stream that are seen `lag` rows later, a view: [B, key-value heads, 1, T - lag, head_dim]."""
+    """Returns a view of a later stream's rows seen `lag` rows later, [B, key-value heads, 1, T - lag, head_dim]."""
     return states[:, :, None, : states.shape[2] - lag]
 
 
 class StreamCache:
-    """Keys and values of every stream, projected once per specialist, in the place of transformers' cache.
+    """Takes the place of transformers' cache: keys and values of every stream, projected once per specialist.
 
     Args:
-        apart: Passes read leaves of their own; [`finish_backward`] sends on the gradients gathered there.
-        rows: T.
+        rows: Number of rows T.
+        apart: Let passes read detached copies; [`finish_backward`] propagates the gradients accumulated in them.
     """
 
     def __init__(self, rows: int, apart: bool = False):
         self.rows, self.apart = rows, apart
         self._streams: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._leaves: list[tuple[torch.Tensor, torch.Tensor]] = []  # with graph, and what is read instead
+        self._leaves: list[tuple[torch.Tensor, torch.Tensor]] = []  # (states with graph, detached leaf read instead)
 
     def num_streams(self, specialist: int) -> int:
-        """Streams that a specialist has."""
+        """Returns the number of streams that a specialist has."""
         return len(self._streams[specialist][0]) if specialist in self._streams else 0
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[Streams, Streams]:
-        """Appends streams to a specialist's.
+        """Appends streams to those of a specialist.
 
         Args:
-            key, value: [B, key-value heads, n * T, head_dim], of n more streams.
-            layer_idx: The specialist.
+            key, value: [B, key-value heads, n * T, head_dim], states of n more streams.
+            layer_idx: Index of the specialist.
 
         Returns:
             Keys and values of every stream of the specialist, [B, key-value heads, T, head_dim] each.
@@ -339,6 +346,6 @@ class StreamCache:
         return tuple(known[0]), tuple(known[1])
 
     def finish_backward(self) -> None:
-        """After the last pass's backward, if passes read leaves: the backward of the projections."""
+        """Runs the backward of the projections. Call it after the last pass's backward if `apart` is set."""
         used = [(states, leaf) for states, leaf in self._leaves if leaf.grad is not None]
         torch.autograd.backward([states for states, _ in used], [leaf.grad for _, leaf in used])

@@ -1,8 +1,7 @@
-"""Blocks of draft rows after sampled anchors, under training: each sees its context and itself (DFlash, arXiv
-2602.06036, section 3).
+"""Training attention for blocks of draft rows after sampled anchors (DFlash, arXiv 2602.06036, section 3).
 
-A block at row t is a round whose root is the token after row t. Its rows see the context rows up to t of the same
-document and the rows of their own block, never those of another: what a round drafts is unknown to all others.
+A block at row t is a round whose root is the token after row t. Its rows see the context rows of the same document up
+to t and the rows of their own block. They never see rows of other blocks, because no round knows what another drafts.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 
-BLOCKS_AT_ONCE = 32  # whose masks exist at a time
+BLOCKS_AT_ONCE = 32  # number of blocks whose mask is in memory at a time
 
 
 class ContextCache:
-    """Keys and values of the context, for each layer those written first; later ones are shown after them, and
-    forgotten. Stands in training where the draft cache stands in drafting."""
+    """Takes the place of the draft cache in training and holds the context's keys and values.
+
+    In each layer the first rows written are the context. Later rows are returned after the context, but not stored.
+    """
 
     def __init__(self) -> None:
         self.context: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -25,7 +26,7 @@ class ContextCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, heads, T, head_dim] of the context, or with the rows of blocks after them."""
+        """Stores and returns the context's keys and values [B, heads, T, head_dim], later with block rows appended."""
         if layer_idx not in self.context:
             self.context[layer_idx] = (key_states, value_states)
             return key_states, value_states
@@ -34,16 +35,17 @@ class ContextCache:
 
 
 class AnchoredAttention:
-    """Attention of A blocks of R rows over T context rows and themselves, with transformers' attention signature.
+    """Attention of A blocks of R rows over T context rows and over themselves, with transformers' attention signature.
 
-    Blocks take turns, and their masks are made again in the backward, so that memory does not grow with their number.
+    Blocks are processed in groups whose masks are recomputed in the backward, so that memory for masks does not grow
+    with the number of blocks.
 
     Args:
         documents: int64 [B, T], equal within a document, -1 on padding.
         anchors: int64 [B, A], last context row of every block.
-        visible: bool [R, R], which rows of a block see which.
-        window: A row sees only context less than that many positions away; `None` without.
-        window_from_anchor: The window counts from the root for all rows of a block.
+        visible: bool [R, R], which rows of its block each row sees.
+        window: A row sees only context less than `window` positions away; `None` for all of it.
+        window_from_anchor: Count the window from the root for all rows of a block, instead of from each row.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class AnchoredAttention:
         self.window, self.window_from_anchor = window, window_from_anchor
 
     def mask(self, first: int, end: int) -> torch.Tensor:
-        """bool [B, 1, a R, T + a R]: what the rows of the a blocks `first` to `end` see."""
+        """Returns bool [B, 1, a R, T + a R], what the rows of the a blocks from `first` to `end` (exclusive) see."""
         anchors, size = self.anchors[:, first:end], len(self.visible)
         rows = torch.arange(self.documents.shape[1], device=anchors.device)
         theirs = self.documents.gather(1, anchors)
@@ -66,7 +68,7 @@ class AnchoredAttention:
         context = seen[:, :, None].expand(-1, -1, size, -1)
         if self.window is not None:
             depth = torch.arange(size, device=anchors.device) * (not self.window_from_anchor)
-            oldest = anchors[..., None] + 1 + depth - self.window  # the root comes right after its anchor row
+            oldest = anchors[..., None] + 1 + depth - self.window  # the root follows right after its anchor row
             context = context & (rows > oldest[..., None])
         same = torch.eye(end - first, dtype=torch.bool, device=anchors.device)
         block = (same[:, None, :, None] & self.visible[None, :, None, :]).flatten(2, 3).flatten(0, 1)
@@ -85,7 +87,7 @@ class AnchoredAttention:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         dtype, rows, size = value.dtype, self.documents.shape[1], len(self.visible)
-        query, key = query.to(dtype), key.to(dtype)  # under autocast, rotated ones may be wider
+        query, key = query.to(dtype), key.to(dtype)  # under autocast, rotary embeddings may return a wider dtype
         groups = query.shape[1] // key.shape[1]
         (keys, own_keys), (values, own_values) = (x.split([rows, x.shape[2] - rows], dim=2) for x in (key, value))
 

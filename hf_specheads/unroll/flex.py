@@ -1,8 +1,9 @@
-"""Attention over feature streams as one fused kernel: flex attention, with a block mask for streams and documents.
+"""Attention over feature streams as one fused kernel: flex attention with a block mask for streams and documents.
 
-Streams stand one after the other as keys. A block of rows sees about half of the first one's blocks and one or two of
-every later one's; blocks that nobody sees are never computed (Dong et al., arXiv 2412.05496). For accelerators: on
-processors the kernel has no backward, there the band is merged into the causal kernel (see [`attention`]).
+The keys of all streams are concatenated. A block of rows sees about half of the blocks of the first stream and one or
+two blocks of every later stream; blocks that no row sees are never computed (Dong et al., arXiv 2412.05496). This is
+for accelerators only: on CPUs the kernel has no backward, so the band is merged into a causal kernel there (see
+[`attention`]).
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
-MULTIPLE = 128  # rows are padded to it: a block of the mask, and few shapes to compile for
-TOLERANCE = 0.02  # of the largest entry: above rounding to 16 bits, far below a wrong mask
+MULTIPLE = 128  # rows are padded to a multiple of the mask's block size, which also limits the compiled shapes
+TOLERANCE = 0.02  # relative to the largest entry: above rounding to 16 bits, far below the effect of a wrong mask
 
 
 def block_mask(ids: torch.Tensor, lag: int, lags: Sequence[int]) -> Any:
-    """Which rows of which stream a row sees, as flex attention's block mask.
+    """Returns flex attention's block mask, which says what rows of which streams each row sees.
 
     Args:
         ids: int64 [B, T], document of each row, -1 on padding.
-        lag: Of the nearest visible row of stream 0; all earlier ones of the document are visible.
-        lags: Of the one visible row of each later stream.
+        lag: Distance to the nearest visible row of stream 0; all earlier rows of the document are visible too.
+        lags: Distance to the only visible row of each later stream.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids = nn.functional.pad(ids, (0, -ids.shape[1] % MULTIPLE), value=-1)
     batch, rows = ids.shape
-    # Tensors instead of numbers, so that no shape and no depth is compiled into the kernel.
+    # These are tensors because numbers would be compiled into the kernel, one kernel for each shape and depth.
     row = torch.arange(rows, device=ids.device).repeat(1 + len(lags))
     shift = torch.tensor([lag, *lags], device=ids.device).repeat_interleave(rows)
     causal = torch.arange(len(row), device=ids.device) < rows
@@ -46,14 +47,14 @@ def block_mask(ids: torch.Tensor, lag: int, lags: Sequence[int]) -> Any:
 def attend(
     mask: Any, scaling: float, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The attention of [`attention.StreamAttention`], without phantoms and dropout.
+    """Computes the attention of [`attention.StreamAttention`] without phantom columns and dropout.
 
     Args:
-        mask: Of [`block_mask`].
-        scaling: Factor of the scores.
+        mask: Result of [`block_mask`].
+        scaling: Factor applied to the scores.
         query: [B, heads, T, head_dim].
-        keys, values: Of stream 0, then of the later streams in the order of the mask's lags; [B, key-value heads, T,
-            head_dim] each.
+        keys, values: [B, key-value heads, T, head_dim] each, of stream 0 and then of the later streams in the order of
+            the mask's lags.
 
     Returns:
         [B, heads, T, head_dim].
@@ -71,7 +72,7 @@ def _padded(states: torch.Tensor) -> torch.Tensor:
 
 @cache
 def kernel(device: str) -> Callable[..., torch.Tensor]:
-    """Flex attention, compiled on accelerators: uncompiled it makes a tensor of all scores."""
+    """Returns flex attention, compiled on accelerators because uncompiled it allocates a tensor of all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if device == "cpu" else torch.compile(flex_attention)  # type: ignore[return-value]
@@ -80,15 +81,18 @@ def kernel(device: str) -> Callable[..., torch.Tensor]:
 def problem(
     ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], states: Sequence[torch.Tensor]
 ) -> str | None:
-    """Why the kernel cannot be used, from one trial against plain operations, forward and backward; `None` if it can.
+    """Compares the kernel with plain operations once, forward and backward, and says why it cannot be used.
 
     Args:
-        ours, plain: Of the states, to an output of equal shape.
-        states: Inputs.
+        ours, plain: The kernel and the plain operations, functions of the states with outputs of equal shape.
+        states: Inputs of both functions.
+
+    Returns:
+        The reason, or `None` if the kernel can be used.
     """
     try:
         found, wanted = (_with_gradients(run, states) for run in (ours, plain))
-    except Exception as error:  # no compiler, no such kernel for these sizes, ...
+    except Exception as error:  # e.g. there is no compiler, or no kernel for these sizes
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     for mine, theirs in zip(found, wanted, strict=True):
         difference = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())

@@ -1,7 +1,8 @@
-"""The training contract: what a head trains on, and what it drafts at every row of a batch, one draft position a pass.
+"""The training contract: the rows a draft head trains on, and what each pass drafts at every row of a batch.
 
-`DraftHead.unroll` is a generator of passes. Rows are teacher-forced: row t holds the target's feature at t and knows
-the token at t + 1; pass m says what the head drafts m positions after that. Losses are the trainer's business.
+`DraftHead.unroll` is a generator of passes, one per draft position. Rows are teacher-forced: row t holds the target's
+feature at t and knows the token at t + 1. Pass m says what the draft head drafts m positions after that. The trainer
+computes the losses.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from .streams import document_starts
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """T rows of B sequences.
+    """The input of the unroll: T rows of B sequences.
 
     Attributes:
-        features: [B, T, F], target features the head reads (noise included, if there is any).
-        token_ids: int64 [B, T], the token of each row; `None` if nobody knows, for heads that do not ask.
+        features: [B, T, F], target features that the draft head reads, including noise if any was added.
+        token_ids: int64 [B, T], the token of each row; may be `None` for heads that do not read it.
         next_token_ids: int64 [B, T], the token after each row.
-        documents: int64 [B, T], equal within a document, -1 on padding; no row may read across documents.
-        position_ids: int64 [B, T], rope positions, from 0 in every document.
+        documents: int64 [B, T], equal within a document, -1 on padding. No row may read across documents.
+        position_ids: int64 [B, T], rope positions, counted from 0 in every document.
         embed: The target's token embedding, ids [B, T] -> [B, T, E].
         lm_head: The target's `lm_head`, features [..., H] -> logits [..., V].
-        upstream_masking: The masks of HASS's and PosS's training code, for parity tests.
-        anchors: int64 [B, A], rows at which a round starts, for heads that draft at sampled rows only; -1 where a
-            sequence has fewer. `None`: at every row.
-        separate_backward: The caller runs one backward per pass before asking for the next; gradients at rows that
-            passes share are then gathered, and sent on when the generator ends.
+        upstream_masking: Use the masks of HASS's and PosS's training code, for parity tests.
+        separate_backward: The caller runs the backward of each pass before it asks for the next pass. Gradients at
+            rows that passes share are accumulated and propagated when the generator ends.
+        anchors: int64 [B, A], rows at which a round starts, for heads that draft at sampled rows only; -1 fills up
+            sequences with fewer anchors. `None` means every row.
     """
 
     features: torch.Tensor
@@ -45,7 +46,7 @@ class TrainingRows:
     anchors: torch.Tensor | None = None
 
     def anchor_rows(self) -> torch.Tensor:
-        """int64 [B, A], the anchors, all T rows where nobody has sampled some."""
+        """Returns the anchors, int64 [B, A], which are all T rows if none were sampled."""
         if self.anchors is not None:
             return self.anchors
         return torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
@@ -53,19 +54,19 @@ class TrainingRows:
 
 @dataclass(frozen=True)
 class DraftedPass:
-    """What a head drafts at one draft position, at every row, or at the anchors of [`TrainingRows`] if it has some.
+    """What a draft head drafts at one draft position, at every row or at the anchors of [`TrainingRows`].
 
     Attributes:
-        hidden: [B, T, *], or [B, A, *] at anchors, rows that `logits` reads.
-        logits: Rows [R, *] of `hidden` -> draft logits [R, V], or [R, Vd] over the head's draft vocabulary.
-        offset: Row t drafts what the target says at row t + offset (0 where every pass reads shifted streams).
-        features: [B, T, H], drafted target features at row t + offset + 1; `None` for heads that draft none.
-        confidence: Rows [R, *] of `hidden` -> logits [R] of a draft's being accepted; `None` for heads that predict
-            none.
-        selected: Rows [R, *] of `hidden` and their logits [R, V] -> candidates int64 [R, K] and their scores [R, K],
-            which drafts are chosen by; `None` for heads that draft by their logits.
-        base: Rows [R, *] of `hidden` -> logits [R, V] before they are corrected by the drafted path, where these have
-            a loss of their own.
+        hidden: [B, T, *], or [B, A, *] at anchors, the rows that `logits` reads.
+        logits: Rows [R, *] of `hidden` -> draft logits [R, V], or [R, Vd] over the draft vocabulary.
+        offset: Row t drafts what the target predicts at row t + offset (0 if every pass reads shifted streams).
+        features: [B, T, H], drafted target features of row t + offset + 1; `None` for heads that draft no features.
+        confidence: Rows [R, *] of `hidden` -> logits [R] of the probability that a draft is accepted; `None` for heads
+            that do not predict it.
+        selected: Rows [R, *] of `hidden` and their logits [R, V] -> candidates int64 [R, K] and scores [R, K] by which
+            drafts are chosen; `None` for heads that choose drafts by their logits.
+        base: Rows [R, *] of `hidden` -> logits [R, V] before their correction by the drafted path, for heads that
+            train these with a separate loss; `None` for all others.
     """
 
     hidden: torch.Tensor
@@ -78,14 +79,14 @@ class DraftedPass:
 
 
 def row_positions(documents: torch.Tensor) -> torch.Tensor:
-    """Rope positions int64 [B, T] that count from 0 in every document."""
+    """Returns rope positions, int64 [B, T], counted from 0 in every document."""
     starts = document_starts(documents)
     rows = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     return rows - torch.where(starts, rows, 0).cummax(dim=1).values
 
 
 def later(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """`values` [B, T, ...] moved so that row t holds row t + offset; the last rows repeat the last one."""
+    """Shifts `values` [B, T, ...] so that row t holds row t + offset; the last row is repeated at the end."""
     if offset == 0:
         return values
     last = values[:, -1:].expand(-1, min(offset, values.shape[1]), *values.shape[2:])

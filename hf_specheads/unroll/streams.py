@@ -1,8 +1,8 @@
-"""Feature streams of the unroll, and who sees which stream.
+"""Feature streams of the unroll, and which rows see which stream.
 
-In pass m (0-based) the draft head sees S = m + 1 streams of features: stream 0 holds the target's, stream s what pass
-s - 1 drafted. The row at t stands for draft position m of a round whose root was m tokens earlier, so it sees target
-features up to the root and drafted features after it, each from the pass that would have drafted it:
+In pass m (0-based) the draft head sees S = m + 1 streams of features: stream 0 holds the target's features, stream s
+those that pass s - 1 drafted. The row at t stands for the row of a round whose root was m tokens earlier, so it
+sees target features up to the root and drafted features after it, each from the pass that would have drafted it:
 
     lag t - j   0         1         ...  m - 1    m or more
     stream      m         m - 1     ...  1        0
@@ -16,19 +16,19 @@ import torch
 
 
 def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
-    """bool [B, T], true at the first row of every document, from document ids [B, T]."""
+    """Returns bool [B, T], true at the first row of every document, from document ids [B, T]."""
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return starts
 
 
 def next_stream(features: torch.Tensor, drafted: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The stream a pass hands to the next: what it drafted, one row later, detached.
+    """Returns the stream that a pass hands to the next one: its drafted features, shifted one row later and detached.
 
     Args:
-        features: [B, T, H], target features; they stay at the first row of a document, which no pass predicts.
-        drafted: [B, T, H], drafted features of this pass; row t - 1 predicts the feature of row t.
-        starts: bool [B, T], first rows of documents.
+        features: [B, T, H], target features. They are kept at the first row of a document, which no pass predicts.
+        drafted: [B, T, H], features drafted by this pass; row t - 1 predicts the feature of row t.
+        starts: bool [B, T], true at the first rows of documents.
 
     Returns:
         [B, T, H].
@@ -38,16 +38,16 @@ def next_stream(features: torch.Tensor, drafted: torch.Tensor, starts: torch.Ten
 
 
 def visible_rows(document_ids: torch.Tensor) -> torch.Tensor:
-    """bool [B, T, T]: row t sees row j iff j <= t in the same document. Every row sees itself."""
+    """Returns bool [B, T, T]: row t sees row j iff j <= t in the same document. Every row sees itself."""
     rows = torch.arange(document_ids.shape[1], device=document_ids.device)
     same_document = document_ids[:, :, None] == document_ids[:, None, :]
     return same_document & (rows[:, None] >= rows)
 
 
 def stream_mask(visible: torch.Tensor, num_streams: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Additive mask over all rows of all streams, for any attention implementation: [B, 1, T, S * T].
+    """Returns an additive mask over all rows of all streams, [B, 1, T, S * T], for any attention implementation.
 
-    [`attention.StreamAttention`] computes the same without a tensor of T x T elements.
+    [`attention.StreamAttention`] computes the same attention without a tensor of T x T elements.
     """
     rows = torch.arange(visible.shape[-1], device=visible.device)
     lag = rows[:, None] - rows  # [T, T]
@@ -57,5 +57,5 @@ def stream_mask(visible: torch.Tensor, num_streams: int, dtype: torch.dtype = to
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """0 where allowed, -inf elsewhere."""
+    """Returns an additive mask: 0 where allowed, -inf elsewhere."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))

@@ -1,1 +1,1 @@
-"""From any data set to batches of token ids and loss masks."""
+"""Data preparation: turns data sets into batches of token ids and loss masks."""

@@ -1,4 +1,4 @@
-"""Rows at which block drafters are trained: a few of every sequence, drawn anew for every batch (DFlash, arXiv
+"""Samples the rows at which block drafters are trained: a few per sequence, drawn again for every batch (DFlash, arXiv
 2602.06036, section 3)."""
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ..arguments import DraftHeadTrainingArguments
 
 
 def sample_anchors(loss_mask: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:
-    """Supervised rows, each as likely as the others and none twice.
+    """Samples supervised rows uniformly and without replacement.
 
     Args:
         loss_mask: [B, T], nonzero at rows where a round may start.
-        most: Rows to draw per sequence, fewer where it has fewer.
+        most: Rows to draw per sequence; all rows where a sequence has fewer.
         generator: Source of randomness, on the mask's device.
 
     Returns:
-        int64 [B, A], -1 where a sequence has fewer than A.
+        Row indices, int64 [B, A]; -1 where a sequence has fewer than A rows.
     """
     allowed = loss_mask != 0
     count = max(min(most, int(allowed.sum(1).max())), 1)
@@ -34,13 +34,13 @@ def sample_anchors(loss_mask: torch.Tensor, most: int, generator: torch.Generato
 
 
 def anchors_of(heads: TrainingContract, batch: dict[str, torch.Tensor], most: int, seed: int) -> torch.Tensor | None:
-    """Rows of a batch to draft from, of heads that are trained at some rows only; `None` for the others.
+    """Samples the anchor rows of a batch; `None` for draft heads that are trained at every row.
 
     Args:
-        heads: The heads.
-        batch: As the collators make it.
+        heads: The draft heads to train.
+        batch: Batch from a collator.
         most: Rows to draw per sequence.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
     if not heads.trains_at_anchors:
         return None
@@ -54,8 +54,8 @@ def count_rounds(
     args: DraftHeadTrainingArguments,
     device: torch.device,
 ) -> torch.Tensor:
-    """Rows where rounds start, fp32 scalar, summed over processes: all supervised ones of the batches, or as many as
-    [`anchors_of`] draws."""
+    """Counts the rows at which rounds start, summed over processes, as an fp32 scalar: all supervised rows of the
+    batches, or as many as [`anchors_of`] draws."""
     count = torch.zeros((), dtype=torch.float32, device=device)
     for batch in batches:
         counts = torch.count_nonzero(batch["loss_mask"][:, 1:], dim=1)

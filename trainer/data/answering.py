@@ -1,7 +1,7 @@
-"""Who answers prompts: the target in this process, with or without draft heads, or a server that speaks OpenAI's API.
+"""Answers prompts with the target in this process, with or without draft heads, or with a server with OpenAI's API.
 
-Both take token ids and return token ids, so what is trained on is what the target wrote, not what a tokenizer makes of
-its text.
+Both take and return token ids, so that draft heads are trained on the tokens that the target generated, which may
+differ from the tokenization of their text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a reply is drawn.
+    """Sampling settings of a reply.
 
     Attributes:
-        temperature: 0 for the most probable tokens.
-        max_new_tokens: Longest reply.
-        top_p, top_k: As in `generate`; `None` for the target's whole distribution.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        max_new_tokens: Longest reply in tokens.
+        top_p, top_k: As in `generate`; `None` samples from the whole distribution.
     """
 
     temperature: float
@@ -45,9 +45,9 @@ class Answer:
     """A reply.
 
     Attributes:
-        token_ids: What was generated, the end of turn included.
-        finish_reason: `"stop"`, or `"length"` if it was cut.
-        problem: Why there is none.
+        token_ids: Generated token ids, the end of turn included.
+        finish_reason: `"stop"`, `"length"` if the reply was cut, or `"error"`.
+        problem: Why there is no reply; `None` if there is one.
     """
 
     token_ids: list[int]
@@ -56,20 +56,21 @@ class Answer:
 
 
 class Answerer(Protocol):
-    """Answers a batch of prompts that are sampled alike."""
+    """Answers batches of prompts that share sampling settings."""
 
     def answer(self, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """Replies in the order of the prompts."""
+        """Returns one reply per prompt, in the order of the prompts."""
         ...
 
 
 class TargetInProcess:
-    """The target itself, in batches.
+    """Answers prompts with the target itself, in batches.
 
     Args:
         target: The target.
-        pad_token_id: In front of shorter prompts.
-        heads: Draft heads of it, e.g. those that are being trained: they make it faster, and leave its distribution.
+        pad_token_id: Token id that pads shorter prompts on the left.
+        heads: Draft heads of the target, e.g. those of an earlier round of training. They speed up generation and do
+            not change the target's distribution.
     """
 
     def __init__(self, target: PreTrainedModel, pad_token_id: int, heads: DraftHead | None = None):
@@ -79,7 +80,7 @@ class TargetInProcess:
 
     @torch.no_grad()
     def answer(self, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """As in [`Answerer`]; the replies of a batch depend on the seed and on the whole batch."""
+        """Answers as [`Answerer`] does. Sampled replies depend on the seed and on all prompts of the batch."""
         longest = max(map(len, prompts))
         padded = [[self.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -98,7 +99,7 @@ class TargetInProcess:
                 max_new_tokens=sampling.max_new_tokens,
                 **options,
             )
-        except (RuntimeError, ValueError) as error:  # of memory, or of a prompt beyond the context
+        except (RuntimeError, ValueError) as error:  # e.g. out of memory, or a prompt longer than the context
             return [Answer([], "error", f"{type(error).__name__}: {error}")] * len(prompts)
         return [self._cut(row, sampling.max_new_tokens) for row in output[:, longest:].tolist()]
 
@@ -110,16 +111,17 @@ class TargetInProcess:
 
 
 class Server:
-    """A server with OpenAI's completions API (vLLM, SGLang, ...), asked with token ids.
+    """Answers prompts with a server that has OpenAI's completions API (vLLM, SGLang, ...), which is sent token ids.
 
     Args:
-        url: E.g. `http://localhost:8000/v1`.
-        model: Its name there.
-        concurrency: Requests at a time.
+        url: Base URL, e.g. `http://localhost:8000/v1`.
+        model: Name of the target at the server.
+        concurrency: Number of simultaneous requests.
         api_key: Bearer token.
         timeout: Seconds per request.
-        tokenizer: To make ids of texts, for servers that return no ids; those are not exact. `None` refuses them.
-        pause: Seconds before the first repetition of a failed request; doubles each time.
+        tokenizer: Tokenizer for the texts of servers that return no token ids; its ids may differ from the generated
+            ones. `None` refuses such servers.
+        pause: Seconds before the first retry of a failed request; doubles with every retry.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Server:
         self.api_key, self.timeout, self.tokenizer, self.pause = api_key, timeout, tokenizer, pause
 
     def answer(self, prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """As in [`Answerer`]; a request that fails for good is an answer with a `problem`."""
+        """Answers as [`Answerer`] does. A request that fails in every attempt gives an answer with a `problem`."""
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(lambda pair: self._ask(pair[1], sampling, seed + pair[0]), enumerate(prompts)))
 

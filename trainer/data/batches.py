@@ -1,7 +1,7 @@
-"""Batches: examples `{"input_ids": [...], "loss_mask": [...]}` in, padded or packed tensors out.
+"""Collators: turn examples `{"input_ids": [...], "loss_mask": [...]}` into padded or packed tensors.
 
 `loss_mask` is 1 at every token the target would have generated: the assistant's tokens of a chat, every token of a
-plain text. How data become examples: [`preparing`], [`columns`], [`chats`].
+plain text. [`preparing`], [`columns`] and [`chats`] turn data into examples.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .columns import complete_example
 
 # ---------------------------------------------------------------------- batches
 class PaddedCollator:
-    """One example per sequence, padded on the right.
+    """Collates one example per sequence, padded on the right.
 
-    Makes `input_ids`, `attention_mask`, `loss_mask`, int64 [B, T]. `loss_mask` is 0 at the first token of an example,
-    which no row predicts, so its sum is the number of supervised rows.
+    Returns `input_ids`, `attention_mask` and `loss_mask`, int64 [B, T] each. `loss_mask` is 0 at the first token of an
+    example, which no row predicts, so the sum of `loss_mask` is the number of supervised rows.
 
     Args:
-        pad_token_id: Id in the padding.
+        pad_token_id: Token id of padding.
         max_length: Longest sequence in tokens; longer examples are cut.
     """
 
@@ -36,12 +36,12 @@ class PaddedCollator:
         return self.batch([[example] for example in self.complete(examples)])
 
     def complete(self, examples: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[int]]]:
-        """Ids and loss mask of every item, cut to `max_length`."""
+        """Returns token ids and loss mask of every example, cut to `max_length`."""
         pairs = (complete_example(example) for example in examples)
         return [(ids[: self.max_length], mask[: self.max_length]) for ids, mask in pairs]
 
     def batch(self, sequences: list[list[tuple[list[int], list[int]]]]) -> dict[str, torch.Tensor]:
-        """Sequences of one or more (ids, loss mask) each, padded to the longest."""
+        """Pads sequences, each made of one or more examples (ids, loss mask), to the longest."""
         length = max(sum(len(ids) for ids, _ in sequence) for sequence in sequences)
         shape = (len(sequences), length)
         input_ids = torch.full(shape, self.pad_token_id)
@@ -58,10 +58,10 @@ class PaddedCollator:
 
 
 class PackedCollator(PaddedCollator):
-    """Several examples per sequence of up to `max_length` tokens, first fit in the order given; rows that
-    [`packing.pack_dataset`] made stay as they are.
+    """Packs several examples into each sequence of up to `max_length` tokens, first fit in the given order. Rows that
+    [`packing.pack_dataset`] has packed stay as they are.
 
-    Adds `document_ids` (-1 on padding) and `position_ids` (from 0 in every example), int64 [B, T].
+    Adds `document_ids` (-1 on padding) and `position_ids` (from 0 in every example), int64 [B, T] each.
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ class PackedCollator(PaddedCollator):
 
 
 def documents_of(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Ids and loss mask of every example in a packed row."""
+    """Splits a packed row into token ids and loss mask of each example."""
     ids, mask = complete_example(row)
     documents, start = [], 0
     for length in row["lengths"]:
@@ -98,7 +98,7 @@ def documents_of(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
 
 
 def default_collator(tokenizer: PreTrainedTokenizerBase | None, max_length: int, packing: bool) -> PaddedCollator:
-    """The collator for `packing`; pads with the tokenizer's padding token, else its end token, else id 0."""
+    """Returns a padding or packing collator; its padding is the tokenizer's pad token, else its end token, else 0."""
     candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
     pad = next(token for token in candidates if token is not None)
     return (PackedCollator if packing else PaddedCollator)(pad, max_length)
@@ -106,18 +106,19 @@ def default_collator(tokenizer: PreTrainedTokenizerBase | None, max_length: int,
 
 # ---------------------------------------------------------------------- prompts
 def cut_prompts(dataset: TorchDataset, count: int, prompt_length: int) -> list[list[int]]:
-    """Prompts for evaluation: a chat up to its first reply, or the beginning of a text.
+    """Cuts prompts for evaluation: a chat up to its first reply, or the beginning of a text.
 
     Args:
         dataset: Prepared examples, see [`prepare_dataset`].
-        count: How many prompts, taken from the front.
-        prompt_length: Longest prompt cut from a text that is supervised from the start, in tokens; at most half of it.
+        count: Number of prompts, taken from the front of the data set.
+        prompt_length: Longest prompt, in tokens, cut from a text that is supervised from the start. At most half of
+            the text is used.
 
     Returns:
-        Token ids per prompt; examples that leave no prompt are passed over.
+        Token ids per prompt. Examples that are too short for a prompt are skipped.
     """
     prompts: list[list[int]] = []
-    # A torch dataset without `__iter__` is iterated by index.
+    # Python iterates a torch dataset without `__iter__` by index, which type checkers do not know.
     for example in cast("Iterable[Mapping[str, Any]]", dataset):
         if len(prompts) >= count:
             break

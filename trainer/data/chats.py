@@ -1,14 +1,14 @@
-"""Chats as token ids, with the tokens marked that the target itself would have generated.
+"""Turns chats into token ids, and marks the tokens that the target itself would have generated.
 
-A chat becomes one row where its template renders every turn alike, whatever follows; else one row per reply, each
-rendered as serving would at that turn (Qwen3, DeepSeek-R1, GLM and gpt-oss drop earlier reasoning). Which tokens a
-reply has is what rendering it adds to its prompt:
+A chat becomes one row if its template renders every turn the same way whatever follows. Otherwise it becomes one row
+per reply, each rendered as serving would render it at that turn (Qwen3, DeepSeek-R1, GLM and gpt-oss drop earlier
+reasoning). A reply consists of the text that its rendering adds to the rendered prompt:
 
     prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     reply     <think>\\nA greeting.\\n</think>\\n\\nHello.<|im_end|>
 
-What serving puts there is not supervised: an empty think block (thinking switched off), and line breaks after the end
-of a turn.
+Text that serving inserts is not supervised: an empty think block (thinking switched off), and line breaks after the
+end of a turn.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_specheads.texts import as_template_takes
 
-Written = TypeVar("Written")  # messages, tools, or a value in them
+Written = TypeVar("Written")  # messages, tools, or a value inside them
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 THINKING = re.compile(r"\s*(?:<think>(?P<inside>.*?))?</think>\s*", re.DOTALL)
-PROMPTED_THINKING = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # at the end of a prompt: open, or empty
+PROMPTED_THINKING = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # open or empty think block at the end of a prompt
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 Row = tuple[list[int], list[int]]  # token ids, loss mask
 
 
 class ExampleError(ValueError):
-    """An example, or a chat template, from which no supervised tokens can be told."""
+    """An example or a chat template whose supervised tokens cannot be determined."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Segment:
     """A piece of a rendered chat.
 
     Attributes:
-        text: With special tokens written out.
-        generated: Whether the target wrote it.
+        text: Rendered text, special tokens included.
+        generated: Whether the target generates this text.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Segment:
 
 
 def chat_problem(messages: object, images: bool = False) -> str | None:
-    """What is wrong with the messages of a chat, `None` if nothing is; parts may be `images`, or must be text."""
+    """Returns what is wrong with the messages of a chat, `None` if nothing is; `images` allows image parts."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"{messages!r}"
     wrong = (message for message in messages if not _is_message(message))
@@ -72,7 +72,7 @@ def chat_problem(messages: object, images: bool = False) -> str | None:
 
 
 def _is_message(message: Any) -> bool:
-    """Whether it has a role and something in it: templates write a content of `None` as the word."""
+    """Whether a message has a role, and content or tool calls; templates would render a missing content as "None"."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
     return message.get("content") is not None or bool(message.get("tool_calls"))
@@ -85,21 +85,21 @@ def tokenize_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     supervised_from: int = 0,
 ) -> list[Row]:
-    """Token ids of a chat and loss masks: 1 at the tokens the assistant generated, its end of turn included.
+    """Turns a chat into token ids and loss masks, 1 at the tokens the assistant generates, its end of turn included.
 
     Args:
-        messages: `{role, content}` each, `reasoning_content` and `tool_calls` where the template reads them.
-        tokenizer: With a chat template.
+        messages: List of `{role, content}`, with `reasoning_content` and `tool_calls` if the template reads them.
+        tokenizer: Tokenizer with a chat template.
         tools: Functions the assistant may call.
-        template_kwargs: For the template, e.g. `enable_thinking`.
-        supervised_from: First message whose tokens count.
+        template_kwargs: Arguments for the template, e.g. `enable_thinking`.
+        supervised_from: Index of the first message whose reply may be supervised.
 
     Returns:
-        One row, or one per reply for templates that render a reply differently once more follows.
+        One row, or one row per reply for templates that render a reply differently once more messages follow.
 
     Raises:
-        ExampleError: for messages that are none, a template that refuses them, or one in which a reply is not what
-            follows its prompt.
+        ExampleError: for invalid messages, a template that refuses them, or a template that does not render a reply
+            right after its prompt.
     """
     if problem := chat_problem(messages):
         raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
@@ -126,11 +126,11 @@ def chat_segments(
     tools: list | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[Segment]]:
-    """The rendered rows of a chat with images, as [`tokenize_chat`] makes token ids of them: in each, what is
-    supervised is marked, and every image is what the template writes for it.
+    """Renders a chat with images into the rows that [`tokenize_chat`] would make of it, as segments marked as
+    supervised or not. Images appear as the text that the template writes for them.
 
     Raises:
-        ExampleError: as there.
+        ExampleError: as [`tokenize_chat`].
     """
     if problem := chat_problem(messages, images=True):
         raise ExampleError(f"every `messages` of the data must be a list of {{role, content}}; got {problem}.")
@@ -159,7 +159,8 @@ def chat_segments(
 def _marked_segments(
     messages: Sequence[Mapping[str, Any]], supervised_from: int = 0, *, given: Mapping[str, Any]
 ) -> list[Segment]:
-    """What a template with markers says, of the characters from `supervised_from` on."""
+    """Splits a chat at the generation markers of its template; text before the character `supervised_from` is not
+    supervised."""
     try:
         texts, places = render_jinja_template([list(messages)], return_assistant_tokens_mask=True, **given)
     except Exception as error:
@@ -172,8 +173,8 @@ def _marked_segments(
 
 
 def without_missing(value: Written) -> Written:
-    """Messages or tools as they were written: data sets in columns give every mapping the fields of all, `None` where
-    it had none, which templates would write out."""
+    """Removes fields that are `None` from messages or tools. Columnar data sets give every mapping the fields of all
+    mappings, `None` where a field was missing, and templates would render these."""
     if isinstance(value, Mapping):
         kept = {name: without_missing(item) for name, item in value.items() if item is not None or name == "content"}
         return cast(Written, kept)
@@ -193,7 +194,7 @@ def _render(
         text = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **kwargs
         )
-    except Exception as error:  # templates raise what they like: jinja's errors, TypeError for a missing content
+    except Exception as error:  # templates raise errors of any class, e.g. jinja's, or TypeError for a missing content
         raise ExampleError(f"the chat template refuses a chat: {error}") from error
     return str(text)
 
@@ -207,7 +208,8 @@ def _marked_rows(
     kwargs: Mapping[str, Any],
     render: Callable[..., str],
 ) -> list[Row]:
-    """The template says itself what was generated; row by row where it forgets the reasoning of earlier turns."""
+    """Makes rows with the template's own generation markers: one row, or one per reply if the template drops the
+    reasoning of earlier turns."""
 
     def marked(upto: int) -> Row:
         try:
@@ -231,11 +233,11 @@ def _marked_rows(
     return rows
 
 
-# ---------------------------------------------------------------------- templates without
+# ---------------------------------------------------------------------- templates without markers
 def _unmarked(
     messages: Sequence[Mapping[str, Any]], replies: Sequence[int], render: Callable[..., str]
 ) -> list[list[Segment]]:
-    """One row, or one per reply."""
+    """Makes one row, or one per reply, with a template that has no generation markers."""
     turns = [_reply(messages, index, render) for index in replies]
     whole = _joined(turns, render(messages))
     return [whole] if whole is not None else list(map(_as_segments, turns))
@@ -243,11 +245,12 @@ def _unmarked(
 
 @dataclass(frozen=True)
 class _Reply:
-    """One reply: its prompt as serving renders it, what the target then generated, and the end of turn after it."""
+    """One reply: its prompt as serving renders it, and the text that follows in the rendered chat, end of turn
+    included."""
 
     prompt: str
     text: str
-    natural: bool  # whether rendering the chat up to it gives just this
+    natural: bool  # whether rendering the chat up to this reply gives exactly prompt + text
 
 
 def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[..., str]) -> _Reply:
@@ -261,11 +264,11 @@ def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[.
             "cannot be told; wrap the assistant's text in {% generation %} ... {% endgeneration %} in "
             "`tokenizer.chat_template`."
         )
-    # Serving opens the think block in the prompt, and the template forgets it in what is past.
+    # Serving opens the think block in the prompt, but the template drops it from past replies.
     visible, found = upto[len(base) :], THINKING.match(upto[len(base) :])
     reasoning = reasoning_of(messages[index]) or ((found["inside"] or "").strip() if found else "")
     visible = visible[found.end() if found else 0 :].lstrip("\n")
-    if "</think>" in prompt[len(base) :]:  # switched off
+    if "</think>" in prompt[len(base) :]:  # the prompt has an empty think block: thinking is switched off
         return _Reply(prompt, visible, natural=False)
     if not reasoning:
         return _Reply(f"{prompt.rstrip()}\n\n</think>\n\n", visible, natural=False)
@@ -273,7 +276,7 @@ def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[.
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """What an assistant message thought first, from a field of its own or from a think block in its content."""
+    """Returns the reasoning of an assistant message, from a reasoning field or from a think block in its content."""
     for name in REASONING_FIELDS:
         if isinstance(message.get(name), str):
             return str(message[name]).strip()
@@ -282,7 +285,8 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 
 
 def _joined(turns: Sequence[_Reply], whole: str) -> list[Segment] | None:
-    """All replies in one row; `None` if the template renders some of them differently once more follows."""
+    """Joins all replies into one row; `None` if the template renders one of them differently once more messages
+    follow."""
     segments, end = [], 0
     for turn in turns:
         start, stop = len(turn.prompt), len(turn.prompt) + len(turn.text)
@@ -290,7 +294,7 @@ def _joined(turns: Sequence[_Reply], whole: str) -> list[Segment] | None:
             return None
         segments += [Segment(whole[end:start], False), Segment(whole[start:stop], True)]
         end = stop
-    return segments  # what follows the last reply has no supervised token
+    return segments  # text after the last reply holds no supervised token, so it is left out
 
 
 def _as_segments(turn: _Reply) -> list[Segment]:
@@ -298,7 +302,8 @@ def _as_segments(turn: _Reply) -> list[Segment]:
 
 
 def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Token ids and loss mask of a rendered chat, tokenized as one text where the tokenizer says where tokens lie."""
+    """Tokenizes a rendered chat into token ids and loss mask: as one text if the tokenizer reports token offsets, else
+    segment by segment."""
     segments = [part for segment in segments for part in _generated_part(segment, tokenizer)]
     if not tokenizer.is_fast:
         pairs = [(tokenizer(s.text, add_special_tokens=False)["input_ids"], s.generated) for s in segments]
@@ -313,12 +318,12 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> R
     for first, last in encoded["offset_mapping"]:
         while place + 1 < len(bounds) and first >= bounds[place][1]:
             place += 1
-        mask.append(int(bounds[place][2] and first < last))  # a token belongs where it begins
+        mask.append(int(bounds[place][2] and first < last))  # a token belongs to the segment it begins in
     return list(encoded["input_ids"]), mask
 
 
 def _generated_part(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    """A reply without what serving adds to it: an empty think block before, line breaks after its end of turn."""
+    """Splits off what serving inserts: an empty think block before a reply, and line breaks after its end of turn."""
     if not segment.generated:
         return [segment]
     text, before = segment.text, ""
@@ -331,5 +336,5 @@ def _generated_part(segment: Segment, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Tokens written as one, one of which ends a turn."""
+    """Returns the tokenizer's special and added tokens, one of which ends a turn."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -1,4 +1,4 @@
-"""Which collator makes batches of which data."""
+"""Chooses the collator for the prepared data sets."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def choose_collator(
     args: DraftHeadTrainingArguments,
     trains_target: bool = False,
 ) -> PaddedCollator:
-    """The collator for prepared data sets: of images, of stored features, or of packed or padded sequences.
+    """Returns the collator for prepared data sets: for images, for stored features, or for packed or padded sequences.
 
     Args:
-        datasets: For training and evaluation, or `None`.
-        heads: To be trained.
-        target: Their target.
-        processing_class: Tokenizer or processor; says what padding is.
-        args: Complete.
-        trains_target: Whether the target is trained too.
+        datasets: Training and evaluation data sets; each may be `None`, or a dict of data sets.
+        heads: Draft heads to train.
+        target: Target of the draft heads.
+        processing_class: Tokenizer or processor, which defines the padding token.
+        args: Training arguments, completed with the method's defaults.
+        trains_target: Whether an adapter of the target is trained too.
 
     Raises:
-        ValueError: for data that do not go together with `args`, see [`stored_features.collator_of`].
+        ValueError: for data that cannot be used with `args`, see [`stored_features.collator_of`].
     """
     default = default_collator(tokenizer_of(processing_class), args.max_length, args.packing)
     flat = [one for given in datasets for one in (given.values() if isinstance(given, dict) else [given])]
@@ -45,7 +45,7 @@ def choose_collator(
 
 
 def refuse_with_images(args: DraftHeadTrainingArguments, trains_target: bool) -> None:
-    """Raises for what training with images leaves out."""
+    """Raises a `ValueError` for options that training with images does not support."""
     if args.packing:
         raise ValueError("packing=True cannot be used with a processor's chats; set packing=False.")
     if args.shard_target:

@@ -1,4 +1,4 @@
-"""Columns that data may have, and rows of any of them as token ids and loss masks."""
+"""Known columns of data sets, and their conversion to token ids and loss masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .chats import ExampleError, Row, tokenize_chat
 
 IGNORED_LABEL = -100
-# Names of speakers in `conversations` (ShareGPT), as roles.
+# Names of speakers in `conversations` (ShareGPT), and the chat roles they stand for.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot", "function_call"), "assistant"),
@@ -23,12 +23,12 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How rows become token ids.
+    """Settings for turning rows into token ids.
 
     Attributes:
-        tokenizer: The target's; not needed for rows of ids.
-        max_length: Longest example in tokens: chats and ids are cut there, texts are split.
-        template_kwargs: For the chat template; a row's own `chat_template_kwargs` go before.
+        tokenizer: The target's tokenizer; not needed for rows of token ids.
+        max_length: Longest example in tokens. Chats and ids are cut, texts are split.
+        template_kwargs: Arguments for the chat template; a row's own `chat_template_kwargs` take precedence.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -37,7 +37,7 @@ class Tokenizing:
 
 
 def rows_of(row: Mapping[str, Any], kind: str, how: Tokenizing) -> list[Row]:
-    """Examples of a row, whole; a chat may give one per reply.
+    """Returns the examples of a row, uncut except for texts, which are split. A chat may give one example per reply.
 
     Raises:
         ExampleError: for a row that cannot be read.
@@ -54,10 +54,10 @@ def _chat(messages: Any, row: Mapping[str, Any], how: Tokenizing, supervised_fro
 
 
 def tools_of(row: Mapping[str, Any]) -> list | None:
-    """Tools of a row, also where they are written as JSON.
+    """Returns the tools of a row, parsed if they are stored as JSON text.
 
     Raises:
-        ExampleError: if that is none.
+        ExampleError: if the text is not valid JSON.
     """
     tools = row.get("tools") or None
     if not isinstance(tools, str):
@@ -77,10 +77,11 @@ def _conversations(row: Mapping[str, Any], how: Tokenizing) -> list[Row]:
 
 
 def messages_of(conversation: object) -> list[dict[str, Any]]:
-    """Messages of a ShareGPT conversation, `{from, value}` each; what has roles already stays as it is.
+    """Converts a ShareGPT conversation, a list of `{from, value}`, to messages. Turns that already have a `role` are
+    kept.
 
     Raises:
-        ExampleError: for an unknown speaker.
+        ExampleError: for an unknown speaker, or a value that is no conversation.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
         raise ExampleError(f"every `conversations` must be a list of {{from, value}}; got {conversation!r}.")
@@ -138,10 +139,11 @@ READERS = {
 
 
 def complete_example(example: Mapping[str, Any]) -> Row:
-    """Ids and loss mask of a tokenized item: `loss_mask` as given, else from `labels` (-100: not supervised), else 1s.
+    """Returns token ids and loss mask of a tokenized example. The mask is `loss_mask` if given, else derived from
+    `labels` (-100 means not supervised), else 1 everywhere.
 
     Raises:
-        ExampleError: if the lengths differ, or an id is no whole number.
+        ExampleError: if the lengths differ, or an id is not a whole number.
     """
     ids = [_token_id(value) for value in example["input_ids"]]
     if example.get("loss_mask") is not None:
@@ -160,13 +162,13 @@ def _token_id(value: Any) -> int:
         token_id = int(value)
     except (TypeError, ValueError, OverflowError):
         token_id = None
-    if token_id is None or token_id != value:  # halves would be cut to other tokens
+    if token_id is None or token_id != value:  # `int` would silently turn 1.5 into token 1
         raise ExampleError(f"`input_ids` must be whole numbers, got {value!r}.")
     return token_id
 
 
 def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a text with the tokenizer's own special tokens, and its end-of-sequence token last."""
+    """Tokenizes a text with the tokenizer's own special tokens, and its end-of-sequence token at the end."""
     return _ended(list(tokenizer(text)["input_ids"]), tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Several examples per row of a data set, best fit: few rows with little padding, the same in every epoch."""
+"""Best-fit packing of several examples into each row of a data set: few rows, little padding, equal in every epoch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-Examples: TypeAlias = "Dataset | IterableDataset"  # a data set, or a stream of one
+Examples: TypeAlias = "Dataset | IterableDataset"  # a data set or a stream
 
-ROWS_AT_ONCE = 10_000  # examples among which fitting ones are looked for
-ROWS_OF_A_STREAM = 512
+ROWS_AT_ONCE = 10_000  # examples of a data set that are packed together
+ROWS_OF_A_STREAM = 512  # examples of a stream that are packed together
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which examples go together: the longest first, each into the row in which it leaves the least space.
+    """Assigns examples to rows, the longest first, each to the row in which it leaves the least space.
 
     Args:
-        lengths: Of the examples; longer ones than `capacity` count as that long.
-        capacity: Of a row.
+        lengths: Lengths of the examples; longer ones than `capacity` count as `capacity`.
+        capacity: Length of a row.
 
     Returns:
-        Indices of the examples of every row, in the order of the first example of each row.
+        Indices of the examples of every row, ordered by the first example of each row.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # space left and row, ascending
+    free: list[tuple[int, int]] = []  # (space left, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = min(lengths[index], capacity)
         place = bisect.bisect_left(free, (length, -1))
@@ -42,9 +42,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_dataset(dataset: Examples, max_length: int) -> Examples:
-    """Rows of up to `max_length` tokens, each of whole examples, from a prepared data set or stream.
+    """Packs the examples of a prepared data set or stream into rows of up to `max_length` tokens.
 
-    Adds the column `lengths`, of the examples of a row, by which the collator tells them apart.
+    Adds the column `lengths`, the lengths of the examples in a row, from which the collator separates them. Examples
+    longer than `max_length` are cut.
     """
     options: dict[str, Any] = {"batched": True, "remove_columns": dataset.column_names or ["input_ids", "loss_mask"]}
     options["fn_kwargs"] = {"capacity": max_length}
@@ -58,7 +59,7 @@ def pack_dataset(dataset: Examples, max_length: int) -> Examples:
 def _pack(batch: Mapping[str, list], capacity: int) -> dict[str, list]:
     ids, masks = batch["input_ids"], batch["loss_mask"]
     rows = best_fit([len(example) for example in ids], capacity)
-    # The first token of an example is predicted by no row.
+    # The first token of an example is never supervised, because no row predicts it.
     masks = [[0, *mask[1:capacity]] for mask in masks]
     return {
         "input_ids": [[token for index in row for token in ids[index][:capacity]] for row in rows],

@@ -1,4 +1,5 @@
-"""Data sets of any known columns as examples `{"input_ids", "loss_mask"}`, and an account of what became of rows."""
+"""Turns data sets with any of the known columns into examples `{"input_ids", "loss_mask"}`, and reports what was cut
+or left out."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ from .images import ImageChats, ImageReader, reads_images, tokenizer_of
 from .packing import Examples, pack_dataset
 from .sources import KINDS_OF_DATA, kind_of, wrong_encoding
 
-Noted = tuple[list[int], list[int], int, str | None]  # ids, loss mask, what became of it, why it cannot be read
-WHOLE, CUT, UNSUPERVISED, BAD = range(4)  # what became of an example
-ROWS_PER_PROCESS = 2000  # fewer are not worth the start of another process
-VERSION = 2  # of what examples are; part of the name under which they are cached
-_prepared: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # data sets made here, and their `max_length`
+Noted = tuple[list[int], list[int], int, str | None]  # token ids, loss mask, note, why the row cannot be read
+WHOLE, CUT, UNSUPERVISED, BAD = range(4)  # notes of examples; only `WHOLE` and `CUT` are trained on
+ROWS_PER_PROCESS = 2000  # with fewer rows, starting another process costs more than it saves
+VERSION = 2  # version of the example format, part of the cache fingerprint
+_prepared: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # data sets prepared here -> their `max_length`
 
 
 @dataclass
 class DataReport:
-    """What became of the rows of a data set.
+    """Counts of what happened to the rows of a data set.
 
     Attributes:
-        rows: Read.
-        examples: To train on; a chat may give several, and a long text does.
-        cut: Examples that were longer than `max_length`.
-        unsupervised: Rows left out because nothing in them is supervised (within `max_length`).
+        rows: Rows read.
+        examples: Examples to train on. A chat may give several, and so does a text longer than `max_length`.
+        cut: Examples that were longer than `max_length` and were cut.
+        unsupervised: Rows left out because no token within `max_length` is supervised.
         bad: Rows left out because they cannot be read.
-        first_problem: Why the first of them cannot.
-        streamed: Whether they are counted as they are read.
+        first_problem: Why the first unreadable row cannot be read.
+        streamed: Whether the data set is a stream, whose rows are counted as they are read.
     """
 
     rows: int = 0
@@ -49,7 +50,7 @@ class DataReport:
     streamed: bool = False
 
     def count(self, notes: Sequence[int], problems: Sequence[str | None]) -> None:
-        """Adds examples by their notes."""
+        """Adds the notes and problems of some examples to the counts."""
         self.examples += sum(note <= CUT for note in notes)
         self.cut += sum(note == CUT for note in notes)
         self.unsupervised += sum(note == UNSUPERVISED for note in notes)
@@ -73,21 +74,22 @@ def prepare_dataset(
     num_proc: int | None = None,
     report: DataReport | None = None,
 ) -> Any:
-    """Tokenizes a dataset, once; what holds `input_ids` already is only checked and completed.
+    """Tokenizes a data set. Rows that already hold `input_ids` are only checked and completed, and data sets that were
+    prepared before are returned as they are.
 
     Args:
-        dataset: A `datasets.Dataset` or `IterableDataset` with one of the columns `messages`, `conversations`
-            (ShareGPT), `prompt` and `completion`, `text`, or `input_ids` (with `loss_mask` or `labels`; these count
-            before a chat beside them), or a torch dataset whose items hold `input_ids` (left as it is: the collators
-            complete it).
-        tokenizer: Needed for all but `input_ids`. With a processor, chats may hold images; see [`images`].
-        max_length: Longest example in tokens: chats and ids are cut there, texts are split.
-        template_kwargs: For the chat template, e.g. `{"enable_thinking": False}`.
-        num_proc: Processes, default as many as there are cores and work for.
-        report: Filled with what became of the rows.
+        dataset: A `datasets.Dataset` or `IterableDataset` with the columns `messages`, `conversations` (ShareGPT),
+            `prompt` and `completion`, `text`, or `input_ids` (optionally with `loss_mask` or `labels`). `input_ids`
+            with `loss_mask` take precedence over a chat in the same row. A torch dataset whose items hold `input_ids`
+            is returned as it is, because the collators complete its items.
+        tokenizer: Required unless the data hold `input_ids`. With a processor, chats may hold images; see [`images`].
+        max_length: Longest example in tokens. Chats and ids are cut, texts are split.
+        template_kwargs: Arguments for the chat template, e.g. `{"enable_thinking": False}`.
+        num_proc: Number of processes. Default: chosen from the number of cores and of rows.
+        report: Report to add the counts to.
 
     Raises:
-        ValueError: for a dataset without one of the columns, a missing tokenizer or an empty result.
+        ValueError: for a data set without any of these columns, a missing tokenizer, or a result without examples.
     """
     if dataset is None or not hasattr(dataset, "column_names"):
         return dataset
@@ -118,7 +120,7 @@ def prepare_dataset(
 
 
 def _kept(dataset: Examples, prepared: Any, max_length: int, report: DataReport) -> Any:
-    """The examples that can be trained on, after an account of all."""
+    """Counts all examples in the report, and keeps those that can be trained on."""
     notes, problems = prepared["note"][:], prepared["problem"][:]
     report.rows += len(dataset)
     report.count(notes, problems)
@@ -134,7 +136,8 @@ def _kept(dataset: Examples, prepared: Any, max_length: int, report: DataReport)
 
 
 def _with_images(dataset: Any, reader: ImageReader, num_proc: int | None, report: DataReport) -> ImageChats:
-    """Chats for a processor. Only ids and masks are kept: pixels are made when an example is read.
+    """Prepares chats for a processor. Only token ids and masks are stored; pixels are computed when an example is
+    read.
 
     Raises:
         ValueError: for a stream.
@@ -149,14 +152,14 @@ def _with_images(dataset: Any, reader: ImageReader, num_proc: int | None, report
         remove_columns=dataset.column_names,
         fn_kwargs={"reader": reader},
         num_proc=num_proc or _processes(len(dataset)),
-        load_from_cache_file=False,  # processors have no fingerprint that is the same in every process
+        load_from_cache_file=False,  # a processor's fingerprint differs from process to process
         desc="reading chats with images",
     )
     return ImageChats(dataset, reader, _kept(dataset, prepared, reader.max_length, report))
 
 
 def _convert_with_images(batch: Mapping[str, list], indices: Sequence[int], reader: ImageReader) -> dict[str, list]:
-    """As [`_convert`], with the row and the place in it of every example."""
+    """Converts like [`_convert`], and adds each example's row index and its index among the examples of the row."""
     made: dict[str, list] = {name: [] for name in ("input_ids", "loss_mask", "note", "problem", "row", "reply")}
     for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         for reply, noted in enumerate(_noted_with_images(dict(zip(batch, values, strict=True)), reader)):
@@ -166,7 +169,7 @@ def _convert_with_images(batch: Mapping[str, list], indices: Sequence[int], read
 
 
 def _noted_with_images(row: Mapping[str, Any], reader: ImageReader) -> list[Noted]:
-    """Every reply's example, in order: one that is cut must be cut behind its images."""
+    """Returns the examples of a row in order. An example that would be cut before the end of its images is `BAD`."""
     try:
         examples = reader.rows(row)
     except ExampleError as error:
@@ -190,14 +193,14 @@ def prepare_for(
     report: DataReport | None = None,
     pack: bool = False,
 ) -> Any:
-    """A data set, or each of a dict of them, as training arguments ask for it; see [`prepare_dataset`].
+    """Prepares a data set, or each data set of a dict, according to training arguments; see [`prepare_dataset`].
 
     Args:
-        args: Of the training.
-        dataset: Any; what is no data set stays as it is.
-        tokenizer: The target's.
-        report: Is told what was left out.
-        pack: Whether several examples may share a row, by the strategy of `args`.
+        args: Training arguments.
+        dataset: Data set, or dict of data sets. Anything else is returned as it is.
+        tokenizer: The target's tokenizer or processor.
+        report: Report to add the counts to.
+        pack: Whether to pack the data set if the packing strategy of `args` is `"best_fit"`.
     """
     if isinstance(dataset, dict):
         return {name: prepare_for(args, one, tokenizer, report, pack) for name, one in dataset.items()}
@@ -210,7 +213,7 @@ def prepare_for(
 
 
 def known_as_prepared(dataset: Examples, max_length: int) -> Examples:
-    """The same data set, which [`prepare_dataset`] will leave as it is: for mixtures of prepared ones."""
+    """Marks a data set, such as a mixture of prepared ones, so that [`prepare_dataset`] returns it as it is."""
     _prepared[dataset] = max_length
     return dataset
 
@@ -229,11 +232,11 @@ def _streamed(dataset: Any, names: list[str], kind: str, how: Tokenizing, report
 
 
 def _convert(batch: Mapping[str, list], kind: str, how: Tokenizing) -> dict[str, list]:
-    """Examples of a batch of rows; a row that gives none leaves an empty one that says why."""
+    """Converts a batch of rows to examples. A row without examples gives an empty one whose note says why."""
     made: dict[str, list] = {"input_ids": [], "loss_mask": [], "note": [], "problem": []}
     try:
         rows = list(zip(*batch.values(), strict=True))
-    except UnicodeDecodeError as error:  # files are read without a look at this
+    except UnicodeDecodeError as error:  # `datasets` loads files without checking their encoding
         raise ValueError(f"the data hold {wrong_encoding(error)}.") from error
     for values in rows:
         for ids, mask, note, problem in _noted(dict(zip(batch, values, strict=True)), kind, how):
@@ -249,7 +252,7 @@ def _noted(row: Mapping[str, Any], kind: str, how: Tokenizing) -> list[Noted]:
         return [([], [], BAD, str(error))]
     limit, kept = how.max_length, [example for example in examples if any(example[1][1 : how.max_length])]
     noted: list[Noted] = [(ids[:limit], mask[:limit], CUT if len(ids) > limit else WHOLE, None) for ids, mask in kept]
-    return noted or [([], [], UNSUPERVISED, None)]  # a trainable row is a supervised token after the first
+    return noted or [([], [], UNSUPERVISED, None)]  # no row predicts an example's first token, so it does not count
 
 
 def _processes(rows: int) -> int | None:
@@ -258,7 +261,8 @@ def _processes(rows: int) -> int | None:
 
 
 def _fingerprint(dataset: Any, kind: str, how: Tokenizing) -> str:
-    """Under which examples are cached: the same in every process and run, which pickled tokenizers are not."""
+    """Returns the cache fingerprint of the examples. Unlike the pickle of a tokenizer, it is the same in every process
+    and run."""
     tokenizer = how.tokenizer
     told = [VERSION, getattr(dataset, "_fingerprint", ""), kind, how.max_length, dict(how.template_kwargs)]
     if tokenizer is not None:
@@ -267,7 +271,7 @@ def _fingerprint(dataset: Any, kind: str, how: Tokenizing) -> str:
 
 
 def marked_example(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, longest: int = 600) -> str:
-    """An example as text, with what is supervised in `[[ ]]`; as token ids without a tokenizer."""
+    """Returns an example as text, with supervised parts in `[[ ]]`; without a tokenizer, as token ids."""
     ids, mask = list(example["input_ids"]), list(example["loss_mask"])
     runs: list[tuple[int, list[int]]] = []
     for token, supervised in zip(ids, mask, strict=True):
@@ -282,11 +286,11 @@ def marked_example(example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
 
 
 def endless(stream: Any) -> Any:
-    """A prepared stream that begins anew at its end. As one long epoch it can be gone on with anywhere: Trainer counts
-    the batches to pass over from the start of the epoch it believes in, and knows no epochs of a stream.
+    """Repeats a prepared stream forever. Training on one endless epoch can resume anywhere: on resuming, Trainer skips
+    batches from the start of the current epoch, but it does not know where the epochs of a stream begin.
 
     Raises:
-        ValueError: for a stream without an example, which would never end beginning.
+        ValueError: for a stream without examples, whose repetition would never yield anything.
     """
     if next(iter(stream), None) is None:
         raise ValueError("no example of the training stream is left; check `max_length` and what is supervised in it.")

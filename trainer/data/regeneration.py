@@ -1,7 +1,7 @@
-"""Chats written anew by the target: every turn against its own earlier turns, exact token ids kept.
+"""Regenerates chats with the target, which answers every turn after its own earlier replies. Exact token ids are kept.
 
-A turn becomes one row: the prompt as the target was given it (not supervised), and what it generated. Such rows are
-read by the trainer as they are.
+Every reply becomes one row, which holds the prompt as the target read it (not supervised) and the generated tokens
+(supervised). The trainer reads such rows as they are.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ REPLACED = ("assistant",)
 
 @dataclass(frozen=True)
 class RegenerationOptions:
-    """How chats are written anew.
+    """Options of a regeneration.
 
     Attributes:
-        temperatures: One of them is drawn for each chat.
-        max_new_tokens: Longest reply.
-        max_length: Longest prompt and reply together; a chat ends before it would be longer.
+        temperatures: Sampling temperatures, one of which is drawn for each chat.
+        max_new_tokens: Longest reply in tokens.
+        max_length: Longest prompt and reply together, in tokens; a chat ends before it would get longer.
         top_p, top_k: As in `generate`.
-        template_kwargs: For the chat template, e.g. `{"enable_thinking": True}`.
-        batch_size: Prompts that are answered together.
-        seed: Of temperatures and replies.
+        template_kwargs: Arguments for the chat template, e.g. `{"enable_thinking": True}`.
+        batch_size: Number of prompts answered together.
+        seed: Seed of temperatures and replies.
     """
 
     temperatures: tuple[float, ...] = (0.0,)
@@ -53,19 +53,19 @@ class RegenerationOptions:
 
 @dataclass
 class Chat:
-    """A chat on its way.
+    """A chat that is being regenerated.
 
     Attributes:
-        name: Of its row in the data.
-        source: Recorded messages that are still to come; the assistant's only say where a reply is due.
+        name: Name of its row in the data.
+        source: Recorded messages that are still to come. Those of the assistant only mark where a reply is due.
         tools: Functions the assistant may call.
-        template_kwargs: For the chat template.
-        temperature: Of all its replies.
-        history: What stands in front of the next reply.
-        rows: Its replies so far, to be trained on.
-        problem: Why it ended early.
-        skipped: Whether nobody was asked, because it cannot be put to the target.
-        ended: Whether the rest of the source is of no use.
+        template_kwargs: Arguments for the chat template.
+        temperature: Sampling temperature of all replies.
+        history: Messages before the next reply.
+        rows: Replies so far, as rows to train on.
+        problem: Why the chat failed or was skipped, `None` if neither.
+        skipped: Whether the target was never asked, because the chat cannot be rendered for it.
+        ended: Whether to ignore the rest of `source`.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Chat:
     ended: bool = False
 
     def reply_is_due(self) -> bool:
-        """Takes in what others say next; whether the assistant is to speak then."""
+        """Moves the next messages that are not the assistant's to the history; returns whether a reply is due then."""
         while self.source and self.source[0]["role"] not in REPLACED:
             self.history.append(self.source.pop(0))
         if self.ended or not self.history or self.history[-1]["role"] not in ("user", "tool"):
@@ -90,11 +90,12 @@ class Chat:
         return True
 
     def take_reply(self, message: dict[str, Any]) -> None:
-        """Takes in the assistant's reply, and the recorded result of the tool that it calls.
+        """Adds the assistant's reply to the history, and the recorded result if the reply calls a tool.
 
-        Tools are not run: the first recorded result answers the first call, and further ones are dropped. A reply that
-        calls none although one was recorded has answered already; one that calls a tool without a recorded result
-        ends the chat.
+        Tools are not run: the first recorded result answers the first call, and further calls and results are dropped.
+        If the reply calls no tool although results were recorded, it counts as the final answer to the question, and
+        the recorded messages up to the next user message are dropped. A reply that calls a tool without a recorded
+        result ends the chat.
         """
         results = 0
         while results < len(self.source) and self.source[results]["role"] == "tool":
@@ -113,10 +114,10 @@ class Chat:
 
 
 def chat_of(row: Mapping[str, Any], name: str, options: RegenerationOptions) -> Chat:
-    """A chat that begins.
+    """Creates the chat of a row, before its first reply.
 
     Raises:
-        ExampleError: for a row without a question.
+        ExampleError: for a row that is no chat, or in which no user or tool speaks.
     """
     messages = _messages(row)
     if problem := chat_problem(messages):
@@ -139,13 +140,13 @@ def _messages(row: Mapping[str, Any]) -> list[Any]:
 
 
 class Regenerator:
-    """Writes chats anew.
+    """Regenerates chats.
 
     Args:
-        answerer: Who answers.
-        tokenizer: The target's, with its chat template.
-        options: How.
-        on_tokens: Told how many tokens were generated, after each batch.
+        answerer: Generates the replies.
+        tokenizer: The target's tokenizer, with its chat template.
+        options: Options of the regeneration.
+        on_tokens: Called after each batch with the number of generated tokens.
     """
 
     def __init__(
@@ -158,15 +159,15 @@ class Regenerator:
         self.answerer, self.tokenizer, self.options, self.on_tokens = answerer, tokenizer, options, on_tokens
 
     def run(self, rows: Sequence[Mapping[str, Any]], first: int) -> tuple[list[dict], list[dict], Counter[str]]:
-        """Writes a shard of chats anew.
+        """Regenerates a shard of chats.
 
         Args:
-            rows: Of the data.
-            first: Index of the first of them in the data, by which they are named.
+            rows: Rows of the data.
+            first: Index of the first of these rows in the data; rows without an `id` are named by their index.
 
         Returns:
-            Rows to train on; rows that failed or were skipped, with the reason; counts, in which `success`, `error`
-            and `skipped` add up to the rows.
+            Rows to train on; rows that failed or were skipped, with the reason; and counts, in which `success`,
+            `error` and `skipped` add up to the number of `rows`.
         """
         chats, lost, counts = [], [], Counter({"success": 0, "error": 0, "skipped": 0})
         for index, row in enumerate(rows, start=first):
@@ -191,8 +192,8 @@ class Regenerator:
         return generated, lost, counts
 
     def _batches(self, chats: Sequence[Chat]) -> Iterator[list[tuple[Chat, list[int]]]]:
-        """Prompts that are answered together: sampled alike, and of nearly the same length. Chats whose reply has come
-        go on with the others in the next round of turns."""
+        """Yields batches of prompts with the same temperature and similar lengths. After all due replies have come,
+        the chats continue with their next turn."""
         waiting = list(chats)
         while waiting:
             due = [(chat, prompt) for chat in waiting if (prompt := self._next_prompt(chat)) is not None]
@@ -209,7 +210,8 @@ class Regenerator:
             waiting = [chat for chat, _ in due if chat.problem is None]
 
     def _next_prompt(self, chat: Chat) -> list[int] | None:
-        """Token ids in front of the next reply, as serving renders them; `None` if none is due."""
+        """Returns the prompt of the next reply, as serving renders it, in token ids; `None` if no reply is due, or if
+        the prompt cannot be rendered or is too long."""
         if not chat.reply_is_due():
             return None
         options = {"tools": chat.tools, "add_generation_prompt": True, **chat.template_kwargs}
@@ -220,7 +222,7 @@ class Regenerator:
         try:
             history = as_template_takes(chat.history, written)
             encoded: Any = self.tokenizer.apply_chat_template(history, return_dict=True, **options)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any class
             chat.problem, chat.skipped = f"the chat template refuses it: {error}", not chat.rows
             return None
         prompt = list(encoded["input_ids"])
@@ -256,13 +258,13 @@ class Regenerator:
             "primary_id": chat.name,
             "input_ids": prompt + answer.token_ids,
             "loss_mask": [0] * len(prompt) + [1] * len(answer.token_ids),
-            "conversation": json.dumps([*chat.history, message], ensure_ascii=False),  # for readers
+            "conversation": json.dumps([*chat.history, message], ensure_ascii=False),  # for people, not for training
             "finish_reason": answer.finish_reason,
             "temperature": chat.temperature,
         }
 
     def message_of(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A reply as a message: reasoning and tool calls apart, as chat templates take them."""
+        """Turns a reply into a message with separate fields for reasoning and tool calls, as chat templates expect."""
         ends = set(self.tokenizer.all_special_ids)
         kept = list(token_ids)
         while kept and kept[-1] in ends:
@@ -271,7 +273,8 @@ class Regenerator:
 
 
 def parse_reply(text: str) -> dict[str, Any]:
-    """An assistant's message from its text: `<think>` blocks, `<tool_call>` blocks and gpt-oss's channels apart."""
+    """Parses an assistant's text into a message, with `<think>` blocks, `<tool_call>` blocks and gpt-oss's channels in
+    fields of their own."""
     message: dict[str, Any] = {"role": "assistant"}
     if channels := CHANNEL.findall(text):
         thought = "".join(part for name, part in channels if name == "analysis")

@@ -1,4 +1,4 @@
-"""Folders that are written shard by shard and go on where they stopped: regenerated chats, stored features."""
+"""Folders that are written shard by shard and can be resumed: regenerated chats and stored features."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ MANIFEST = "manifest.json"
 
 
 class OtherManifestError(ValueError):
-    """A folder that was begun with other settings."""
+    """The folder was started with other settings."""
 
 
 class ShardFolder:
-    """A folder of shards, each complete or absent, and a manifest of how they were made.
+    """A folder of shards, each complete or absent, with a manifest of the settings they were made with.
 
-    A shard is a data file and, written after it, a record `shard-00000.json` of what is in it. Several processes may
-    write different shards of one folder.
+    A shard is a data file, and a record `shard-00000.json` of its contents that is written after it. Several processes
+    may write different shards of one folder.
 
     Args:
-        folder: Made if it does not exist.
-        kind: What it holds, e.g. `"regeneration"`.
-        settings: Plain values; another run with the same ones goes on, one with others is refused.
+        folder: Path of the folder, created if it does not exist.
+        kind: Kind of data, e.g. `"regeneration"`.
+        settings: Plain values. A later run with the same settings resumes; one with other settings is refused.
 
     Raises:
-        OtherManifestError: naming both sides of what differs.
+        OtherManifestError: if settings differ, naming old and new values, or if the folder holds other files.
     """
 
     def __init__(self, folder: str | os.PathLike, kind: str, settings: Mapping[str, Any]):
@@ -44,7 +44,7 @@ class ShardFolder:
             write_whole(path, json.dumps(manifest, indent=2) + "\n")
 
     def data_path(self, index: int, suffix: str) -> Path:
-        """Where the data of a shard are."""
+        """Returns the path of a shard's data."""
         return self.folder / f"shard-{index:05d}{suffix}"
 
     def is_done(self, index: int) -> bool:
@@ -52,16 +52,16 @@ class ShardFolder:
         return self.data_path(index, ".json").is_file()
 
     def write_lines(self, index: int, lines: Iterable[Mapping[str, Any]], suffix: str = ".jsonl") -> None:
-        """Writes rows of a shard."""
+        """Writes rows of a shard as JSON lines."""
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_whole(self.data_path(index, suffix), text)
 
     def finish(self, index: int, record: Mapping[str, int]) -> None:
-        """Marks a shard as complete; its counts are in the record."""
+        """Marks a shard as complete by writing its counts as its record."""
         write_whole(self.data_path(index, ".json"), json.dumps(record) + "\n")
 
     def counts(self) -> Counter[str]:
-        """Sums of the records of all complete shards."""
+        """Returns the sums of the records of all complete shards."""
         total: Counter[str] = Counter()
         for path in sorted(self.folder.glob("shard-*.json")):
             total.update(json.loads(path.read_text(encoding="utf-8")))
@@ -69,16 +69,16 @@ class ShardFolder:
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """How the shards of a folder were made.
+    """Reads the settings that the shards of a folder were made with.
 
     Raises:
-        FileNotFoundError: if it is no such folder.
+        FileNotFoundError: if the folder has no manifest.
     """
     return json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
 
 
 def kind_of_folder(folder: str | os.PathLike) -> str | None:
-    """What a folder of shards holds, `None` for other folders."""
+    """Returns the kind of data in a folder of shards, `None` for other folders."""
     try:
         return read_manifest(folder).get("kind")
     except (OSError, ValueError, AttributeError):
@@ -86,7 +86,7 @@ def kind_of_folder(folder: str | os.PathLike) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file atomically: the complete text or nothing."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""Where models and data of a recipe lie: what is wrong with a path is said before anything is loaded or downloaded."""
+"""Sources of a recipe's models and data. Wrong paths are reported before anything is loaded or downloaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 KINDS_OF_DATA = ["messages", "conversations", "prompt and completion", "text", "input_ids"]
 DATA_LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-HEADS_PREFIX = "specheads_"  # of the `model_type` of draft heads
+HEADS_PREFIX = "specheads_"  # prefix of the `model_type` of draft heads
 
 
 def kind_of(names: Sequence[str]) -> str | None:
-    """By which of its columns data are read, `None` if they have none of them."""
-    if {"input_ids", "loss_mask"} <= set(names):  # exact ids of what was generated; chats beside them are for readers
+    """Returns the column that data are read from, `None` if none of the columns is known."""
+    if {"input_ids", "loss_mask"} <= set(names):  # exact ids of generated text; a chat beside them is for readers
         return "input_ids"
     if {"prompt", "completion"} <= set(names):
         return "prompt"
@@ -30,21 +30,21 @@ def kind_of(names: Sequence[str]) -> str | None:
 
 
 class RecipeError(ValueError):
-    """A recipe, or a `key=value`, that does not say what to train."""
+    """A recipe, or a `key=value` override, that is wrong or incomplete."""
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a place on this machine: `owner/name` is left to the Hub, unless it is here too."""
+    """Whether a name is a local path: it exists here, or it cannot be a Hub id `owner/name`."""
     return Path(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
 
 
 def refuse_wrong_model(key: str, name: str, *, heads: bool) -> None:
-    """Refuses a folder that is not there, or of the other kind; names on the Hub are not looked at.
+    """Refuses a folder that does not exist or does not hold the expected kind of model. Hub ids are not checked.
 
     Args:
-        key: Of the recipe.
+        key: Key of the recipe.
         name: Folder or Hub id.
-        heads: Whether draft heads are expected, or a target.
+        heads: Whether draft heads are expected rather than a target.
 
     Raises:
         RecipeError: naming key and folder.
@@ -56,7 +56,7 @@ def refuse_wrong_model(key: str, name: str, *, heads: bool) -> None:
         raise RecipeError(f"`{key}` is {name!r}, and there is no such folder; pass a model's folder or its Hub id.")
     config = folder / "config.json"
     if heads:
-        return  # draft heads have many layouts, which `load_heads` tells apart
+        return  # draft heads come in many layouts, which only `load_heads` can recognise
     if not config.is_file():
         raise RecipeError(f"`{key}` is the folder {name!r}, which holds no config.json; pass a model's folder.")
     try:
@@ -72,16 +72,16 @@ def refuse_wrong_model(key: str, name: str, *, heads: bool) -> None:
 
 @dataclass
 class DataSource:
-    """Where examples come from.
+    """A source of examples.
 
     Attributes:
         path: A file (.jsonl, .json, .parquet, .csv, or .txt with one text per file), a folder written by
-            `Dataset.save_to_disk`, `specheads regenerate` or `specheads features`, or a dataset's name on the Hub.
-        name: Configuration of a Hub dataset.
-        split: Split to read, slices such as `train[:1%]` included.
-        revision: Revision of a Hub dataset.
-        weight: Share of the examples in a mixture; without weights, all examples of all sources are trained on.
-        streaming: Read examples as they are needed (an `IterableDataset`), without a copy in the cache.
+            `Dataset.save_to_disk`, `specheads regenerate` or `specheads features`, or the Hub id of a data set.
+        name: Configuration of a Hub data set.
+        split: Split to read; may be a slice such as `train[:1%]`.
+        revision: Revision of a Hub data set.
+        weight: Relative weight of this source in a mixture. Without weights, the sources are concatenated.
+        streaming: Whether to read examples when they are needed (an `IterableDataset`), without a copy in the cache.
     """
 
     path: str
@@ -92,10 +92,10 @@ class DataSource:
     streaming: bool = False
 
     def refuse_wrong_path(self) -> None:
-        """Refuses a place on this machine where nothing lies.
+        """Refuses a local path that does not exist, and an empty file.
 
         Raises:
-            RecipeError: naming it.
+            RecipeError: naming the path.
         """
         if not isinstance(self.path, str):
             raise RecipeError(f"`path` of data must be a text, got {self.path!r}.")
@@ -108,10 +108,10 @@ class DataSource:
             raise RecipeError(f"the data file {self.path!r} is empty.")
 
     def load(self) -> Examples | StoredFeatures:
-        """The `datasets.Dataset`, or the stored features of a folder that holds some.
+        """Loads the data set, or the stored features if the path is a folder of them.
 
         Raises:
-            RecipeError: naming the place, if nothing can be read there, or no column is one to train on.
+            RecipeError: naming the path, if it cannot be read or has no known column.
         """
         if kind_of_folder(self.path) == "features":
             return self._stored_features()
@@ -132,10 +132,10 @@ class DataSource:
             raise RecipeError(f"data {self.path!r} cannot be read: {error}") from error
 
     def load_raw(self) -> Examples:
-        """The same, whatever columns it has.
+        """Loads the data set without checking its columns.
 
         Raises:
-            RecipeError: naming the place, if nothing can be read there.
+            RecipeError: naming the path, if it cannot be read or is empty.
         """
         self.refuse_wrong_path()
         try:
@@ -163,7 +163,7 @@ class DataSource:
         return load_dataset(self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming)
 
     def _reason(self, error: Exception) -> str:
-        """What datasets says, or better: the first line that is no JSON."""
+        """Explains why data cannot be read: the first invalid line of a JSON lines file, else the error itself."""
         if Path(self.path).suffix == ".jsonl" and Path(self.path).is_file():
             with open(self.path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
@@ -181,7 +181,7 @@ class DataSource:
 
 
 def json_problem(line: bytes) -> str | None:
-    """Why a line is no JSON object, `None` if it is one."""
+    """Returns why a line is not a JSON object, `None` if it is one."""
     try:
         entry = json.loads(line)
     except UnicodeDecodeError as error:
@@ -192,5 +192,5 @@ def json_problem(line: bytes) -> str | None:
 
 
 def wrong_encoding(error: UnicodeDecodeError) -> str:
-    """What is told of a file in another encoding than UTF-8."""
+    """Describes the problem of a file that is not encoded in UTF-8."""
     return f"text that is no UTF-8 ({error}); convert the file, e.g. with iconv"

@@ -1,7 +1,7 @@
-"""Features of the target on disk: sharded safetensors in bf16, read like a data set.
+"""Stores features of the target on disk as sharded bf16 safetensors, and reads them like a data set.
 
-A shard holds its examples one after the other: `input_ids` int32 [N], `loss_mask` uint8 [N], `lengths` int64 [E],
-`features` bf16 [N, F], and `final_features` bf16 [N, H] where heads read other hidden states than the last.
+A shard concatenates E examples of N tokens in all: `input_ids` int32 [N], `loss_mask` uint8 [N], `lengths` int64 [E],
+`features` bf16 [N, F], and, if the draft heads read other hidden states than the last, `final_features` bf16 [N, H].
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .packing import Examples
 from .shards import ShardFolder, read_manifest
 
 KIND = "features"
-BYTES = 2  # of bf16
+BYTES = 2  # size of a bf16 number
 
 
 class StoredFeatures(Dataset):
-    """Examples with their features, from a folder that `specheads features` wrote.
+    """Examples with their features, read from a folder written by `specheads features`.
 
     Args:
-        folder: Complete or not; its complete shards are read.
-        indices: Which examples, default all.
+        folder: Path of the folder. Only its complete shards are read.
+        indices: Indices of the examples to use. Default: all.
 
     Attributes:
-        manifest: How they were made: target, `layers`, `max_length`.
+        manifest: Settings the features were made with, such as `target`, `layers` and `max_length`.
 
     Raises:
         ValueError: if no shard is complete.
@@ -60,7 +60,7 @@ class StoredFeatures(Dataset):
         return len(self._indices)
 
     def select(self, indices: Sequence[int]) -> StoredFeatures:
-        """Some of the examples."""
+        """Returns a data set of some of the examples."""
         return StoredFeatures(self.folder, [self._indices[index] for index in indices])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -81,14 +81,14 @@ class StoredFeatures(Dataset):
         return example
 
     def refuse_other(self, identity: Mapping[str, Any], layers: Sequence[int]) -> None:
-        """Refuses features of another target, or of other hidden states than the heads read.
+        """Refuses features of another target, or of other hidden states than the draft heads read.
 
         Args:
-            identity: Of the target, see [`hf_specheads.target.identity.target_identity`].
-            layers: `DraftHead.feature_layers`.
+            identity: Identity of the target, see [`hf_specheads.target.identity.target_identity`].
+            layers: Hidden states that the draft heads read, `DraftHead.feature_layers`.
 
         Raises:
-            ValueError: naming both sides.
+            ValueError: naming what is stored and what is expected.
         """
         theirs = self.manifest["target"]
         if not fingerprints_match(theirs["fingerprint"], identity["fingerprint"]):
@@ -104,12 +104,12 @@ class StoredFeatures(Dataset):
 
 
 class FeatureCollator(PaddedCollator):
-    """One example per sequence, its features padded with zeros: adds `features` [B, T, F] and `final_features`
-    [B, T, H]. Examples without any are left to the target."""
+    """Collates one example per sequence, and adds `features` [B, T, F] and `final_features` [B, T, H], padded with
+    zeros. For examples without stored features the target computes them."""
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super().__call__(examples)
-        if not all("features" in example for example in examples):  # of another data set, e.g. for evaluation
+        if not all("features" in example for example in examples):  # e.g. an evaluation set without stored features
             return batch
         for name in ("features", "final_features"):
             rows = [example[name][: self.max_length] for example in examples]
@@ -118,14 +118,14 @@ class FeatureCollator(PaddedCollator):
 
 
 def write_shard(folder: ShardFolder, index: int, examples: Sequence[Mapping[str, Any]], features: list[tuple]) -> None:
-    """Writes a shard, whole or not at all.
+    """Writes a shard atomically: the complete shard or nothing.
 
     Args:
-        folder: Where.
-        index: Of the shard.
-        examples: With `input_ids` and `loss_mask`.
-        features: What heads read [T, F] and the final features [T, H] of each, `None` for the latter if they are the
-            same.
+        folder: Folder to write into.
+        index: Index of the shard.
+        examples: Examples with `input_ids` and `loss_mask`.
+        features: For each example, the features that the draft heads read, [T, F], and the final features, [T, H], or
+            `None` if the two are the same.
     """
     tensors = {
         "input_ids": torch.tensor([token for e in examples for token in e["input_ids"]], dtype=torch.int32),
@@ -149,7 +149,7 @@ def collator_of(
     pad_token_id: int,
     args: DraftHeadTrainingArguments,
 ) -> FeatureCollator | None:
-    """The collator for data sets some of which are stored features, after looking at these; `None` if none is.
+    """Checks the data sets that are stored features, and returns their collator; `None` if no data set is one.
 
     Raises:
         ValueError: for features of another target or of other hidden states, and for `packing`.

@@ -1,4 +1,4 @@
-"""Which tokens a draft vocabulary should hold: those that the training data asks for most often (EAGLE-3's code)."""
+"""Chooses a draft vocabulary: the tokens that are supervised most often in the training data (EAGLE-3's code)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def frequent_tokens(dataset: Iterable[Mapping[str, Any]], size: int, vocab_size: int) -> torch.Tensor:
-    """The tokens that are supervised most often, for `AutoDraftHead.from_target(..., draft_token_ids=...)`.
+    """Returns the most often supervised tokens, for `AutoDraftHead.from_target(..., draft_token_ids=...)`.
 
     Args:
         dataset: Examples with `input_ids` and, where not every token is supervised, `loss_mask` or `labels`.
-        size: Vd, how many to choose. Among tokens that are equally frequent, those never seen included, lower ids win.
-        vocab_size: V of the target.
+        size: Size Vd of the draft vocabulary. Among equally frequent tokens, including those never seen, lower ids
+            are chosen first.
+        vocab_size: Vocabulary size V of the target.
 
     Returns:
-        int64 [Vd], ascending.
+        Token ids, int64 [Vd], ascending.
 
     Raises:
-        ValueError: for a size that is not between 1 and V, or token ids above V.
+        ValueError: for a size that is not between 1 and V, or token ids that are not below V.
     """
     supervised = (torch.tensor(ids)[torch.tensor(mask).bool()] for ids, mask in map(complete_example, dataset))
     counts = count_tokens(supervised, vocab_size)

@@ -1,1 +1,1 @@
-"""What several devices share and add up while heads are trained."""
+"""Training on several devices: sharded targets, summed gradients, and device utilisation."""

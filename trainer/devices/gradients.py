@@ -1,4 +1,4 @@
-"""What several processes do together: gradients summed in buckets, and waiting for the one that prepares data."""
+"""Cooperation of several processes: sums gradients in buckets, and waits for the process that prepares data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 BUCKET_BYTES = 32 * 2**20
-LONGEST_WAIT = timedelta(days=2)  # tokenising may take longer than a collective is waited for
+LONGEST_WAIT = timedelta(days=2)  # tokenizing may take longer than the default timeout of collectives
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
-    """All-reduce of gradients, bucket by bucket; a parameter unused on this process counts as zero."""
+    """Sums gradients over processes, bucket by bucket; a parameter without a gradient on this process counts as 0."""
     if processes <= 1:
         return
     grads = []
@@ -28,14 +28,14 @@ def sum_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
     for bucket in _buckets(grads):
         flat = torch.cat([grad.flatten() for grad in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-        if len(pending) > 1:  # so that at most two buckets exist beside the gradients
+        if len(pending) > 1:  # limits the extra memory to two buckets
             _take_in(*pending.pop(0))
     for waiting in pending:
         _take_in(*waiting)
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype and at most so many bytes, or one alone."""
+    """Yields groups of gradients of one dtype with at most `BUCKET_BYTES`; a larger gradient is a group of its own."""
     bucket: list[torch.Tensor] = []
     size = 0
     for grad in grads:
@@ -57,9 +57,10 @@ def _take_in(bucket: list[torch.Tensor], flat: torch.Tensor, work: dist.Work | N
 
 @contextmanager
 def first_process_first(args: TrainingArguments) -> Iterator[None]:
-    """The first process of every machine does the work, and the others find it done (in `datasets`' cache).
+    """Runs the context on the first process of every machine before the others, which then find the work in the cache
+    of `datasets`.
 
-    They wait on a group of their own, so that no collective of the training times out meanwhile.
+    Processes wait on a process group of their own, so that no collective of the training times out meanwhile.
     """
     if args.world_size <= 1:
         yield
@@ -76,10 +77,10 @@ def first_process_first(args: TrainingArguments) -> Iterator[None]:
 
 
 def refuse_sharding(trainer: Trainer) -> None:
-    """Refuses to shard heads, and several devices in one process.
+    """Refuses FSDP and DeepSpeed for draft heads, and several devices in one process.
 
     Raises:
-        ValueError: saying what to do instead.
+        ValueError: for any of these, saying what to do instead.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""A frozen target whose layers are sharded over the processes (FSDP2 or ZeRO-3), while heads stay data-parallel.
+"""Shards the layers of a frozen target over processes (FSDP2 or ZeRO-3), while draft heads stay data-parallel.
 
-Only the decoder layers are: embedding, final norm and `lm_head`, which heads and losses call by themselves, stay whole
-on every process. Each layer is gathered for its own forward and freed after it, so all processes have to run the
-target together. Generation, where a text decides how many forwards there are, is led by the first process.
+Only decoder layers are sharded. Embedding, final norm and `lm_head` stay whole on every process, because draft heads
+and losses call them directly. Each layer is gathered for its own forward and freed after it, so all processes have to
+run the target together. Generation, whose number of forwards depends on the text, is led by the first process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def sharding_problem(args: DraftHeadTrainingArguments, joint: bool) -> str | None:
-    """Why a target cannot be sharded as asked, with the mend; `None` if it can."""
+    """Returns why a target cannot be sharded as requested, and what to do about it; `None` if it can be."""
     if args.world_size <= 1:
         return "shard_target=True needs several processes; start them with `accelerate launch --num_processes N`."
     if joint:
@@ -37,13 +37,13 @@ def sharding_problem(args: DraftHeadTrainingArguments, joint: bool) -> str | Non
 
 
 def shard_target(target: PreTrainedModel, args: DraftHeadTrainingArguments, joint: bool = False) -> int:
-    """Shards the decoder layers of a target in place, one after the other; returns how many there are.
+    """Shards the decoder layers of a target in place, and returns their number.
 
-    Layers go to the process's device one by one, so that no device ever holds them all. A target that is sharded
-    already stays as it is.
+    Layers go to the process's device one by one, so that no device ever holds all of them. A target that is already
+    sharded stays as it is.
 
     Raises:
-        ValueError: if it cannot be.
+        ValueError: if the target cannot be sharded.
     """
     if (problem := sharding_problem(args, joint)) is not None:
         raise ValueError(problem)
@@ -60,16 +60,16 @@ def load_shares(
     without_weights: Callable[[], PreTrainedModel],
     args: DraftHeadTrainingArguments,
 ) -> PreTrainedModel:
-    """A sharded target of which only the first process reads the weights: it hands out layer after layer, and each
-    process keeps its share of them.
+    """Loads a sharded target. Only the first process reads the weights; it broadcasts layer after layer, and each
+    process keeps its share.
 
     Args:
-        load: The target on the processor, called by the first process.
-        without_weights: The same architecture on the meta device, called by the others.
-        args: Of the run.
+        load: Loads the target onto the CPU; called by the first process.
+        without_weights: Builds the same architecture on the meta device; called by the other processes.
+        args: Training arguments of the run.
 
     Raises:
-        ValueError: on every process, if the first one cannot load the target, or the others cannot build it.
+        ValueError: on every process, if the first one cannot load the target or another one cannot build it.
     """
     if (problem := sharding_problem(args, joint=False)) is not None:
         raise ValueError(problem)
@@ -77,7 +77,7 @@ def load_shares(
     try:
         target = load() if dist.get_rank() == 0 else without_weights()
         _refuse_hidden_tensors(target)
-    except Exception as error:  # told on all processes, which would wait for one another
+    except Exception as error:  # raised on all processes below; otherwise the others would wait forever
         failed = error
     plan = _agree_on_a_plan(target, failed)
     assert target is not None
@@ -93,7 +93,7 @@ def load_shares(
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter or buffer of the target, as the first process has it; `same_as` another one where they are tied."""
+    """A parameter or buffer of the target on the first process; `same_as` names another tensor that it is tied to."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ def _plan_of(target: PreTrainedModel) -> list[_Place]:
 
 
 def _refuse_hidden_tensors(target: nn.Module) -> None:
-    """What is neither parameter nor buffer would not be handed out."""
+    """Refuses tensors that are neither parameters nor buffers, because the first process would not broadcast them."""
     for name, module in target.named_modules():
         hidden = [own for own, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
         if hidden:
@@ -125,7 +125,7 @@ def _refuse_hidden_tensors(target: nn.Module) -> None:
 
 
 def _agree_on_a_plan(target: PreTrainedModel | None, failed: Exception | None) -> list[_Place]:
-    """What the first process has to hand out; refused on all processes if one of them has failed."""
+    """Returns the list of tensors that the first process broadcasts; raises on all processes if one has failed."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, None if failed is None else " ".join(str(failed).split()))
     if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
@@ -136,7 +136,7 @@ def _agree_on_a_plan(target: PreTrainedModel | None, failed: Exception | None) -
 
 
 def _receive(target: PreTrainedModel, places: Sequence[_Place], device: torch.device) -> None:
-    """Brings these tensors of the first process to the device of every process."""
+    """Broadcasts tensors of the first process to the device of every process."""
     for place in places:
         if place.same_as is not None:
             _put(target, place, _tensor(target, place.same_as))
@@ -161,7 +161,7 @@ def _put(target: nn.Module, place: _Place, tensor: torch.Tensor) -> None:
 
 
 def _sharder(args: DraftHeadTrainingArguments) -> Callable[[nn.Module], Any]:
-    """What shards a layer in place, so that it is gathered for its own forward and freed after it."""
+    """Returns a function that shards a layer in place, to be gathered for its own forward and freed after it."""
     if args.target_sharding == "zero3":
         return _shard_by_deepspeed
     from torch.distributed.fsdp import fully_shard
@@ -171,8 +171,9 @@ def _sharder(args: DraftHeadTrainingArguments) -> Callable[[nn.Module], Any]:
 
 
 def _shard_by_deepspeed(layer: nn.Module) -> None:
-    """ZeRO-3, without an optimizer. An engine of its own for every layer: heads and losses call what is around the
-    layers in another order than a forward does, which an engine of the whole target would take for a new model."""
+    """Shards a layer by ZeRO-3, without an optimizer. Every layer gets an engine of its own: draft heads and losses
+    call the modules around the layers in another order than a forward does, which would confuse an engine of the
+    whole target."""
     import deepspeed
 
     dtype = next(layer.parameters()).dtype
@@ -191,21 +192,21 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _sizes(parameter: torch.Tensor) -> tuple[int, int]:
-    """Numbers of a sharded parameter on this process, and in all."""
+    """Returns the number of elements of a sharded parameter on this process and in total."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().numel(), parameter.numel()
     return parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]  # DeepSpeed's
 
 
 def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:
-    """The target's decoder layers.
+    """Returns the target's decoder layers.
 
     Args:
         target: Any decoder-only model.
-        mend: What to do where nobody finds them.
+        mend: Advice for the error message if the layers cannot be found.
 
     Raises:
-        ValueError: there.
+        ValueError: if the layers cannot be found.
     """
     layers = getattr(target.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -214,17 +215,17 @@ def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:
 
 
 def led_by_the_first(target: PreTrainedModel, work: Callable[[], T]) -> T:
-    """Runs `work` on the first process, while the others take part in every forward that a sharded target makes.
+    """Runs `work` on the first process, while the others take part in every forward of the sharded target.
 
-    What a process gathers of a layer does not depend on what it computes with it, so the others run one token. They
-    cannot get out of step, whatever `work` does.
+    Gathering a layer does not depend on the input of its forward, so the other processes run a single token. Before
+    every forward the first process tells them to take part, so they stay in step whatever `work` does.
 
     Args:
-        target: Sharded by [`shard_target`].
-        work: Calls the target any number of times; its result can be pickled.
+        target: Target sharded by [`shard_target`].
+        work: Function that calls the target any number of times. Its result must be picklable.
 
     Returns:
-        The first process's result, on all of them.
+        The result of the first process, on all processes.
     """
     decoder = target.get_decoder()
     told = torch.zeros((), dtype=torch.int32, device=target.get_input_embeddings().weight.device)
@@ -246,11 +247,11 @@ def led_by_the_first(target: PreTrainedModel, work: Callable[[], T]) -> T:
 
 
 def in_step(batches: Iterable[T], target: PreTrainedModel) -> Iterator[T]:
-    """The batches of this process; where others have more of them, it takes part in their forwards.
+    """Yields the batches of this process; when they are used up, takes part in the forwards of the other processes.
 
     Args:
-        batches: Each of which makes one forward of the target.
-        target: Sharded by [`shard_target`].
+        batches: Batches, each of which causes one forward of the target.
+        target: Target sharded by [`shard_target`].
     """
     remaining = iter(batches)
     left = torch.zeros((), dtype=torch.int32, device=target.get_input_embeddings().weight.device)
@@ -273,7 +274,7 @@ def _take_part(target: PreTrainedModel) -> None:
 
 
 def share_here(target: nn.Module) -> float | None:
-    """Share of the sharded weights that lies on this process; `None` for a target that is whole."""
+    """Returns the share of the sharded weights that lies on this process; `None` for a target that is not sharded."""
     sizes = [_sizes(parameter) for parameter in target.parameters() if _is_sharded(parameter)]
     if not sizes:
         return None

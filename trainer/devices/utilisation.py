@@ -1,4 +1,4 @@
-"""How many operations a step takes, counted while it runs, and how many a device could do in that time."""
+"""Counts the operations of a step while it runs, and knows the peak performance of devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..arguments import DraftHeadTrainingArguments
 
 T = TypeVar("T")
 
-# TFLOP/s of dense matrix products in 16 bits, from the makers' data sheets (which often say twice as much, for sparse
-# ones). The words are of the name that torch gives a device; the first entry whose words all occur counts.
+# TFLOP/s of dense 16-bit matrix products, from the vendors' data sheets (which often give the doubled value for sparse
+# matrices). A device matches the first entry whose words all occur in the device name that torch reports.
 PEAK_TFLOPS: dict[str, float] = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -37,10 +37,10 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def peak_flops(args: DraftHeadTrainingArguments) -> float | None:
-    """Operations per second that the device of a run can do; `None` if nobody knows.
+    """Returns the peak operations per second of a run's device; `None` if unknown.
 
     Args:
-        args: `peak_tflops` counts before the table.
+        args: Training arguments; `peak_tflops` takes precedence over [`PEAK_TFLOPS`].
     """
     if args.peak_tflops is not None:
         return args.peak_tflops * 1e12
@@ -51,19 +51,19 @@ def peak_flops(args: DraftHeadTrainingArguments) -> float | None:
 
 
 def known_peak(device_name: str) -> float | None:
-    """TFLOP/s of a device in [`PEAK_TFLOPS`], by its name; `None` if it is not there."""
+    """Returns the TFLOP/s of a device in [`PEAK_TFLOPS`] by its name; `None` if it is not listed."""
     words = set(re.findall(r"\w+", device_name.upper()))
-    if "MIG" in words:  # a part of it
+    if "MIG" in words:  # a MIG instance is a part of the device, of unknown size
         return None
     return next((peak for name, peak in PEAK_TFLOPS.items() if set(name.upper().split()) <= words), None)
 
 
 def count_operations(work: Callable[[], T]) -> tuple[T, int]:
-    """What some work returns, and the floating-point operations of its matrix products and attention, forward and
-    backward: those that torch sees, not what compiled kernels and quantised products do inside.
+    """Runs some work; returns its result and the floating-point operations of its matrix products and attention,
+    forward and backward. Operations inside compiled kernels and quantised products are not counted.
 
     Args:
-        work: Runs on torch.
+        work: Function that computes with torch.
     """
     with FlopCounterMode(display=False) as counter:
         result = work()

@@ -1,11 +1,12 @@
-"""What the shipped heads train on: the target's own answers to the chats it was trained for, as token ids.
+"""Training data of the shipped draft heads: the target's own answers to chats of its training tasks, as token ids.
 
     python -m hf_specheads.trainer.shipped_pair.answers --target runs/target/final --output runs/answers.jsonl
 
-Every other chat is answered greedily, the others at temperature 1: heads meet both when they are used. Only the answer
-is supervised; earlier turns of a dialogue are the corpus's. An answer that does not end within its limit is left out.
-The file grows by whole batches, so a call can be stopped and made again with the same arguments; what a call that
-ended took is kept beside it. `--from_corpus` writes the right answers to the same chats instead, to compare with.
+Batches are answered alternately greedily and at temperature 1, because draft heads are used with both. Only the answer
+is supervised; earlier turns of a dialogue come from the corpus. Answers that do not end within their limit are left
+out. The file grows by whole batches, so a call can be stopped and repeated with the same arguments; the costs of
+completed calls are stored beside it. `--from_corpus` writes the right answers to the same chats instead, for
+comparison.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from .costs import add_costs
 from .right_answers import generate_ids
 from .tasks import FAMILIES, Example, example_at
 
-TEMPERATURES = (0.0, 1.0)  # taking turns
-IN_TURN = 32
-# Far from the seeds of the target's own chats, so that few of these have been seen word by word.
+TEMPERATURES = (0.0, 1.0)  # successive batches alternate between them
+IN_TURN = 32  # chats of one family before the next family's turn
+# Differs from the seeds of the target's own training, so that the target has seen few of these chats word by word.
 SEED = 1000
 
 
@@ -39,10 +40,10 @@ class Answer:
     """A chat with the target's own answer.
 
     Attributes:
-        family: Of the chat.
-        temperature: Of the answer; 0 is greedy.
-        input_ids: Prompt and answer, its end of turn included.
-        prompt_length: Tokens of the prompt.
+        family: Name of the chat's family.
+        temperature: Sampling temperature of the answer; 0 is greedy.
+        input_ids: Token ids of prompt and answer, the end of turn included.
+        prompt_length: Number of tokens of the prompt.
     """
 
     family: str
@@ -57,7 +58,8 @@ class Answer:
 
 
 def asked_examples(count: int, seed: int = SEED) -> Iterator[Example]:
-    """Held-in chats, `IN_TURN` of a family and then of the next: answers in a batch are of about the same length."""
+    """Yields training chats, `IN_TURN` of one family and then of the next, so that the answers in a batch have similar
+    lengths."""
     for index in range(count):
         turn, place = divmod(index, IN_TURN)
         cycle, family = divmod(turn, len(FAMILIES))
@@ -71,7 +73,7 @@ def answer(
     temperature: float,
     seed: int = 0,
 ) -> list[Answer | None]:
-    """The target's answers to some chats, in one batch; `None` for those that do not end."""
+    """Generates the target's answers to chats in one batch; `None` for answers that do not end."""
     prompts = [prompt_tokens(example, tokenizer) for example in asked]
     answers = generate_ids(target, tokenizer, prompts, temperature, seed)
     return [
@@ -90,10 +92,10 @@ def write_answers(
     batch_size: int = IN_TURN,
     seed: int = SEED,
 ) -> dict[str, int]:
-    """Answers `count` chats into a JSONL file, from where the file ends.
+    """Writes answers to `count` chats into a JSONL file, continuing where the file ends.
 
     Returns:
-        Chats `asked` and `answered`.
+        Numbers of chats `asked` and `answered`.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     done = len(output.read_text(encoding="utf-8").splitlines()) if output.exists() else 0
@@ -101,7 +103,7 @@ def write_answers(
     with output.open("a", encoding="utf-8") as file, tqdm(total=count, initial=done, unit="chat") as bar:
         remaining = islice(asked_examples(count, seed), done, None)
         while batch := list(islice(remaining, batch_size)):
-            # A batch of chats of one temperature; the next batch has the next one.
+            # All chats of a batch share a temperature, and successive batches alternate.
             temperature = TEMPERATURES[done // batch_size % len(TEMPERATURES)]
             for found in answer(target, tokenizer, batch, temperature, seed + done):
                 file.write(json.dumps(None if found is None else vars(found)) + "\n")
@@ -114,12 +116,12 @@ def write_answers(
 
 
 def corpus_answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """A chat with the corpus's own answer."""
+    """Returns a chat with the corpus's own answer."""
     return Answer(example.family, 0.0, chat_tokens(example, tokenizer)[0], len(prompt_tokens(example, tokenizer)))
 
 
 def write_corpus(tokenizer: PreTrainedTokenizerBase, output: Path, count: int, seed: int = SEED) -> dict[str, int]:
-    """The same chats with the corpus's own answers; returns as [`write_answers`]."""
+    """Writes the same chats with the corpus's own answers; returns what [`write_answers`] returns."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
         for one in asked_examples(count, seed):
@@ -128,22 +130,22 @@ def write_corpus(tokenizer: PreTrainedTokenizerBase, output: Path, count: int, s
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of a file; chats without one are passed over."""
+    """Reads the answers of a file; chats without an answer are skipped."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return [Answer(**row) for row in rows if row is not None]
 
 
 class AnswerBlocks(Dataset):
-    """Answers packed into sequences: what a packing collator makes of them, one item per sequence.
+    """Answers packed into sequences, as a packing collator would return them, one item per sequence.
 
     Items hold `input_ids`, `attention_mask`, `loss_mask`, `document_ids` (-1 on padding) and `position_ids`, int64
-    [block_size].
+    [block_size] each.
 
     Args:
         answers: Answers, in the order of training.
-        block_size: Tokens per sequence; an answer that does not fit into the rest of one begins the next. Longer ones
-            are left out.
-        pad_token_id: Id in the padding.
+        block_size: Tokens per sequence. An answer that does not fit into the current sequence begins the next one;
+            answers longer than `block_size` are left out.
+        pad_token_id: Token id of padding.
     """
 
     def __init__(self, answers: Sequence[Answer], block_size: int, pad_token_id: int):

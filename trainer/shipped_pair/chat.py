@@ -1,8 +1,8 @@
 """The shipped target's chat format: special tokens, the chat template, and the text of an answer.
 
-The switch for thinking stands in the system turn, and the target opens its think block itself. So the tokens in front
-of an answer are the same in training and serving, no empty block is ever supervised, and a chat's beginning renders
-alike whatever follows.
+The system turn switches thinking on, and the target opens its think block itself. Therefore the tokens before an
+answer are the same in training and serving, no empty think block is ever supervised, and the beginning of a chat
+renders the same way whatever follows.
 """
 
 import json
@@ -15,7 +15,7 @@ from .tasks import Example
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Part of an answer's text, so not special: decoding leaves them in.
+# Markers are part of an answer's text. They are not special tokens, so that decoding keeps them.
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 CHAT_TEMPLATE = """\
@@ -61,7 +61,7 @@ CHAT_TEMPLATE = """\
 
 
 def answer_text(message: Mapping[str, Any], thinking: bool = False) -> str:
-    """What the target has to generate for an assistant message, its end of turn left out."""
+    """Returns the text that the target has to generate for an assistant message, without its end of turn."""
     text = message["content"] or ""
     for call in message.get("tool_calls") or []:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -73,7 +73,8 @@ def answer_text(message: Mapping[str, Any], thinking: bool = False) -> str:
 
 
 def chat_tokens(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Token ids of a whole chat, and its loss mask: 1 at what the assistant generates, every end of turn included."""
+    """Returns the token ids of a whole chat, and its loss mask: 1 at tokens the assistant generates, ends of turn
+    included."""
     encoded = tokenizer.apply_chat_template(
         example.messages,
         tools=example.tools,
@@ -85,7 +86,7 @@ def chat_tokens(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
 
 
 def prompt_tokens(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that the answer follows."""
+    """Returns the token ids before the answer."""
     encoded = tokenizer.apply_chat_template(
         example.prompt,
         tools=example.tools,

@@ -3,10 +3,10 @@
     python -m hf_specheads.trainer.shipped_pair.corpus --output runs/held_out.jsonl --held_out --per_family 20
     python -m hf_specheads.trainer.shipped_pair.corpus --tokenizer runs/tokenizer --statistics
 
-The first writes chats (`tasks/`) as JSONL, the second prints how long they are in tokens.
+The first command writes chats (`tasks/`) as JSONL; the second prints their lengths in tokens.
 
-The library's text is split by file into train and held-out, by a hash of the relative path: so the split does not
-depend on the order of the files, on the machine or on which optional folders (`test`, ...) an installation leaves out.
+Files of the library are assigned to train or held-out by a hash of their relative path. The split therefore does not
+depend on the order of the files, on the machine, or on optional folders (`test`, ...) that an installation may lack.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from .chat import chat_tokens, prompt_tokens
 from .tasks import FAMILIES, Example, Family, examples
 
 HELD_OUT_PER_MILLE = 25
-# Tables rather than programs: thousands of near-identical lines that any model learns by heart.
+# Folders that are skipped. Most hold tables, thousands of near-identical lines that any model would memorise.
 SKIPPED_PARTS = {"site-packages", "__pycache__", "encodings", "cjkencodings", "pydoc_data", "bad_grammars"}
 MAX_FILE_BYTES = 400_000
 
 
 def corpus_files(root: Path | None = None) -> list[Path]:
-    """Python files of the corpus, sorted by relative path.
+    """Returns the Python files of the corpus, sorted by path.
 
     Args:
-        root: Folder to search; default the running interpreter's standard library.
+        root: Folder to search. Default: the standard library of the running interpreter.
 
     Raises:
         FileNotFoundError: if `root` holds no usable Python file.
@@ -55,7 +55,7 @@ def is_held_out(path: Path, root: Path) -> bool:
 
 
 def read_split(held_out: bool, root: Path | None = None) -> list[str]:
-    """Texts of one split, one string per file; files that are not valid UTF-8 are left out."""
+    """Reads the texts of one split, one string per file; files that are not valid UTF-8 are left out."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for path in corpus_files(root):
@@ -69,7 +69,7 @@ def read_split(held_out: bool, root: Path | None = None) -> list[str]:
 
 
 def fingerprint(texts: list[str]) -> str:
-    """Short hash of a list of texts: goes into the model cards, so that a rebuilt corpus can be compared."""
+    """Returns a short hash of a list of texts, which model cards show so that a rebuilt corpus can be compared."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
@@ -77,7 +77,7 @@ def fingerprint(texts: list[str]) -> str:
 
 
 def distinct_examples(family: Family, count: int, seed: int = 0, held_out: bool = False) -> Iterator[Example]:
-    """The first `count` chats of a family that differ in what is asked."""
+    """Yields the first `count` chats of a family with different prompts."""
     seen: set[str] = set()
     for example in examples(family, seed, held_out):
         if len(seen) == count:
@@ -89,10 +89,10 @@ def distinct_examples(family: Family, count: int, seed: int = 0, held_out: bool 
 
 
 def write_examples(path: Path, per_family: int, seed: int = 0, held_out: bool = False) -> int:
-    """Writes chats of all families as JSONL, families taking turns; `Example.from_row` reads a line back.
+    """Writes chats of all families as JSONL, alternating between families; `Example.from_row` reads a line back.
 
     Returns:
-        How many were written.
+        The number of chats.
     """
     columns = [list(distinct_examples(family, per_family, seed, held_out)) for family in FAMILIES]
     rows = [example.to_row() for row in zip(*columns, strict=True) for example in row]
@@ -103,14 +103,15 @@ def write_examples(path: Path, per_family: int, seed: int = 0, held_out: bool = 
 
 
 def read_examples(path: Path) -> list[Example]:
-    """The chats that [`write_examples`] wrote."""
+    """Reads the chats of a file written by [`write_examples`]."""
     return [Example.from_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def statistics(
     family: Family, tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0, held_out: bool = False
 ) -> dict[str, Any]:
-    """Lengths of a family's chats in tokens: least, mean and most of `prompt` and `answer`; share with `thinking`."""
+    """Returns the minimum, mean and maximum length in tokens of `prompt` and `answer` over a family's chats, and the
+    share with `thinking`."""
     lengths: dict[str, list[int]] = {"prompt": [], "answer": []}
     thinking = 0
     for example in distinct_examples(family, count, seed, held_out):

@@ -1,4 +1,4 @@
-"""What making the training data cost, kept beside it and repeated in the cards of the heads that train on it."""
+"""Cost of making training data, stored beside the data and shown in the cards of draft heads trained on them."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,15 @@ COSTS = "costs.json"
 
 
 def costs_of(path: Path) -> Path:
-    """Where the costs of a file or a folder are kept."""
+    """Returns the path where the costs of a file or a folder are stored."""
     return path / COSTS if path.is_dir() else path.with_name(f"{path.name}.{COSTS}")
 
 
 def add_costs(path: Path, model: PreTrainedModel, tokens: int, seconds: float, logits: bool = True) -> None:
-    """Adds forwards over `tokens` tokens, and the time they took, to what an earlier call has spent.
+    """Adds forwards over `tokens` tokens, and the time they took, to the costs of earlier calls.
 
-    Operations are two per weight of a layer and token, and of `lm_head` where every token has `logits`; attention's
-    scores are not counted.
+    Each token counts two operations per weight of the layers, and per weight of `lm_head` if `logits` are computed for
+    every token. Attention scores are not counted.
     """
     spent = read_costs(path) or {"flops": 0, "hours": 0.0}
     weights = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
@@ -27,6 +27,6 @@ def add_costs(path: Path, model: PreTrainedModel, tokens: int, seconds: float, l
 
 
 def read_costs(path: Path) -> dict[str, float] | None:
-    """`flops` and `hours` of a file or a folder; `None` where nobody kept them."""
+    """Reads `flops` and `hours` of a file or a folder; `None` if none were stored."""
     kept = costs_of(path)
     return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None

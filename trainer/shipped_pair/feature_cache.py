@@ -1,11 +1,11 @@
-"""Target features of the answers that the shipped heads train on, computed once and read by every run.
+"""Caches the target features of the answers that the shipped draft heads train on.
 
     python -m hf_specheads.trainer.shipped_pair.feature_cache --target runs/target/final \\
         --answers runs/answers.jsonl --output_dir runs/features
 
-The target's forward is two thirds of a one-pass training step, and some thirty runs read the same sequences. Stored in
-fp32, so a run that reads the cache trains exactly as one that computes the features itself. Goes on where an
-interrupted call stopped.
+The target's forward is two thirds of a one-pass training step, and some thirty runs read the same sequences, so the
+features are computed once. They are stored in fp32, so that a run with the cache trains exactly like one that computes
+the features itself. An interrupted call can be repeated and resumes where it stopped.
 """
 
 import argparse
@@ -32,12 +32,12 @@ class CachedBlocks(Dataset):
     """Sequences with the target's features from a cache folder, in the same order.
 
     Args:
-        blocks: Sequences the cache was made from.
+        blocks: Sequences that the cache was made from.
         folder: Folder written by this script.
-        layers: Hidden states to hand out, concatenated; indices as in transformers' `hidden_states`.
+        layers: Hidden states to concatenate into features; indices as in transformers' `hidden_states`.
 
     Raises:
-        ValueError: for a layer that is not in the cache, or other sequences than it was made from.
+        ValueError: for a layer that is not in the cache, or a different number or length of sequences.
     """
 
     def __init__(self, blocks: AnswerBlocks, folder: Path, layers: tuple[int, ...] = (-1,)):
@@ -65,17 +65,17 @@ class CachedBlocks(Dataset):
 
 
 def stack_blocks(items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collator of packed sequences of one length, with or without cached features."""
+    """Collates packed sequences of one length, with or without cached features."""
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 
 
 def cached_layers(num_hidden_layers: int) -> list[int]:
-    """Hidden states the shipped heads read: EAGLE-3's three, and the final one."""
+    """Returns the hidden states that the shipped draft heads read: EAGLE-3's three, and the final one."""
     return [2, num_hidden_layers // 2, num_hidden_layers - 3, -1]
 
 
 def write_features(model: PreTrainedModel, blocks: AnswerBlocks, folder: Path, batch: int = 4) -> None:
-    """Features of all sequences; those an interrupted call has written are not computed again."""
+    """Computes and writes the features of all sequences, except those that an interrupted call has written already."""
     target, layers = FrozenTarget(model), cached_layers(model.config.num_hidden_layers)
     shape = (len(blocks), blocks.block_size, len(layers), model.config.hidden_size)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Trains the shipped heads: every method on the same answers in the same order, with the same compute.
+"""Trains the shipped draft heads: every method on the same answers in the same order, with the same compute.
 
     python -m hf_specheads.trainer.shipped_pair.heads --target runs/target/final --answers runs/answers.jsonl \\
         --features runs/features --output_dir runs/heads
 
-The runs are those of `runs.py`. Compute is counted in floating-point operations, the target's forward included,
-although the features come from a cache (see `feature_cache.py`). Same batches, same optimiser, same learning rates.
-Runs whose folder is complete are skipped, so the script can be called again after an interruption; two calls with
-different runs may work at the same time. `--only studies` trains what answers the questions of `docs/findings.md`.
+The runs are defined in `runs.py`. Compute is counted in floating-point operations and includes the target's forward,
+although features come from a cache (see `feature_cache.py`). Batches, optimizer and learning rates are the same. Runs
+whose folder is complete are skipped, so the script can be called again after an interruption, and several calls may
+train different runs at the same time. `--only studies` trains the runs behind the studies in `docs/findings.md`.
 """
 
 import argparse
@@ -41,17 +41,17 @@ from .tasks import FAMILIES, example_at
 
 BATCH = 2
 VOCABULARY_BLOCKS = 2048  # training sequences that a draft vocabulary is chosen from
-HELD_OUT_PER_FAMILY = 4  # chats whose losses are followed
-HELD_OUT_SEED = 1  # of those and of the prompts for evaluation while training; reported numbers use others
+HELD_OUT_PER_FAMILY = 4  # held-out chats per family that evaluations during training use
+HELD_OUT_SEED = 1  # seed of chats and prompts for evaluations during training; reported numbers use other chats
 
 
 def folder_of(name: str, args: argparse.Namespace) -> Path:
-    """Where a run is saved; of other seeds than 0, under its own name."""
+    """Returns the folder of a run; its name includes the seed unless the seed is 0."""
     return args.output_dir / (name if args.seed == 0 else f"{name}-seed{args.seed}")
 
 
 def training_arguments(run: Run, args: argparse.Namespace, folder: Path, steps: int) -> DraftHeadTrainingArguments:
-    """Arguments all runs share but for passes, steps and what their method asks for."""
+    """Returns the training arguments of a run; runs differ only in passes, steps and options of their method."""
     arguments = JointTrainingArguments if run.joint else DraftHeadTrainingArguments
     return arguments(
         output_dir=str(folder / "run"),
@@ -83,7 +83,7 @@ class HeadTraining:
     Args:
         target: The target, fp32.
         tokenizer: Its tokenizer.
-        args: Of the command.
+        args: Arguments of the command line.
     """
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace):
@@ -94,17 +94,18 @@ class HeadTraining:
 
     @cached_property
     def budget(self) -> float:
-        """Floating-point operations of a run with a share of 1: so many EAGLE steps."""
+        """Floating-point operations of a run with a share of 1, that is, of `--eagle_steps` EAGLE steps."""
         run = RUNS["eagle-base"]
         return self.args.eagle_steps * self.step_flops(run, self.new_heads(run))
 
     def new_heads(self, run: Run) -> DraftHead:
-        """Heads to train: random, or warm-started; a draft vocabulary is chosen from the training data."""
+        """Creates the draft heads of a run, from random weights or from an earlier run. If the run has a draft
+        vocabulary, it is chosen from the training data."""
         args = self.args
         base = None if run.starts_from is None else load_heads(folder_of(run.starts_from, args), dtype=torch.float32)
         tree = DraftTreeConfig(depth=DEPTH, top_k=args.top_k, total_tokens=args.total_tokens).replace(**run.tree)
         options = {**run.options}
-        if "block_size" in options:  # block drafters read the levels that EAGLE-3 reads, which are in the cache
+        if "block_size" in options:  # block drafters read the same layers as EAGLE-3, because these are in the cache
             options["feature_layers"] = cached_layers(self.target.config.num_hidden_layers)[:-1]
         if size := options.get("draft_vocab_size"):
             seen = [self.train[index] for index in range(min(VOCABULARY_BLOCKS, len(self.train)))]
@@ -114,7 +115,7 @@ class HeadTraining:
         return heads
 
     def blocks(self, run: Run, heads: DraftHead) -> CachedBlocks | AnswerBlocks:
-        """What a run trains on; joint training changes the features, so it computes them."""
+        """Returns the training data of a run. Joint training changes the features, so it does not use cached ones."""
         if run.joint:
             return self.train
         layers = heads.feature_layers or (-1,)
@@ -123,7 +124,8 @@ class HeadTraining:
         return CachedBlocks(self.train, self.args.features, layers)
 
     def trainer(self, run: Run, heads: DraftHead, folder: Path, steps: int) -> DraftHeadTrainer:
-        """The trainer of a run; joint training has AdamW, which knows the adapter."""
+        """Builds the trainer of a run. Joint training uses AdamW, because `MatrixMomentum` does not know the
+        adapter."""
         trainer_class: type[DraftHeadTrainer] = JointTrainer if run.joint else DraftHeadTrainer
         rates = learning_rates(run, self.args)
         optimizer = None if run.joint else MatrixMomentum(heads, rates["matrix_lr"], rates["lr"])
@@ -140,7 +142,7 @@ class HeadTraining:
         )
 
     def step_flops(self, run: Run, heads: DraftHead) -> int:
-        """Floating-point operations of one step, counted; plus the target's forward where the cache saves it."""
+        """Counts the floating-point operations of one step, and adds the target's forward if the cache replaces it."""
         trainer = self.trainer(run, heads, self.args.output_dir / "counting", 1)
         blocks, body = self.blocks(run, heads), sum(p.numel() for p in self.target.get_decoder().layers.parameters())
         batch = stack_blocks([blocks[index] for index in range(BATCH)])
@@ -151,7 +153,7 @@ class HeadTraining:
         return saved + counted
 
     def run(self, name: str) -> None:
-        """Trains one run and saves heads (bf16) and facts into its folder."""
+        """Trains one run and saves draft heads (bf16) and facts into its folder."""
         run, args, folder = RUNS[name], self.args, folder_of(name, self.args)
         set_seed(args.seed)
         heads = self.new_heads(run)
@@ -176,11 +178,11 @@ class HeadTraining:
         for replaced in ("output_dir", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"):
             del facts["arguments"][replaced]
         heads.to(torch.bfloat16).save_pretrained(folder)
-        write_facts(facts, folder)  # last: marks the run as complete
+        write_facts(facts, folder)  # must come last, because it marks the run as complete
 
 
 def data_costs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """What the answers and their features took, where that is known."""
+    """Returns the costs of the answers and of their features, where known."""
     return {
         name: spent for name, path in (("answers", args.answers), ("features", args.features))
         if (spent := read_costs(path)) is not None
@@ -188,13 +190,13 @@ def data_costs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def learning_rates(run: Run, args: argparse.Namespace) -> dict[str, float]:
-    """Of a run's optimiser; a warm start is fine-tuned, not trained anew."""
+    """Returns the learning rates of a run; they are halved for runs that start from trained draft heads."""
     slower = 1.0 if run.starts_from is None else 0.5
     return {"matrix_lr": slower * args.matrix_lr, "lr": slower * args.learning_rate}
 
 
 def last_metrics(trainer: DraftHeadTrainer) -> dict[str, float]:
-    """Metrics of the newest evaluation."""
+    """Returns the metrics of the latest evaluation."""
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     return evaluations[-1] if evaluations else {}
 
@@ -203,7 +205,7 @@ Data = tuple[AnswerBlocks, AnswerBlocks, list[list[int]]]
 
 
 def load_data(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Data:
-    """Sequences of the target's answers, sequences of held-out chats, and held-out prompts."""
+    """Loads sequences of the target's answers, sequences of held-out chats, and held-out prompts."""
     args.answers_fingerprint = hashlib.sha256(args.answers.read_bytes()).hexdigest()[:16]
     train = AnswerBlocks(read_answers(args.answers), BLOCK, tokenizer.pad_token_id)
     asked = [
@@ -249,10 +251,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_runs(names: Sequence[str]) -> list[str]:
-    """Runs by name, `released` and `studies` spelled out, in the order they are given.
+    """Returns names of runs in the given order, with `released` and `studies` expanded.
 
     Raises:
-        SystemExit: for a run that there is not.
+        SystemExit: for an unknown run.
     """
     groups = {"released": list(RELEASED), "studies": list(STUDIES)}
     if unknown := [name for name in names if name not in groups and name not in RUNS]:

@@ -1,6 +1,6 @@
-"""What the target trains on: blocks of whole chats, and a share of blocks of standard-library text and of exercises.
+"""Training data of the target: blocks of whole chats, with shares of blocks of standard-library text and of exercises.
 
-A block is decided by seed and place alone, so a run can stop anywhere, go on, and use any number of loading processes.
+A block depends only on seed and index, so a run can stop and resume anywhere, and use any number of loading processes.
 """
 
 import random
@@ -15,12 +15,12 @@ from .tasks.draw import Draw
 from .tasks.sheets import sheet
 
 IGNORED = -100
-MOST_CHATS = 64  # drawn for one block
-MISFITS = 10  # chats too long for what is left of a block, after which it is filled up
+MOST_CHATS = 64  # most chats drawn for one block
+MISFITS = 10  # a block is closed after this many chats that do not fit into the rest of it
 
 
 def text_stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Token ids of all texts, each followed by the end of text: int32 [tokens]."""
+    """Tokenizes all texts into one stream, each text followed by the end-of-text token; int32 [tokens]."""
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     stream: list[int] = []
     for start in range(0, len(texts), 64):
@@ -30,25 +30,26 @@ def text_stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.T
 
 
 class MixtureBlocks(Dataset):
-    """Blocks of `block_size` tokens: `input_ids`, `labels` and `position_ids`, int64 [block_size].
+    """Blocks of `block_size` tokens: `input_ids`, `labels` and `position_ids`, int64 [block_size] each.
 
-    Positions begin at 0 with every chat or piece of text; without a cache and a padding mask transformers keeps such
-    documents apart, so a chat sees what it sees when it is served. Of a chat the assistant's tokens are labels, of a
-    block of text all tokens but its first. Where no further chat fits, a block is filled up with text without labels:
-    its loss is seven times that of an answer, and a tenth of the tokens would be most of the gradient.
+    Positions restart at 0 with every chat or piece of text. Without a cache and a padding mask, transformers separates
+    documents by these positions, so a chat sees the same context as in serving. Labels are the assistant's tokens of a
+    chat, and all but the first token of a block of text. When no further chat fits, the block is filled with text
+    without labels: the loss of text is seven times that of an answer, so a tenth of the tokens would dominate the
+    gradient.
 
     Args:
-        tokenizer: With the chat template, see `tokenizer.py`.
+        tokenizer: Tokenizer with the chat template, see `tokenizer.py`.
         stream: Token ids of the text to cut from, int32 [tokens], longer than a block.
         block_size: Tokens per block.
-        num_blocks: Blocks in all.
-        seed: Of blocks and chats.
-        text_share: Share of the blocks that are text alone.
-        sheet_share: Share of the blocks that are exercises, with what is to be found as labels.
-        held_out: Held-out chats instead of those for training.
+        num_blocks: Number of blocks.
+        seed: Seed of blocks and chats.
+        text_share: Share of blocks that consist of text alone.
+        sheet_share: Share of blocks that consist of exercises, whose answers are the labels.
+        held_out: Whether to use held-out chats instead of training chats.
 
     Raises:
-        ValueError: for a stream that no block can be cut from.
+        ValueError: for a stream that is too short for a block.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class MixtureBlocks(Dataset):
         }
 
     def _chats(self, rng: random.Random, index: int) -> list[tuple[list[int], list[int]]]:
-        """Ids and labels of chats of families drawn by weight, until several in turn have not fitted."""
+        """Draws chats, with families chosen by weight, until `MISFITS` of them did not fit; returns ids and labels."""
         documents: list[tuple[list[int], list[int]]] = []
         left, misfits = self.block_size, 0
         for place in range(MOST_CHATS):
@@ -107,7 +108,7 @@ class MixtureBlocks(Dataset):
         return documents
 
     def _sheet(self, index: int) -> tuple[list[int], list[int]]:
-        """Exercises, line by line; the last one is cut."""
+        """Returns ids and labels of exercises, line by line; the last line is cut at the end of the block."""
         ids, labels = [], []
         for told, found in sheet(Draw(f"sheet/{self.held_out}/{self.seed}/{index}", self.held_out)):
             asked, answer = (

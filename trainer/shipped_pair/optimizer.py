@@ -1,8 +1,8 @@
-"""Optimiser of the shipped target: orthogonalised momentum for matrices, AdamW for everything else.
+"""Optimizer of the shipped pair: orthogonalised momentum for matrices, AdamW for everything else.
 
-Meant for small deep networks and few tokens. `torch.optim.Muon` does the same, but orthogonalises one matrix at a time
-and updates weights in their own precision; here matrices of one shape are stacked, and low-precision weights are
-rounded from an fp32 copy, so that small updates are not lost.
+It is meant for small deep networks and few tokens. `torch.optim.Muon` orthogonalises one matrix at a time and updates
+weights in their own precision. Here, matrices of one shape are stacked, and low-precision weights are rounded from an
+fp32 copy, so that small updates are not lost.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 
 
 def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Nearest (semi-)orthogonal matrices by a quintic Newton-Schulz iteration.
+    """Approximates the nearest (semi-)orthogonal matrices by a quintic Newton-Schulz iteration.
 
     Args:
-        matrices: [n, rows, columns], fp32 or bf16 (where the hardware multiplies bf16 fast).
-        steps: Iterations; five leave singular values between about 0.7 and 1.2.
+        matrices: [n, rows, columns], fp32, or bf16 if the hardware multiplies bf16 fast.
+        steps: Number of iterations; after five, singular values lie between about 0.7 and 1.2.
     """
     a, b, c = NEWTON_SCHULZ
     x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -38,15 +38,15 @@ class MatrixMomentum(torch.optim.Optimizer):
     """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases.
 
     Args:
-        model: The model; embeddings and vectors are found by name and shape.
+        model: The model to train; embeddings and vectors are recognised by name and shape.
         matrix_lr: Learning rate of orthogonalised updates.
         lr: Learning rate of AdamW.
         momentum: Nesterov momentum of the matrices.
-        betas: AdamW's.
-        weight_decay: Decoupled decay of the matrices.
+        betas: Betas of AdamW.
+        weight_decay: Decoupled weight decay of the matrices.
 
-    Weights of lower precision than fp32 have an fp32 copy in the state, which is updated and then rounded; their
-    updates are orthogonalised in their own precision.
+    Weights of lower precision than fp32 have an fp32 copy in the optimizer state, which is updated and then rounded.
+    Their updates are orthogonalised in the precision of the weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MatrixMomentum(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but leaves the state in fp32: torch casts it to the parameters' precision."""
+        """Loads the state as torch does, but keeps it in fp32; torch would cast it to the parameters' precision."""
         super().load_state_dict(state_dict)
         saved = iter(key for group in state_dict["param_groups"] for key in group["params"])
         for group in self.param_groups:
@@ -81,7 +81,7 @@ class MatrixMomentum(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
+        """Updates all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             update = self._orthogonal_step if group["orthogonal"] else self._adamw_step
@@ -89,7 +89,7 @@ class MatrixMomentum(torch.optim.Optimizer):
         return loss
 
     def _master(self, p: nn.Parameter) -> torch.Tensor:
-        """The fp32 values that updates go to: the parameter itself when it is fp32."""
+        """Returns the fp32 values to update: the parameter itself if it is fp32, else its fp32 copy."""
         if p.dtype == torch.float32:
             return p
         state = self.state[p]
@@ -98,7 +98,7 @@ class MatrixMomentum(torch.optim.Optimizer):
         return state["master"]
 
     def _moment(self, p: nn.Parameter, name: str) -> torch.Tensor:
-        """A running mean of the state, fp32, zeros at first."""
+        """Returns a running mean of the optimizer state, fp32, initially zero."""
         return self.state[p].setdefault(name, torch.zeros_like(p, dtype=torch.float32))
 
     def _orthogonal_step(self, group: dict, params: list[tuple[nn.Parameter, torch.Tensor]]) -> None:

@@ -1,8 +1,8 @@
-"""Lays the trained pair out in `model_cards/`, in the shape of Hub repositories, with cards from measured results.
+"""Writes the trained pair to `model_cards/` in the layout of Hub repositories, with cards from measured results.
 
     python -m hf_specheads.trainer.shipped_pair.release --target runs/target/final --heads runs/heads
 
-Call it once to lay the folders out, measure with `benchmarks/`, and call it again: the cards then carry the results.
+Run it once to create the folders, measure with `benchmarks/`, and run it again to add the results to the cards.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from hf_specheads.publishing.curves import read_history
 from hf_specheads.publishing.figures import draw_figures
 from hf_specheads.target.adapter import ADAPTER_FOLDER
 
-# Trained too, but not shipped, for their size: POSS-1 and -2, the control (one layer as large as POSS-3), Hydra.
+# Trained but too large to ship: POSS-1, POSS-2, the control (one layer as large as POSS-3), and Hydra.
 SHIPPED = ("eagle", "hass", "poss3", "poss3-longer", "poss3-lora", "medusa", "hydra-plus", "eagle3",
            "poss3-eagle3", "dflash", "dspark", "peagle")  # fmt: skip
 LIMITS = (
@@ -34,7 +34,7 @@ LANGUAGE = ["en", "code"]
 
 
 def copy_model(source: Path, folder: Path) -> None:
-    """Copies config, weights, tokenizer and facts; a checkpoint's optimiser state stays behind."""
+    """Copies config, weights, tokenizer and facts, but not the optimizer state of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in ("*.json", "*.jinja", "*.safetensors"):
         for file in source.glob(pattern):
@@ -44,7 +44,7 @@ def copy_model(source: Path, folder: Path) -> None:
 
 
 def trim_facts(folder: Path) -> None:
-    """Keeps what a reader of the card wants: of the training log, the evaluations alone."""
+    """Removes all entries of the training log except evaluations, which are what readers of the card need."""
     path = folder / TRAINING_FACTS
     facts = json.loads(path.read_text(encoding="utf-8"))
     if "log_history" in facts:
@@ -61,7 +61,8 @@ def set_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
-    """What `python -m benchmarks speedup` measured of one head, one entry per prompt set; empty before it ran."""
+    """Returns the results of `python -m benchmarks speedup` for one draft head, one entry per prompt set; empty if it
+    has not been run."""
     path = results / "speedup.json"
     if not path.exists():
         return []
@@ -88,7 +89,7 @@ def evaluations(name: str, results: Path) -> list[dict[str, Any]]:
 
 
 def release(args: argparse.Namespace) -> None:
-    """Lays out all folders and renders their cards."""
+    """Creates all folders and renders their cards."""
     target = args.output_dir / "target"
     trees = json.loads(args.trees.read_text(encoding="utf-8")) if args.trees else {}
     if args.target is not None:

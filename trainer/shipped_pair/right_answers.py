@@ -1,9 +1,9 @@
-"""Share of right answers of a target, per family, on held-out chats.
+"""Measures a target's share of right answers per family on held-out chats.
 
     python -m hf_specheads.trainer.shipped_pair.right_answers --target runs/target/final --per_family 50
 
-Prints the shares at each temperature, and writes them with `--output`; `--answers` also writes every answer and what
-is wrong with it.
+The script prints the shares at each temperature. `--output` also writes them to a file, and `--answers` writes every
+answer with its error, if any.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .chat import END_OF_TEXT, TURN_END, prompt_tokens
 from .tasks import FAMILIES, Example, answer_problem, examples
 
-MAX_NEW_TOKENS = 320  # answers have up to 250
+MAX_NEW_TOKENS = 320  # right answers have at most 250 tokens
 
 
 def generate_ids(
@@ -29,14 +29,14 @@ def generate_ids(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The target's continuations of prompts, in one batch padded on the left, up to and including the end of turn.
+    """Generates continuations in one batch padded on the left, each up to and including its end of turn.
 
     Args:
-        target: Model of the chats' format.
-        tokenizer: Its tokenizer.
-        prompts: Token ids.
-        temperature: 0 is greedy; else the target's whole distribution at this temperature.
-        seed: Of the sampling.
+        target: Target that knows the chat format.
+        tokenizer: Tokenizer of the target.
+        prompts: Token ids of the prompts.
+        temperature: 0 is greedy; else the target's whole distribution is sampled at this temperature.
+        seed: Seed of the sampling.
     """
     torch.manual_seed(seed)
     ends = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
@@ -71,7 +71,7 @@ def generate_answers(
     seed: int = 0,
     batch_size: int = 16,
 ) -> list[str]:
-    """The target's answers to chats, whose last message it is not shown, as `tasks.answer_problem` takes them.
+    """Generates the target's answers to chats without their last message, in the form `tasks.answer_problem` takes.
 
     `batch_size` chats share a forward; see [`generate_ids`].
     """
@@ -90,10 +90,10 @@ def right_answers(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Held-out chats of every family with the target's answer and what is wrong with it.
+    """Lets the target answer held-out chats of every family, and checks the answers.
 
     Returns:
-        Per chat `family`, `thinking`, `answer` and `problem` (`None` for a right answer).
+        Per chat: `family`, `thinking`, `answer` and `problem` (`None` for a right answer).
     """
     asked = [example for family in FAMILIES for example in islice(examples(family, seed, held_out=True), per_family)]
     answers = generate_answers(target, tokenizer, asked, temperature, seed)
@@ -109,7 +109,7 @@ def right_answers(
 
 
 def shares(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Share of right answers per family, and of all as `all`."""
+    """Returns the share of right answers per family, and over all families as `all`."""
     found = {"all": [result["problem"] is None for result in results]}
     for result in results:
         found.setdefault(result["family"], []).append(result["problem"] is None)

@@ -1,9 +1,9 @@
-"""The heads that are trained for the shipped target: those that are released, and those that answer a question.
+"""Training runs of draft heads for the shipped target: those that are released, and those of studies.
 
-Compute is counted in units of EAGLE steps; a share of 1 is `--eagle_steps` of them. Methods of several detached passes
-(HASS, POSS) start from the EAGLE heads of the first stage: six-pass objectives trail one-pass training for long
-(`benchmarks/results/history/early_switch.json`). EAGLE itself and the control get the same two stages; methods that
-cannot start from EAGLE heads get the compute of both stages in one run.
+Compute is counted in units of EAGLE steps; a share of 1 is `--eagle_steps` of them. Methods with several detached
+passes (HASS, POSS) start from the EAGLE draft heads of the first stage, because six-pass objectives trail one-pass
+training for a long time (`benchmarks/results/history/early_switch.json`). EAGLE itself and the control get the same
+two stages. Methods that cannot start from EAGLE draft heads get the compute of both stages in one run.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ DEPTH = 6
 FINAL_SHARE = 0.4  # compute of the second stage, as a share of the first
 WHOLE = 1.0 + FINAL_SHARE
 HEAD_WIDTH = {"intermediate_size": 512}
-# As wide as POSS-3 is deep: fc + one layer with the parameters of fc + two layers.
+# Width of the control: fc + one layer of this width have as many parameters as POSS-3's fc + two layers.
 CONTROL_WIDTH = {"intermediate_size": 1280}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One head to train.
+    """Training run of one draft head.
 
     Attributes:
         method: As in `AutoDraftHead.from_target`.
-        passes: Draft positions of the unroll; `None` for what the heads say.
-        starts_from: Name of the run to warm-start from, or `None` for random weights.
-        options: Fields of the heads' config.
-        share: Compute of the run, as a share of `--eagle_steps`.
+        passes: Draft positions of the unroll; `None` for the default of the draft heads.
+        starts_from: Name of the run to start from, or `None` for random weights.
+        options: Fields of the draft heads' config.
+        share: Compute of the run, as a share of `--eagle_steps` EAGLE steps.
         training: Training arguments that differ from the common ones.
-        tree: Fields of the tree used in evaluation that differ from the common one.
-        joint: Train an adapter of the target too (Medusa-2); its forward is then part of every step.
-        equal_steps: Take `share` of the steps of EAGLE, whatever they cost, instead of its compute.
-        on_corpus: Train on the corpus's answers instead of the target's own.
+        tree: Fields of the evaluation's draft tree that differ from the common one.
+        joint: Whether to train an adapter of the target too (Medusa-2); the target's forward is then part of every
+            step.
+        equal_steps: Whether `share` counts EAGLE's steps, whatever a step costs, instead of EAGLE's compute.
+        on_corpus: Whether to train on the corpus's answers instead of the target's own.
     """
 
     method: str
@@ -49,55 +50,56 @@ class Run:
 
 
 def poss(positions: int) -> Run:
-    """POSS with `positions` draft positions per specialist."""
+    """Returns a run of POSS with `positions` draft positions per specialist."""
     options = {"num_specialists": DEPTH // positions, "positions_per_specialist": positions}
     return Run("poss", DEPTH, "eagle-base", options, FINAL_SHARE)
 
 
 def hass() -> Run:
-    """One layer that is trained on its own drafts."""
+    """Returns a run of HASS: one layer that is trained on its own drafts."""
     return Run("hass", DEPTH, "eagle-base", {}, FINAL_SHARE)
 
 
-# Of all methods, so that they differ in their heads alone.
+# Training arguments common to all methods, so that runs differ only in their draft heads.
 COMMON = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1, "top_k_loss_weight": 1.0, "pass_decay": 1.0}
-# Heads that draft no features learn from the target's distribution alone.
+# Draft heads that draft no features learn from the target's distribution alone.
 TEACHER = {"feature_loss_weight": 0.0, "token_loss_weight": 1.0, "top_k_loss_weight": 0.0}
 TEST_TIME = {**TEACHER, "pass_decay": 0.8}
 ADAPTER = {"target_lora_rank": 4, "target_lora_alpha": 8.0, "learning_rate": 1.5e-3}
-# Heads share the target's `lm_head`: with projections of their own they would be larger than the target.
+# Per-position draft heads share the target's `lm_head`; with projections of their own they would exceed the target.
 SHARED = {"lm_head": "target"}
 SMALL_LM = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
             "num_key_value_heads": 2}  # fmt: skip
-# Block drafters of two layers: with POSS-3's parameters. Blocks of 8 draft deeper than the other heads are asked to.
+# Block drafters have two layers, and so as many parameters as POSS-3.
 BLOCK_HEADS = {**HEAD_WIDTH, "num_hidden_layers": 2}
 
 
 def parallel(method: str, positions: int, **options: Any) -> Run:
-    """Medusa and Hydra: one MLP per draft position, all trained at once."""
+    """Returns a run of Medusa or Hydra: one MLP per draft position, all trained at once."""
     heads = {"num_heads": positions, **SHARED, **options}
     return Run(method, positions, None, heads, WHOLE, TEACHER, {"depth": positions})
 
 
 def block(method: str, block_size: int, **options: Any) -> Run:
-    """DFlash and its kin: a block of drafts in one forward, from sampled rows; losses are the method's."""
+    """Returns a run of a block drafter such as DFlash, which drafts a block in one forward and is trained at sampled
+    rows, with the method's own losses."""
     heads = {**BLOCK_HEADS, "block_size": block_size, **options}
-    training = {**dict.fromkeys(COMMON), "num_anchors": 64, "pass_decay": 0.7788}  # exp(-1/4), for blocks of 8
+    training = {**dict.fromkeys(COMMON), "num_anchors": 64, "pass_decay": 0.7788}  # exp(-1/4), as for blocks of 8
     return Run(method, None, None, heads, WHOLE, training, {"depth": DEPTH})
 
 
 def dspark() -> Run:
-    """A block drafter whose slots are corrected by their parents' tokens."""
+    """Returns a run of DSpark, a block drafter whose slots are corrected by their parents' tokens."""
     return block("dspark", DEPTH, anchor_slot="drafts", markov_rank=64)
 
 
 def ablation(inputs: str) -> Run:
-    """EAGLE's input ablation: short runs that differ in what the heads read."""
+    """Returns a short run of EAGLE's input ablation; these runs differ in the inputs of the draft heads."""
     return Run("eagle", 1, None, {**HEAD_WIDTH, "inputs": inputs}, share=0.125)
 
 
 def trained_with(run: Run, **training: Any) -> Run:
-    """A run that differs in its training arguments alone."""
+    """Returns the same run with other training arguments."""
     return replace(run, training={**run.training, **training})
 
 
@@ -120,18 +122,19 @@ RELEASED = {
     "peagle": Run("peagle", DEPTH, None, {**EAGLE3, "num_hidden_layers": 2}, WHOLE, TEACHER),
     "poss3-lora": replace(poss(3), method="poss-lora"),
     "poss3-total-variation": trained_with(poss(3), **TOTAL_VARIATION),
-    # What ships for use, not for comparison: fifteen times the compute of the second stage.
+    # Shipped for use, not for comparison: 15 times the compute of the second stage.
     "poss3-longer": replace(
         trained_with(poss(3), **TOTAL_VARIATION), starts_from="poss3-total-variation", options={}, share=6.0
     ),
-    # Three blocks per head: together the parameters of POSS-3.
+    # With three blocks per head, Medusa has as many parameters as POSS-3.
     "medusa": parallel("medusa", DEPTH, num_blocks=3, tied_blocks=False),
     "medusa2": Run("medusa", DEPTH, "medusa", {}, 0.15, {**TEACHER, **ADAPTER}, joint=True),
     "hydra": parallel("hydra", 4),
     "hydra-plus": parallel("hydra", 4, head_arch="prefix-mlp", num_blocks=2, **HEAD_WIDTH),
     "draft-lm": Run("draft-lm", 1, None, SMALL_LM, WHOLE, TEACHER),
 }
-# What a choice of the recipe changes: each differs from POSS-3, HASS or EAGLE in one thing, as total variation above.
+# Studies of single choices of the recipe: each differs from POSS-3, HASS or EAGLE in one thing, as does
+# `poss3-total-variation` above.
 STUDIES = {
     "inputs-shifted": ablation("feature+shifted_token"),
     "inputs-unshifted": ablation("feature+token"),

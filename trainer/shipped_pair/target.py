@@ -2,9 +2,9 @@
 
     python -m hf_specheads.trainer.shipped_pair.target --output_dir runs/target --max_steps 4100 --minutes 90
 
-Resumes from the newest checkpoint in the output folder when there is one, so that a long training can be cut into
-calls of some minutes each with the same arguments. Each call leaves the model so far in `final`, with its share of
-right answers on held-out chats.
+The script resumes from the newest checkpoint in the output folder if there is one, so that a long training can be
+divided into calls of some minutes each with the same arguments. Each call saves the current model in `final`, with its
+share of right answers on held-out chats.
 """
 
 import argparse
@@ -53,8 +53,8 @@ class TimeLimit(TrainerCallback):
 
 
 class ChatTrainer(Trainer):
-    """Computes logits only where a label stands: most of a block is prompts, and the `lm_head` costs as much as four
-    layers."""
+    """A Trainer that computes logits only at labels, because most of a block is prompts, and the `lm_head` costs as
+    much as four layers."""
 
     def compute_loss(
         self,
@@ -73,8 +73,8 @@ class ChatTrainer(Trainer):
 
 
 def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 16) -> LlamaForCausalLM:
-    """A randomly initialised target: many layers of width 256, because speculation pays where one draft layer is cheap
-    next to the target's many; a small vocabulary, because drafting cost is mostly the `lm_head`."""
+    """Builds a randomly initialised target. It has many layers of width 256, because speculation pays if one draft
+    layer is cheap compared with the target, and a small vocabulary, because drafting mostly costs the `lm_head`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -95,12 +95,13 @@ def build_target(tokenizer: PreTrainedTokenizerFast, num_hidden_layers: int = 16
 def with_tokenizer(
     target: LlamaForCausalLM, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase
 ) -> LlamaForCausalLM:
-    """A trained target for another tokenizer: a token that `theirs` lacks is embedded as the mean of its parts there.
+    """Adapts a trained target to another tokenizer. A token that `theirs` lacks gets the mean embedding of the tokens
+    that `theirs` splits its text into.
 
     Args:
         target: The trained target, fp32, with a tied `lm_head`.
-        theirs: Its tokenizer.
-        ours: The tokenizer to come.
+        theirs: Current tokenizer of the target.
+        ours: New tokenizer of the target.
     """
     known, vocabulary = theirs.get_vocab(), ours.get_vocab()
     old = target.get_input_embeddings().weight.detach().clone()
@@ -121,7 +122,7 @@ def with_tokenizer(
 
 
 def earlier_facts(folder: Path | None) -> dict[str, Any]:
-    """Facts of a target that was trained before; empty without one."""
+    """Reads the facts of an earlier target; empty if there are none."""
     facts = folder / FACTS if folder is not None else None
     return json.loads(facts.read_text(encoding="utf-8")) if facts is not None and facts.exists() else {}
 
@@ -153,7 +154,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_tokenizer(args: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer that was named, or was trained by an earlier call; else a new one."""
+    """Loads the tokenizer given by the arguments or trained by an earlier call; else trains a new one."""
     folder = args.tokenizer or args.init_from or args.output_dir / "tokenizer"
     if folder.exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -166,7 +167,7 @@ def load_tokenizer(args: argparse.Namespace, texts: list[str]) -> PreTrainedToke
 def build_trainer(
     args: argparse.Namespace, target: LlamaForCausalLM, train_blocks: MixtureBlocks, held_out_blocks: MixtureBlocks
 ) -> Trainer:
-    """The Trainer of one call."""
+    """Builds the Trainer of one call."""
     return ChatTrainer(
         model=target,
         args=TrainingArguments(
@@ -174,7 +175,7 @@ def build_trainer(
             max_steps=args.max_steps,
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=args.batch_size,
-            lr_scheduler_type="warmup_stable_decay",  # a run can be ended anywhere: call it with fewer `--max_steps`
+            lr_scheduler_type="warmup_stable_decay",  # a run can be shortened by a later call with fewer `--max_steps`
             lr_scheduler_kwargs={"num_decay_steps": int(args.max_steps * args.decay_share)},
             warmup_steps=30,
             max_grad_norm=1.0,
@@ -196,7 +197,7 @@ def build_trainer(
 
 
 def answered(folder: Path, tokenizer: PreTrainedTokenizerFast, per_family: int) -> dict[str, Any]:
-    """Shares of right answers of the saved target on held-out chats, greedy and at temperature 1."""
+    """Measures the share of right answers of the saved target on held-out chats, greedy and at temperature 1."""
     if not per_family:
         return {}
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -240,7 +241,7 @@ def main() -> None:
     hours += (time.time() - started) / 3600
     held_out = trainer.evaluate()
     target.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `nn.Module.to`, which hides its `self`
-    target.config.use_cache = True  # not while training
+    target.config.use_cache = True  # was switched off for training
     target.save_pretrained(final)
     tokenizer.save_pretrained(final)
     facts = {

@@ -2,11 +2,10 @@
 
     python -m hf_specheads.trainer.shipped_pair.tokenizer --output_dir runs/tokenizer
 
-A word is written with the same tokens wherever it stands: behind a space, a quote or an underscore. With the usual
-tokens, which begin with their space, ` Florence` is one token and `"Florence"` another three, and a small model cannot
-copy the one into the other unless it has learned the spelling of that word by heart. So spaces are tokens of their
-own, save in front of the words that every text is made of. Every digit is a token: then numbers are copied, compared
-and added by place.
+A word has the same tokens after a space, a quote or an underscore. In usual tokenizers, whose tokens include a leading
+space, ` Florence` is one token and `"Florence"` is three others, and a small model cannot copy one into the other
+unless it has memorised the spelling of that word. Spaces are therefore tokens of their own, except in front of very
+common words. Every digit is a token, so that numbers can be copied, compared and added digit by digit.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from .tasks.draw import value_is_held_out
 from .tasks.words import SLOTS
 
 VOCABULARY = 4096
-# Words with a space of their own in front; no slot of a task is filled with one.
+# Words whose token includes a leading space. No slot of a task is filled with one of them.
 COMMON_WORDS = """
 a about after again all also an and answer are as at be by can column columns costs could day days did do does down
 each else end entries every first following for from give has have here how if in into is it keys know last leaves
@@ -34,12 +33,12 @@ use value was what when where which who will with work would write yes you your
 """
 PIECES = rf" (?:{'|'.join(COMMON_WORDS.split())})(?![A-Za-z_])| ?\n[ \n]*| +|[A-Za-z]+|[0-9]|[^A-Za-z0-9\s]+ ?|\s+"
 EXAMPLES_PER_FAMILY = 2000
-TEXT_SHARE = 0.35  # of the characters are standard-library text: chats decide what is one token
+TEXT_SHARE = 0.35  # share of standard-library text, in characters; below half, so that chats decide most merges
 MODEL_MAX_LENGTH = 2048
 
 
 def texts_of(example: Example) -> Iterator[str]:
-    """What stands between the special tokens of a chat."""
+    """Yields the texts between the special tokens of a chat."""
     for message in example.messages:
         yield answer_text(message, example.thinking)
     for tool in example.tools or []:
@@ -47,12 +46,12 @@ def texts_of(example: Example) -> Iterator[str]:
 
 
 def training_texts(library: list[str], per_family: int = EXAMPLES_PER_FAMILY, seed: int = 0) -> list[str]:
-    """Chats for training, and as much standard-library text as makes `TEXT_SHARE` of the whole.
+    """Returns training chats, and enough standard-library text to make up `TEXT_SHARE` of all characters.
 
     Args:
-        library: Texts of the training split, read from the front; see `corpus.read_split`.
-        per_family: Chats of each family.
-        seed: Of the chats.
+        library: Texts of the training split, used from the front; see `corpus.read_split`.
+        per_family: Number of chats of each family.
+        seed: Seed of the chats.
     """
     chats = [text for family in FAMILIES for example in islice(examples(family, seed), per_family)
              for text in texts_of(example)]  # fmt: skip
@@ -67,12 +66,12 @@ def training_texts(library: list[str], per_family: int = EXAMPLES_PER_FAMILY, se
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `texts` that merges nothing across words, spaces and digits; turns end with `<|im_end|>`,
-    which is its EOS token.
+    """Trains byte-level BPE on `texts`, without merges across words, spaces and digits. The EOS token is `<|im_end|>`,
+    which ends every turn.
 
     Args:
-        texts: What to learn merges from.
-        vocab_size: Entries in all, bytes, special tokens and markers included.
+        texts: Texts to learn merges from.
+        vocab_size: Total number of entries, including bytes, special tokens and markers.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -104,15 +103,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTr
 
 
 def unlearnable_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Held-out words, plurals included, that are one token: it is in no chat of training, so a target that meets it
-    has never seen its embedding, and cannot copy it."""
+    """Returns the held-out words, plurals included, that are a single token. No training chat contains such a token,
+    so its embedding is never trained and the target cannot copy it."""
     held_out = [word for slot in SLOTS for word in slot if value_is_held_out(word)]
     forms = [form for word in held_out for form in (word, f"{word}s")]
     return [form for form in forms if len(tokenizer(form, add_special_tokens=False)["input_ids"]) == 1]
 
 
 def refuse_unlearnable_words(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises SystemExit for a tokenizer with such tokens."""
+    """Raises SystemExit for a tokenizer with [`unlearnable_words`]."""
     if words := unlearnable_words(tokenizer):
         raise SystemExit(
             f"the held-out words {words} are one token each, which no training chat has; take them out of "

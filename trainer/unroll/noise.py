@@ -1,4 +1,4 @@
-"""Uniform noise on what heads read in training: on the target's features, and on token embeddings."""
+"""Uniform noise on the inputs of draft heads in training: on the target's features and on token embeddings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def feature_noise(
     scaling: str,
     generator: torch.Generator,
 ) -> torch.Tensor | None:
-    """Uniform noise U(-a, a) for input features (EAGLE, arXiv 2401.15077, section 4.1), or `None` for a = 0.
+    """Draws uniform noise U(-a, a) for input features (EAGLE, arXiv 2401.15077, section 4.1); `None` for a = 0.
 
     Args:
-        features: [B, T, F].
-        batch: As the collators make it.
-        half_width: a.
-        scaling: `"none"`; `"eagle"`: times 512 / length of the document in tokens, as the authors' code does; or
-            `"neftune"`: divided by sqrt(length * F).
+        features: [B, T, F], the features that get the noise.
+        batch: Batch from a collator.
+        half_width: Half width a of the noise.
+        scaling: `"none"`; `"eagle"` multiplies by 512 / length of the document in tokens, as the authors' code does;
+            `"neftune"` divides by sqrt(length * F).
         generator: Source of randomness, on the features' device.
 
     Returns:
@@ -50,13 +50,13 @@ def noisy_embedding(
     alpha: float,
     generator: torch.Generator,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The target's embedding with fresh noise U(-1, 1) * alpha / sqrt(length * E) at every call (NEFTune, arXiv
-    2310.05914; Hydra, arXiv 2402.05109), for rows made by [`unroll_inputs`].
+    """Wraps the target's embedding so that every call adds fresh noise U(-1, 1) * alpha / sqrt(length * E) (NEFTune,
+    arXiv 2310.05914; Hydra, arXiv 2402.05109). Made for rows from [`unroll_inputs`].
 
     Args:
-        embed_tokens: Ids [B, T - 1] -> [B, T - 1, E].
-        batch: As the collators make it, of T tokens.
-        alpha: Above 0.
+        embed_tokens: The target's token embedding, ids [B, T - 1] -> [B, T - 1, E].
+        batch: Batch from a collator, of T tokens.
+        alpha: Scale of the noise, above 0.
         generator: Source of randomness, on the batch's device.
     """
     lengths = document_lengths(batch)[:, :-1, None]
@@ -76,7 +76,7 @@ def noisy_embedding(
 
 
 def document_lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """fp32 [B, T], the number of real tokens of the document each token belongs to (at least 1)."""
+    """Returns fp32 [B, T], the number of tokens of the document that each token belongs to (at least 1)."""
     documents = batch.get("document_ids")
     if documents is None:
         documents = torch.zeros_like(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""Features of the frozen target, computed in process, and the rows the unroll trains on.
+"""Computes features of the frozen target in process, and forms the rows that the unroll trains on.
 
 Nothing is written to disk, and the target is never part of the optimizer or of a checkpoint.
 """
@@ -22,44 +22,45 @@ from .unroll import RowInputs
 
 
 class FrozenTarget:
-    """A target that only computes features.
+    """A frozen target that only computes features.
 
     Args:
-        target: The target model. **It is frozen in place**: evaluation mode, no parameter requires a gradient.
-        compiling: Arguments of `torch.compile` for its decoder layers, which share what is compiled; `None`: as they
-            are. Only forwards of this object run what is compiled, `generate` does not.
+        target: The target model. **Frozen in place**: evaluation mode, and no parameter requires a gradient.
+        compiling: Arguments of `torch.compile` for the decoder layers, which share the compiled code; `None` leaves
+            the layers uncompiled. Only the forwards of this object run compiled layers; `generate` does not.
 
     Raises:
-        ValueError: for layers to compile that cannot be found.
+        ValueError: if layers should be compiled and cannot be found.
     """
 
     def __init__(self, target: PreTrainedModel, compiling: dict[str, Any] | None = None):
         self.model = target.eval().requires_grad_(False)
         self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = BorrowedModules.of(target).lm_head  # to logits, the target's multipliers and soft-cap included
+        self.lm_head = BorrowedModules.of(target).lm_head  # applies the target's logit multipliers and soft-cap too
         accepted = inspect.signature(target.forward).parameters
         self._takes_position_ids = "position_ids" in accepted
         # Only the features are wanted, so `lm_head` runs on a single row.
         self._fewer_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        # Not accelerate's `compile_regions`: its wrappers record every hidden state twice.
+        # accelerate's `compile_regions` is not an option, because its wrappers record every hidden state twice.
         self._compiled = {} if compiling is None else _compiled_calls(target, compiling)
 
     def features(
         self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features of every token of a batch, in the target's dtype.
+        """Returns the features of every token of a batch, in the target's dtype.
 
         Args:
-            batch: As the collators of [`data`] make it. Several documents of a sequence are told apart by
-                `position_ids`, which transformers turns into masks that keep them apart. A batch that brings its own
-                `features` and `final_features` costs no forward.
-            layers: Hidden states the heads read, see `DraftHead.feature_layers`.
+            batch: Batch from a collator of [`data`]. Packed documents are separated by `position_ids`, from which
+                transformers builds masks. A batch that already contains `features` and `final_features` needs no
+                forward.
+            layers: Hidden states that the draft heads read, see `DraftHead.feature_layers`.
 
         Returns:
-            What the heads read, [B, T, F], and the final features, [B, T, H]; the same tensor for most heads.
+            Features that the draft heads read, [B, T, F], and final features, [B, T, H]; the same tensor for most
+            draft heads.
 
         Raises:
-            ValueError: for packed sequences and a target that takes no `position_ids`.
+            ValueError: for packed sequences if the target takes no `position_ids`.
         """
         if "final_features" in batch:
             return batch["features"], batch["final_features"]
@@ -69,7 +70,7 @@ class FrozenTarget:
     def compute_features(
         self, batch: dict[str, torch.Tensor], layers: tuple[int, ...] = (-1,)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As [`features`], but always by a forward, and with a graph if gradients are enabled."""
+        """Computes what [`features`] returns, but always runs a forward, with a graph if gradients are enabled."""
         if "image_inputs" in batch:
             return self._one_by_one(batch, layers)
         inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
@@ -95,7 +96,7 @@ class FrozenTarget:
 
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
-        """Has the layers run what is compiled, where something is."""
+        """Makes the layers run their compiled calls inside the context, if they were compiled."""
         for layer, call in self._compiled.items():
             layer._compiled_call_impl = call
         try:
@@ -105,15 +106,16 @@ class FrozenTarget:
                 layer._compiled_call_impl = None
 
     def _one_by_one(self, batch: dict[str, Any], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features of sequences with images, each with a forward of its own: how images of several sequences go
-        together is different for every family. Zeros on padding."""
+        """Computes features of sequences with images in one forward per sequence, because every model family batches
+        images differently. Features are 0 on padding."""
         found = []
         for ids, mask, images in zip(batch["input_ids"], batch["attention_mask"], batch["image_inputs"], strict=True):
             length = int(mask.sum())
             own = {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in images.items()}
             inputs = {"input_ids": ids[None, :length], "attention_mask": mask[None, :length], **own}
             missing = len(ids) - length
-            # All hidden states: what is asked of a target reaches its vision tower too, of which Llava reads another.
+            # All hidden states are requested, because the request also reaches the vision tower, and Llava reads
+            # another of the tower's states.
             states = self._forward(inputs, layers, asked=True)
             found.append([torch.nn.functional.pad(state, (0, 0, 0, missing)) for state in states])
         features, final = (torch.cat(states) for states in zip(*found, strict=True))
@@ -121,7 +123,7 @@ class FrozenTarget:
 
 
 def _compiled_calls(target: PreTrainedModel, compiling: dict[str, Any]) -> dict[nn.Module, Any]:
-    """By decoder layer, what `nn.Module.compile` makes of its call; nothing is compiled before it runs."""
+    """Maps each decoder layer to its call compiled by `nn.Module.compile`; compilation happens at the first call."""
     calls = {}
     for layer in decoder_layers(target, "set torch_compile=False"):
         layer.compile(**compiling)
@@ -135,14 +137,14 @@ def unroll_inputs(
     final_features: torch.Tensor,
     noise: torch.Tensor | None = None,
 ) -> RowInputs:
-    """The T - 1 rows of T tokens, as keyword arguments of [`Unroll`].
+    """Turns T tokens into T - 1 rows, returned as keyword arguments of [`Unroll`].
 
-    Row t pairs the feature of token t with token t + 1, and is supervised if token t + 1 is, i.e. where drafting may
-    start in use. The last token of a document has no row, because nothing follows it.
+    Row t pairs the feature of token t with token t + 1, and is supervised if token t + 1 is, that is, where a round
+    may start during generation. The last token of a document has no row, because nothing follows it.
 
     Args:
-        batch: As the collators make it; `loss_mask` [B, T] is nonzero at supervised tokens.
-        features: [B, T, F], target features that the heads read.
+        batch: Batch from a collator; `loss_mask` [B, T] is nonzero at supervised tokens.
+        features: [B, T, F], target features that the draft heads read.
         final_features: [B, T, H], target features after the final norm.
         noise: [B, T, F], added to the input features only.
     """

@@ -1,7 +1,7 @@
-"""The unroll: every draft position of a batch at once, and the losses of each.
+"""The unroll: drafts every draft position for all rows of a batch, and computes the losses of each position.
 
-What a position drafts is the head's affair (`DraftHead.unroll`); here the drafts meet the target. EAGLE trains one
-pass (arXiv 2401.15077), HASS and POSS several, each fed with what the pass before drafted (arXiv 2408.15766,
+`DraftHead.unroll` produces the drafts; this module compares them with the target. EAGLE trains one pass (arXiv
+2401.15077). HASS and POSS train several, each of which reads what the previous pass drafted (arXiv 2408.15766,
 2506.03566).
 """
 
@@ -21,7 +21,7 @@ from hf_specheads.unroll.rows import DraftedPass, TrainingRows, later, row_posit
 from .chunks import CHUNK_ROWS, ChunkedPass, send_on
 from .losses import IGNORED, DraftedRows, TargetDistribution, agreement, mean_loss
 
-# A module of the target, or what stands for one.
+# A module of the target, or a function that replaces it.
 Projection = Callable[[torch.Tensor], torch.Tensor]
 DEFAULT_LOSSES = ("feature", "token", "top_k")
 DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
@@ -29,11 +29,11 @@ DEFAULT_WEIGHTS = {"feature": 1.0, "token": 0.1, "top_k": 1.0}
 
 @dataclass(frozen=True)
 class PassLosses:
-    """Losses of one pass, unweighted scalars.
+    """Losses of one pass, as unweighted scalars.
 
     Attributes:
-        values: Loss by name, see [`losses.LOSSES`]; with a graph unless their backward has been run.
-        drafted: [B, T, H], drafted features, detached; `None` for heads that draft none.
+        values: Losses by name, see [`losses.LOSSES`]. They carry a graph unless their backward has been run.
+        drafted: [B, T, H], drafted features, detached; `None` for draft heads that draft no features.
     """
 
     values: dict[str, torch.Tensor]
@@ -41,7 +41,7 @@ class PassLosses:
 
     @property
     def feature_loss(self) -> torch.Tensor:
-        """SmoothL1 to the target's features."""
+        """SmoothL1 between drafted features and the target's features."""
         return self.values["feature"]
 
     @property
@@ -51,17 +51,18 @@ class PassLosses:
 
     @property
     def top_k_loss(self) -> torch.Tensor:
-        """The part of it that falls on the target's K most probable tokens."""
+        """The part of the token loss that falls on the target's K most probable tokens."""
         return self.values["top_k"]
 
     def weighted(self, **weights: float) -> torch.Tensor:
-        """Sum of the losses times their weights, by name; EAGLE's and HASS's weights when none are given.
+        """Returns the sum of the losses times their weights, given by name. Default: [`DEFAULT_WEIGHTS`], the weights
+        of EAGLE and HASS.
 
         Raises:
-            ValueError: if no loss that the heads have is weighted.
+            ValueError: if none of the losses in `values` has a weight above 0.
         """
         weights = weights or DEFAULT_WEIGHTS
-        # A loss of weight 0 stays out of the graph: it is only logged, and 0 times infinity would be NaN.
+        # A loss of weight 0 is only logged. It stays out of the graph, because 0 times infinity would be NaN.
         terms = [weights[name] * value for name, value in self.values.items() if weights.get(name)]
         if not terms:
             raise ValueError(
@@ -72,7 +73,7 @@ class PassLosses:
 
 
 class RowInputs(TypedDict, total=False):
-    """Rows of a batch as [`Unroll`] takes them; shapes there."""
+    """Arguments of [`Unroll`] that describe the rows of a batch; their shapes are documented there."""
 
     features: Required[torch.Tensor]
     next_token_ids: Required[torch.Tensor]
@@ -85,7 +86,7 @@ class RowInputs(TypedDict, total=False):
 
 
 class UnrollInputs(RowInputs, total=False):
-    """What [`unroll_losses`] hands on to [`Unroll`] as it is."""
+    """Arguments that [`unroll_losses`] passes to [`Unroll`] unchanged."""
 
     embed_tokens: Required[torch.Tensor | Projection]
     lm_head: Required[torch.Tensor | Projection]
@@ -97,38 +98,39 @@ class UnrollInputs(RowInputs, total=False):
 
 
 class Unroll:
-    """Unrolled training forward of one batch: [`next_pass`] `num_passes` times, or [`run_passes`].
+    """Unrolled training forward of one batch: call [`next_pass`] `num_passes` times, or call [`run_passes`].
 
-    Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with what the target says at t + 1.
-    With `anchors`, passes hold only those rows; supervised rows are those that may be drafted, from whichever anchor.
+    Row t holds the feature at t and knows the token at t + 1; pass 0 is compared with the target's distribution at
+    t + 1. With `anchors`, passes compute only the anchor rows, and the supervised rows are those that drafts may
+    reach from any anchor.
 
     Args:
-        draft_head: Heads of any family.
-        features: [B, T, F], target features of the rows that the heads read, noise included if there is any.
+        draft_head: Draft heads of any family.
+        features: [B, T, F], target features that the draft heads read, noise included if there is any.
         next_token_ids: int64 [B, T], the token after each row.
-        target_features: [B, T, H], clean final features one position later.
+        target_features: [B, T, H], final features one position later, without noise.
         loss_mask: [B, T], nonzero at supervised rows.
-        attention_mask: [B, T], zero on padding, on either side; or `None`.
+        attention_mask: [B, T], zero on padding, which may be on either side; or `None`.
         embed_tokens: The target's token embedding, a weight [V, E] or a module.
         lm_head: The target's `lm_head`, a weight [V, H] or a module.
-        num_passes: Draft positions.
+        num_passes: Number of draft positions.
         top_k: K of the top-k loss.
-        lk_decay: Of the LK loss, see [`losses.lk_loss`].
-        losses: Names of the losses to compute; the feature loss is left out for heads that draft no features.
-        upstream_masking: For parity with the authors' training code only: see [`unroll_losses`].
-        token_ids: int64 [B, T], the token of each row, for heads that ask for it.
+        lk_decay: Decay of the KL term of the LK loss, see [`losses.lk_loss`].
+        losses: Names of the losses to compute. Losses that the draft heads do not support are left out.
+        upstream_masking: For parity with the authors' training code only; see [`unroll_losses`].
+        token_ids: int64 [B, T], the token of each row, for draft heads that read it.
         document_ids: int64 [B, T], equal within a document of a packed sequence, or `None` for one document per
-            sequence. No
-            row attends, and no drafted feature moves, across documents.
-        position_ids: int64 [B, T], rope positions; default counts from 0 in every document.
-        anchors: int64 [B, A], rows at which rounds start, for heads that are trained at some rows only; -1 for none.
+            sequence. Rows do not attend across documents, and drafted features do not move across them.
+        position_ids: int64 [B, T], rope positions. Default: count from 0 in every document.
+        anchors: int64 [B, A], rows at which rounds start, for draft heads that are trained at sampled rows only; -1
+            where a sequence has fewer than A.
         num_items: Divisor of the losses instead of each pass's own number of supervised rows.
-        separate_backward: Each pass is followed by its own backward, which frees the pass's graph; gradients at rows
-            that passes share are kept until [`finish_backward`].
-        measure: Also count how drafts agree with the target, which costs a softmax.
+        separate_backward: Whether each pass is followed by its own backward, which frees the pass's graph. Gradients
+            at rows that passes share are kept until [`finish_backward`].
+        measure: Also measure how drafts agree with the target, at the cost of a softmax.
 
     Attributes:
-        measured: fp32 [num_passes, 3], see [`losses.agreement`].
+        measured: fp32 [num_passes, 3], agreement of each pass with the target, see [`losses.agreement`].
 
     Raises:
         ValueError: if a shape does not fit.
@@ -196,12 +198,12 @@ class Unroll:
 
     @property
     def num_rounds(self) -> int:
-        """Rows at which rounds start: what the losses of a pass are a mean over."""
+        """Number of rows at which rounds start, the divisor of mean losses."""
         return int(self.supervised.numel() if self._place is None else torch.count_nonzero(self._place >= 0))
 
     @torch.no_grad()
     def target_at(self, rows: torch.Tensor) -> TargetDistribution:
-        """What the target says at supervised rows, int64 [R'] (flat)."""
+        """Returns the target's distribution at supervised rows, given as flat indices int64 [R']."""
         logits = self._lm_head(self._target_features[rows])
         return TargetDistribution.from_logits(
             logits, self.top_k, labels=self._labels[rows], vocabulary=self._vocabulary
@@ -209,14 +211,14 @@ class Unroll:
 
     @cached_property
     def target(self) -> TargetDistribution:
-        """What the target says at all supervised rows."""
+        """The target's distribution at all supervised rows."""
         return self.target_at(self.supervised)
 
     def next_pass(self) -> PassLosses:
         """Runs the next pass and compares it with the target at all supervised rows at once."""
         drafted = next(self._passes)
         rows, kept = self._rows_of(drafted.offset, self.supervised)
-        # Rows are selected before `lm_head`, the largest product of a pass.
+        # Selecting rows first saves work in `lm_head`, the largest matrix product of a pass.
         hidden = drafted.hidden.flatten(0, 1)[rows]
         features = None if drafted.features is None else drafted.features.flatten(0, 1)[rows]
         values = self._losses(drafted, hidden, features, self.supervised, kept, self.target, self._position)
@@ -233,21 +235,22 @@ class Unroll:
     ) -> list[PassLosses]:
         """Runs the next `count` passes, compares them with the target chunk by chunk, and runs their backward.
 
-        Logits of draft and target exist for the rows of one chunk; what the target says there is computed once for all
-        `count` passes. See [`chunks`].
+        Logits of draft and target exist only for the rows of one chunk at a time. The target's distribution of a chunk
+        is computed once for all `count` passes. See [`chunks`].
 
         Args:
-            count: Passes.
-            weigh: Losses of a pass and its position (0-based) -> the scalar to minimise; `None` for losses alone.
-            backward: Backward of such a scalar, `accelerator.backward` in a trainer.
+            count: Number of passes to run.
+            weigh: Maps the losses of a pass and its position (0-based) to the scalar to minimise; `None` computes the
+                losses without a backward.
+            backward: Runs the backward of that scalar; `accelerator.backward` in a trainer.
             chunk_rows: Rows per chunk.
-            others: Scalars whose backward runs with that of the passes, because they share a graph.
+            others: Scalars whose backward runs together with that of the passes, because they share a graph.
 
         Returns:
             Losses of each pass, detached.
 
         Raises:
-            ValueError: without `num_items`.
+            ValueError: if the unroll was built without `num_items`.
         """
         if self.num_items is None:
             raise ValueError("the losses of a chunk are sums over its rows; give `num_items` to divide them by.")
@@ -275,12 +278,12 @@ class Unroll:
         ]
 
     def finish_backward(self) -> None:
-        """After the last pass's backward: lets the heads send on gradients gathered at rows that passes share."""
+        """Call after the last pass's backward: propagates the gradients gathered at rows that passes share."""
         next(self._passes, None)
 
     def _rows_of(self, offset: int, supervised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R'] (flat, of what a pass holds) that draft the supervised rows `offset` later, and which of them
-        those are."""
+        """Returns the flat indices [R'] of the rows of a pass that draft supervised rows `offset` positions later, and
+        the indices of those supervised rows in `supervised` (`None` if it is all of them)."""
         if offset == 0 and self._place is None:
             return supervised, None
         rows = (supervised - offset).clamp_min(0)
@@ -301,7 +304,8 @@ class Unroll:
         target: TargetDistribution,
         position: int,
     ) -> dict[str, torch.Tensor]:
-        """Losses of drafted rows [R', *] against those `kept` of the supervised rows, where `target` is."""
+        """Computes the losses of drafted rows [R', *] at the rows `kept` of `supervised` (`None`: at all of them);
+        `target` holds the target's distribution at `supervised`."""
         if kept is not None:
             target, supervised = target.select(kept), supervised[kept]
         pair = None if features is None else (features, self._target_features[supervised])
@@ -323,12 +327,12 @@ class Unroll:
 def unroll_losses(
     draft_head: DraftHead, *, num_passes: int, upstream_masking: bool = False, **inputs: Unpack[UnrollInputs]
 ) -> list[PassLosses]:
-    """Losses of `num_passes` draft positions, unweighted, sharing one graph.
+    """Computes the unweighted losses of `num_passes` draft positions in one graph.
 
-    Arguments are those of [`Unroll`]. `upstream_masking=True` reproduces what the authors' training code computes
-    instead of what it means to: with several passes (HASS, PosS), masked scores count as 0 in the softmax and padding
-    is not masked; with one pass (EAGLE) their masks are the true ones. It is for parity tests, not for training:
-    drafting has no such columns.
+    The arguments are those of [`Unroll`]. `upstream_masking=True` reproduces the masking of the authors' training code
+    for parity tests: with several passes (HASS, PosS), masked scores count as 0 in the softmax and padding is not
+    masked; with one pass (EAGLE), the authors' masks are correct and the option has no effect. Do not train with it,
+    because drafting masks correctly.
 
     Raises:
         ValueError: if `num_passes` is below 1 or a shape does not fit.
@@ -342,7 +346,7 @@ def unroll_losses(
 def _documents(
     next_token_ids: torch.Tensor, attention_mask: torch.Tensor | None, document_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Document ids [B, T] in which padding is a document of its own, so that no real row sees it."""
+    """Returns document ids [B, T] in which padding is a document of its own (-1), so that no real row sees padding."""
     documents = torch.zeros_like(next_token_ids) if document_ids is None else document_ids
     if attention_mask is None:
         return documents
@@ -350,7 +354,7 @@ def _documents(
 
 
 def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
-    """int64 [B T], where every row (flat) is among the anchors [B, A] (flat), -1 where it is none."""
+    """Returns int64 [B * T], the flat index of every row among the anchors [B, A], -1 for rows that are no anchor."""
     rows = anchors + torch.arange(len(anchors), device=anchors.device)[:, None] * length
     place = torch.full((len(anchors) * length,), -1, device=anchors.device)
     found = (anchors >= 0).flatten().nonzero()[:, 0]
@@ -359,7 +363,7 @@ def _places(anchors: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _labels(documents: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
-    """The token after the next one of every row [B * T], where it is in the batch and of the row's document."""
+    """Returns int64 [B * T], the token after each row's next token; -100 where the batch or document ends first."""
     labels = torch.where(later(documents, 1) == documents, later(next_token_ids, 1), IGNORED)
     labels[:, -1] = IGNORED
     return labels.flatten()

@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/concepts.md, which explain and measure nothing: `python docs/images/concepts/draw.py`."""
+"""Draws the explanatory pictures of docs/concepts.md, which show no measurements: `python
+docs/images/concepts/draw.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ TARGET, DRAFT, ACCEPTED, REJECTED, INK, PALE = "#2f5d8a", "#c8701a", "#2b7d4f", 
 
 
 def picture(width: int, height: int, *parts: str) -> str:
-    """An SVG on a light ground, so that it can be read on dark pages as well."""
+    """Returns an SVG with a light background, so that it is also readable on dark pages."""
     arrow = (
         '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>'
@@ -37,7 +38,7 @@ def text(
 
 
 def box(x: float, y: float, width: float, height: float, words: str, colour: str, note: str = "") -> str:
-    """A filled box with a title and, below it, a smaller line."""
+    """Draws a filled box with a title and, below the title, an optional smaller line."""
     middle = y + height / 2 + (-3 if note else 5)
     parts = [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{colour}"/>',
@@ -49,7 +50,7 @@ def box(x: float, y: float, width: float, height: float, words: str, colour: str
 
 
 def token(x: float, y: float, word: str, colour: str, filled: bool = True, note: str = "", width: float = 78) -> str:
-    """A token, centred at x and y; filled if it is a part of the text."""
+    """Draws a token centred at x and y, filled if it is part of the text."""
     fill, ink = (colour, "#ffffff") if filled else ("#ffffff", colour)
     dashes = "" if filled else ' stroke-dasharray="4 3"'
     parts = [
@@ -68,7 +69,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: f
 
 
 def a_round() -> str:
-    """What happens between two tokens that the target chose itself."""
+    """Draws one round, from text to draft tree to target and back."""
     return picture(
         820,
         190,
@@ -89,7 +90,7 @@ def a_round() -> str:
 
 
 def a_tree() -> str:
-    """Root, guesses by level, the accepted path and the bonus token."""
+    """Draws a draft tree: root, guesses by level, the accepted path and the bonus token."""
     places = {
         "of": (90, 150),
         "robotics": (260, 90), "motion": (260, 210),
@@ -132,7 +133,7 @@ def a_tree() -> str:
 
 
 def forwards() -> str:
-    """The same twelve tokens, plainly and in rounds."""
+    """Draws the forwards for the same twelve tokens, with plain decoding and in rounds."""
     parts = [text(20, 40, "plain decoding: a forward of the target for every token", INK, 14, "start")]
     for i in range(12):
         parts.append(f'<rect x="{20 + i * 65}" y="55" width="58" height="30" rx="5" fill="{TARGET}"/>')
@@ -156,7 +157,7 @@ def forwards() -> str:
 
 
 def positions() -> str:
-    """Who drafts which position, and what it reads."""
+    """Draws which part of a draft head drafts which position, and what it reads."""
     rows = [
         ("EAGLE, HASS", ["layer"] * 4, "the same layer again, on its own last output"),
         ("POSS-2", ["specialist 1"] * 2 + ["specialist 2"] * 2, "a layer for every two positions"),

@@ -1,1 +1,1 @@
-"""The layouts of other libraries: one folder each, with what it reads and what it writes."""
+"""Layouts of other libraries: one folder per layout, with its readers and writers."""

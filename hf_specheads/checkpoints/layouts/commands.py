@@ -1,4 +1,4 @@
-"""Commands that serve an export; `{folder}` and `{target}` stand for the export's folder and the target's name."""
+"""Commands that serve an export. `{folder}` and `{target}` stand for the export's folder and the target's name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from ...heads.base import DraftHead
 
 
 def drafted_positions(heads: DraftHead) -> int:
-    """Draft positions to ask an engine for: those of the heads' own tree, also of POSS heads, whose specialist 0 then
-    drafts the later ones."""
+    """Number of draft positions to request from an engine: the depth of the heads' own tree.
+
+    This also holds for POSS heads, whose specialist 0 then drafts the later positions as well.
+    """
     return heads.tree_config.depth
 
 
 def vllm_command(heads: DraftHead, method: str) -> str:
-    """vLLM drafts chains; the method is named because vLLM otherwise infers it from the path's text."""
+    """Command for vLLM, which drafts chains. It names the method, because vLLM otherwise infers it from the path."""
     speculative = {"model": "@", "method": method, "num_speculative_tokens": drafted_positions(heads)}
     return f"vllm serve {{target}} --speculative-config '{_braced(json.dumps(speculative))}'"
 
 
 def path_note(folder: Path, method: str) -> list[str]:
-    """vLLM infers a method that nobody names from the text of the path; said where it would be another one."""
+    """Note for the user if vLLM, which infers an unnamed method from the path, would infer another one; else empty."""
     text = str(folder).lower()
     inferred = "eagle" if "eagle-" in text else "eagle3" if "eagle3" in text else None
     if inferred == method:
@@ -35,7 +37,7 @@ def _braced(text: str) -> str:
 
 
 def sglang_command(heads: DraftHead, algorithm: str) -> str:
-    """SGLang drafts chains (top-k 1) and EAGLE-2's trees."""
+    """Command for SGLang, which drafts chains (top-k 1) and EAGLE-2's trees."""
     tree, steps = heads.tree_config, drafted_positions(heads)
     top_k = tree.top_k if tree.kind == "dynamic" else 1
     tokens = tree.total_tokens if tree.kind == "dynamic" else steps + 1

@@ -1,7 +1,7 @@
-"""Draft heads published in other layouts: telling the layouts apart, and reading them.
+"""Recognises the layout of published draft heads.
 
-A layout is recognised by `config.json` and by the *names and shapes* of the tensors, never by guesswork: an EAGLE
-checkpoint's config looks exactly like that of a one-layer Llama, only its keys tell.
+A layout is recognised by `config.json` and by the *names and shapes* of the tensors, never by guesswork. Names are
+needed because, for example, the config of an EAGLE checkpoint looks exactly like that of a one-layer Llama.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .speculators import keys as speculators_keys
 from .speculators import read as speculators
 from .titles import DFLASH, EAGLE, EAGLE3, HYDRA, MEDUSA, NATIVE, OURS, PEAGLE, POSS, SPECULATORS, TITLES
 
-# The modules that read the authors' layouts: each has `recognises(shapes, config)` and `convert(...)`; asked in this
-# order. A new layout adds its module here.
+# Modules that read the layouts, tried in this order. Each has `recognises(shapes, config)` and `convert(...)`. A new
+# layout adds its module here.
 LAYOUTS = {
     SPECULATORS: speculators, DFLASH: dflash, HYDRA: hydra, MEDUSA: medusa, PEAGLE: peagle, EAGLE3: eagle3,
     POSS: eagle, EAGLE: eagle,
@@ -32,10 +32,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def detect_from_config(config: RawConfig) -> str | None:
-    """`OURS` for this package's own layout, [`SPECULATORS`] for that library's, `None` if the keys must decide.
+    """Recognises layouts that `config.json` names.
+
+    Returns:
+        [`OURS`] for this package's own layout, [`SPECULATORS`] for that library's, `None` if the keys must decide.
 
     Raises:
-        UnknownFormatError: for layouts that name themselves in `config.json` and are not read.
+        UnknownFormatError: If `config.json` names a layout that is not supported.
     """
     model_type = str(config.get("model_type", ""))
     if model_type.startswith("specheads_"):
@@ -49,10 +52,10 @@ def detect_from_config(config: RawConfig) -> str | None:
 
 
 def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
-    """Name of the layout, a key of [`LAYOUTS`].
+    """Recognises the layout from names and shapes of tensors, and returns its key of [`LAYOUTS`].
 
     Raises:
-        UnknownFormatError: for everything else, naming what it looks like.
+        UnknownFormatError: For any other layout; the message says what the files look like.
     """
     if parallel := [key for key in shapes if key.startswith("parallel_draft_heads.")]:
         raise UnknownFormatError(_not_read(f"a parallel drafter (ModelOpt's, with {parallel[0]!r})"))
@@ -67,7 +70,7 @@ def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
 
 
 def _keys_problem(shapes: Shapes) -> str | None:
-    """Why keys that no other layout recognises are not those of EAGLE or PosS heads either, `None` if they are."""
+    """Says why keys that no other layout recognises are not EAGLE or PosS heads either; `None` if they are."""
     keys, normed = list(shapes), [key for key in shapes if re.fullmatch(rf"layers\.\d+\.{re.escape(INPUT_NORM)}", key)]
     if FC not in shapes and (normed or LM_HEAD in shapes or f"model.{EMBEDDING}" in shapes):
         return (

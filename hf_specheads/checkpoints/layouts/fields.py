@@ -1,4 +1,4 @@
-"""What every layout's module needs: the result of a conversion, and fields of a `config.json` nobody vouches for."""
+"""Helpers that all layouts share: input and result of a conversion, and checked access to untrusted `config.json`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...target.identity import weight_fingerprint
 from .keys import SPECIAL_TOKENS
 
 Tensors = dict[str, torch.Tensor]
-RawConfig = dict[str, Any]  # JSON of strangers: nothing is known of a value before it was looked at
+RawConfig = dict[str, Any]  # untrusted JSON: the type of a value is unknown until it has been checked
 
-# Scaled ropes that a layout knows, its authors' code or its readers.
+# Scaled ropes that the authors' code of a layout, or other readers of the layout, support.
 EAGLE_ROPES, EAGLE3_ROPES = ("linear", "dynamic"), ("linear", "dynamic", "llama3")
-# What scaled ropes need besides the base.
+# Fields that scaled ropes need in addition to the base.
 ROPE_FIELDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -32,15 +32,15 @@ MAX_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class Source:
-    """What a layout's module makes our heads of.
+    """Input of a layout's `convert`.
 
     Attributes:
-        raw_config: The checkpoint's `config.json`.
-        tensors: Its tensors, by the layout's names.
-        name: Of the repository or folder, for messages; it also tells HASS from EAGLE, and how many draft positions a
-            PosS specialist has.
-        positions_per_specialist: Of PosS heads, in place of what the name tells.
-        anchor_slot: Of block drafters, `"idle"` or `"drafts"`, where no file says it.
+        raw_config: Contents of the checkpoint's `config.json`.
+        tensors: Tensors of the checkpoint, by the layout's names.
+        name: Name of the repository or folder. It is used in messages, to distinguish HASS from EAGLE, and to learn
+            the number of draft positions of a PosS specialist.
+        positions_per_specialist: Draft positions per PosS specialist; overrides the number in `name`.
+        anchor_slot: `"idle"` or `"drafts"`, for block drafters whose files do not say.
     """
 
     raw_config: RawConfig
@@ -52,7 +52,7 @@ class Source:
 
 @dataclass
 class Conversion:
-    """Heads read from the authors' layout: config, weights under our names, and what had to be assumed."""
+    """Heads converted from another layout: config, weights under this package's names, and assumptions made."""
 
     config: DraftHeadConfig
     tensors: Tensors
@@ -60,10 +60,10 @@ class Conversion:
 
 
 def config_of(config_class: type[DraftHeadConfig], fields: dict[str, Any], name: str) -> DraftHeadConfig:
-    """The config of our heads.
+    """Builds the config of the converted heads.
 
     Raises:
-        HeadConfigError: for fields that do not go together.
+        HeadConfigError: If fields contradict one another.
     """
     try:
         return build_config(config_class, fields)
@@ -72,7 +72,7 @@ def config_of(config_class: type[DraftHeadConfig], fields: dict[str, Any], name:
 
 
 def integer(raw_config: RawConfig, name: str, notes: list[str], default: int | None = None) -> int:
-    """A positive integer field; a missing one is the default, noted, or refused where there is none."""
+    """Reads a positive integer. If missing, returns the default and adds a note; without a default, refuses."""
     value = number(raw_config, name, notes, default)
     if int(value) != value or not 0 < value < 2**31:
         raise HeadConfigError(f"config.json has {name}={value!r}, expected a positive integer.")
@@ -80,7 +80,7 @@ def integer(raw_config: RawConfig, name: str, notes: list[str], default: int | N
 
 
 def number(raw_config: RawConfig, name: str, notes: list[str], default: float | None = None) -> float:
-    """A positive number field; as [`integer`]."""
+    """Reads a positive number; missing values are handled as in [`integer`]."""
     value = raw_config.get(name)
     if value is None:
         if default is None:
@@ -93,7 +93,7 @@ def number(raw_config: RawConfig, name: str, notes: list[str], default: float | 
 
 
 def boolean(raw_config: RawConfig, name: str) -> bool | None:
-    """A field that is true, false, or not said."""
+    """Reads a field that is true, false or missing."""
     value = raw_config.get(name)
     if value is not None and not isinstance(value, bool):
         raise HeadConfigError(f"config.json has {name}={value!r}, expected true or false.")
@@ -101,7 +101,7 @@ def boolean(raw_config: RawConfig, name: str) -> bool | None:
 
 
 def layer_fields(raw_config: RawConfig, notes: list[str], ropes: tuple[str, ...] = EAGLE_ROPES) -> dict[str, Any]:
-    """Fields of a decoder layer that no tensor tells; a missing one is the authors' default, noted."""
+    """Fields of a decoder layer that no tensor reveals; missing ones get the authors' default and a note."""
     fields = {"rms_norm_eps": number(raw_config, "rms_norm_eps", notes, default=1e-6)}
     if raw_config.get("hidden_act") is None:
         notes.append("hidden_act='silu' (not in config.json)")
@@ -113,12 +113,12 @@ def layer_fields(raw_config: RawConfig, notes: list[str], ropes: tuple[str, ...]
 
 
 def special_tokens(raw_config: RawConfig) -> RawConfig:
-    """Ids of special tokens, as far as they are there."""
+    """Ids of the special tokens that the config has."""
     return {key: raw_config[key] for key in SPECIAL_TOKENS if key in raw_config}
 
 
 def target_of(name: object, embedding: torch.Tensor | None) -> dict[str, Any] | None:
-    """What a file tells of the heads' target: its name, and a fingerprint from a copy of its embedding [V, E]."""
+    """Identity of the target, from its name and the fingerprint of a copy of its embedding [V, E], if known."""
     name = name if isinstance(name, str) and name else None
     if embedding is None:
         return {"name": name} if name else None
@@ -130,7 +130,7 @@ def matrix_shape(tensors: Tensors, key: str) -> tuple[int, int]:
     """Rows and columns of a weight.
 
     Raises:
-        CheckpointShapeError: if it is no matrix.
+        CheckpointShapeError: If the weight is not a matrix.
     """
     shape = tuple(tensors[key].shape)
     if len(shape) != 2:
@@ -139,11 +139,11 @@ def matrix_shape(tensors: Tensors, key: str) -> tuple[int, int]:
 
 
 def attention_sizes(raw_config: RawConfig, queries: int, keys: int, notes: list[str]) -> dict[str, int]:
-    """Number and width of attention heads, from the rows of `q_proj` and `k_proj`.
+    """Computes number and width of attention heads from the numbers of rows of `q_proj` and `k_proj`.
 
     Raises:
-        CheckpointShapeError: if the rows do not divide into the attention heads that the config names.
-        HeadConfigError: if it names none.
+        CheckpointShapeError: If the rows do not divide into the config's number of attention heads.
+        HeadConfigError: If the config has no valid number of attention heads.
     """
     heads = integer(raw_config, "num_attention_heads", notes)
     if queries % heads:
@@ -155,7 +155,7 @@ def attention_sizes(raw_config: RawConfig, queries: int, keys: int, notes: list[
 
 
 def refuse_contradiction(raw_config: RawConfig, sizes: dict[str, int]) -> None:
-    """Raises [`CheckpointShapeError`] if the config says another size than the weights do."""
+    """Raises [`CheckpointShapeError`] if the config states another size than the weights have."""
     for name, value in sizes.items():
         if (stated := raw_config.get(name)) is not None and stated != value:
             raise CheckpointShapeError(f"config.json says {name}={stated!r}, the weights say {value}; one is damaged.")
@@ -163,10 +163,10 @@ def refuse_contradiction(raw_config: RawConfig, sizes: dict[str, int]) -> None:
 
 # ------------------------------------------------------------------ tensors
 def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
-    """The tensors under other names.
+    """Renames tensors.
 
     Raises:
-        CheckpointKeysError: if two come to the same name, which are then two spellings of one.
+        CheckpointKeysError: If two tensors get the same name, i.e. the file has one tensor in two spellings.
     """
     result: Tensors = {}
     for key, tensor in tensors.items():
@@ -177,7 +177,7 @@ def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> Tensors:
 
 
 def with_our_prefix(prefixes: dict[str, str], key: str) -> str:
-    """The key with the prefix that ours has, where it begins with one of theirs."""
+    """Replaces the layout's prefix of a key by this package's, if the key begins with one of `prefixes`."""
     for theirs, ours in prefixes.items():
         if key.startswith(theirs):
             return ours + key.removeprefix(theirs)
@@ -185,21 +185,21 @@ def with_our_prefix(prefixes: dict[str, str], key: str) -> str:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same in type, shape and numbers."""
+    """Whether two tensors have the same dtype, shape and values."""
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def are_copies(blocks: list[list[Tensors]]) -> bool:
-    """Whether the blocks of every head are copies of one, as the authors' code saves a module that it uses again.
+    """Whether all blocks of a head are copies of its first, as the authors' code saves a module used several times.
 
     Args:
-        blocks: Weights of the blocks of every head, by the names of their parts.
+        blocks: For every Medusa or Hydra head, the weights of its blocks, by the names of their parts.
 
     Raises:
-        CheckpointValueError: if some are copies and others are not: then one of them is damaged.
+        CheckpointValueError: If only some are copies, which means that the file is damaged.
     """
     pairs = [(block, head[0]) for head in blocks for block in head[1:]]
-    if pairs and any(tensor.is_meta for tensor in pairs[0][0].values()):  # only headers were read
+    if pairs and any(tensor.is_meta for tensor in pairs[0][0].values()):  # headers have no values to compare
         return False
     copies = [all(equal(block[part], first[part]) for part in first) for block, first in pairs]
     if any(copies) and not all(copies):
@@ -212,7 +212,10 @@ def are_copies(blocks: list[list[Tensors]]) -> bool:
 
 # ------------------------------------------------------------------ ropes
 def rope(raw_config: RawConfig, notes: list[str], supported: tuple[str, ...]) -> dict[str, Any]:
-    """The **draft** config's rope base, else 10000, never the target's; scaling as the authors' code knows it."""
+    """Reads the rope parameters of the **draft** config.
+
+    A missing base is 10000, never the target's. Only scaling that the authors' code supports is accepted.
+    """
     parameters = raw_config.get("rope_parameters") or {}
     scaling = raw_config.get("rope_scaling") or parameters
     if not isinstance(parameters, dict) or not isinstance(scaling, dict):

@@ -1,4 +1,4 @@
-"""Names of the layouts, and what they are called in messages."""
+"""Identifiers of the layouts, and their titles in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`d2t` and `t2d`, by which layouts say what heads draft that draft over a part of the vocabulary."""
+"""Reads `d2t` and `t2d`, the tensors that describe the draft vocabulary of heads that draft only some tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .keys import D2T, T2D
 
 
 def draft_vocabulary_of(d2t: torch.Tensor | None, t2d: torch.Tensor | None, drafted: int, vocab_size: int) -> Tensors:
-    """`d2t` and `t2d` in our types; nothing where all of V is drafted.
+    """Checks `d2t` and `t2d` and converts them to int64 and bool; returns nothing if the whole vocabulary is drafted.
 
     Args:
-        d2t: Integers [Vd], what to add to a row's number for its token; `None` if the file has none.
-        t2d: Truth values [V], which tokens are drafted; `None` likewise.
-        drafted: Vd, the rows of the file's `lm_head`.
+        d2t: Integers [Vd]: the offset from a row's index to its token id; `None` if the file has none.
+        t2d: Truth values [V]: which tokens are drafted; `None` if the file has none.
+        drafted: Vd, the number of rows of the file's `lm_head`.
         vocab_size: V.
 
     Raises:
-        CheckpointKeysError: without `d2t` where Vd < V.
-        CheckpointShapeError: for other shapes or types.
-        CheckpointValueError: if they are no draft vocabulary, or contradict one another.
+        CheckpointKeysError: If `d2t` is missing and Vd < V.
+        CheckpointShapeError: If a shape or dtype is wrong.
+        CheckpointValueError: If the tensors do not describe a draft vocabulary, or contradict one another.
     """
     if d2t is None:
         if drafted < vocab_size:
@@ -49,7 +49,7 @@ def draft_vocabulary_of(d2t: torch.Tensor | None, t2d: torch.Tensor | None, draf
 
 
 def _drafted_tokens(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`t2d` of a file that leaves it out."""
+    """Computes `t2d` from `d2t`, for files that have only the latter."""
     token_ids = torch.arange(len(d2t)) + d2t
     try:
         _, t2d = mapping_of(token_ids, vocab_size)
@@ -61,7 +61,7 @@ def _drafted_tokens(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _of_header(d2t: torch.Tensor, t2d: torch.Tensor | None, drafted: int, vocab_size: int) -> Tensors:
-    """The two tensors as they will be, where only their shapes are known."""
+    """`d2t` and `t2d` on the device `meta`, for files of which only headers were read."""
     if tuple(d2t.shape) != (drafted,) or (t2d is not None and tuple(t2d.shape) != (vocab_size,)):
         raise CheckpointShapeError(f"`d2t` must be [{drafted}] and `t2d` [{vocab_size}], got other shapes.")
     if drafted == vocab_size:

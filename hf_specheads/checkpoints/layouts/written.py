@@ -1,4 +1,4 @@
-"""What an export consists of, and the fields of a `config.json` that several destinations share."""
+"""Contents of an export, and the fields of its `config.json` that several destinations share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .fields import DEFAULT_ROPE_BASE, EAGLE3_ROPES, EAGLE_ROPES, Tensors
 from .keys import SPECIAL_TOKENS, attention_bias, attention_weight
 
 ENGINES = ("vllm", "sglang")
-# Ropes that mean the same to the engine as to transformers: engines scale a "dynamic" rope at all lengths,
-# transformers only past the original one.
+# Ropes that a destination computes as transformers does. "dynamic" is missing for engines: they scale it at all
+# lengths, transformers only beyond the original length.
 ROPES = {
     "vllm": ("default", "linear", "llama3"),
     "sglang": ("default", "linear", "llama3"),
@@ -35,12 +35,12 @@ class Layout:
     """Files of an export before they are written.
 
     Attributes:
-        config: Its `config.json`.
-        tensors: Its weights, on any device.
-        notes: What is lost, changed or to be known, a sentence each.
-        command: Command that serves it, with `{folder}` for the folder and `{target}` for the target; `None` where
-            nothing serves the layout by one command.
-        weight_file: Name of the weight file; `.pt` is written with `torch.save`.
+        config: Contents of `config.json`.
+        tensors: Weights by key, on any device.
+        notes: What is lost or changed, and what users must know; one sentence each.
+        command: Command that serves the export, with `{folder}` and `{target}` as placeholders; `None` if no single
+            command serves the layout.
+        weight_file: Name of the weight file; a name ending in `.pt` is written with `torch.save`.
     """
 
     config: dict[str, Any]
@@ -51,15 +51,15 @@ class Layout:
 
 
 def dtype_name(heads: DraftHead) -> str:
-    """`"bfloat16"` and the like."""
+    """Name of the heads' dtype, e.g. `"bfloat16"`."""
     return str(heads.dtype).removeprefix("torch.")
 
 
 def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
-    """The rope in the flat fields of older readers and in `rope_parameters`, which newer ones prefer.
+    """Rope fields, both flat for older readers and as `rope_parameters`, which newer readers prefer.
 
     Raises:
-        ExportError: for a scaling that the destination does not know, or understands otherwise.
+        ExportError: If the destination does not know the scaling, or computes it differently.
     """
     parameters = dict(config.rope_parameters or {})
     kind, base = parameters.get("rope_type", "default"), float(parameters.get("rope_theta", DEFAULT_ROPE_BASE))
@@ -75,10 +75,10 @@ def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
 
 
 def llama_fields(heads: SpecialistHead, destination: str) -> dict[str, Any]:
-    """Fields of a one-layer Llama config for heads with Llama decoder layers.
+    """Fields of a one-layer Llama config, for heads with Llama decoder layers.
 
     Raises:
-        ExportError: see [`rope_fields`]; for an activation that the engine does not have.
+        ExportError: If the engine lacks the activation, or as for [`rope_fields`].
     """
     config = heads.config
     if destination in ENGINES and config.hidden_act != "silu":
@@ -106,17 +106,17 @@ def llama_fields(heads: SpecialistHead, destination: str) -> dict[str, Any]:
 
 
 def token_fields(config: DraftHeadConfig) -> dict[str, Any]:
-    """Ids of special tokens, as far as they are known."""
+    """Ids of the special tokens that are known."""
     return {name: value for name in SPECIAL_TOKENS if (value := getattr(config, name)) is not None}
 
 
 def zero_biases(heads: SpecialistHead, layer: str, projections: str) -> Tensors:
-    """Biases of attention projections that a destination asks for and the heads do not have, all 0: nothing changes.
+    """Zero biases of attention projections, for destinations that require biases the heads do not have.
 
     Args:
-        heads: The heads.
+        heads: Heads without these biases.
         layer: Prefix of the layer's keys.
-        projections: Some of the letters q, k, v, o.
+        projections: Letters of the projections, from q, k, v, o.
     """
     weights = heads.specialist_state(0)
     rows = {x: len(weights[attention_weight(x)]) for x in projections}
@@ -124,17 +124,17 @@ def zero_biases(heads: SpecialistHead, layer: str, projections: str) -> Tensors:
 
 
 def scales_embeddings(heads: DraftHead) -> bool:
-    """Whether the target multiplies its embeddings before the first layer, which engines' draft layers do not do."""
+    """Whether the target scales its embeddings before the first layer, which engines' draft layers do not do."""
     return str((heads.config.target or {}).get("model_type") or "").startswith("gemma")
 
 
 def target_name(heads: DraftHead) -> str | None:
-    """Name of the target the heads remember."""
+    """Name of the target that is stored with the heads."""
     return (heads.config.target or {}).get("name")
 
 
 def pruning_note(heads: DraftHead) -> list[str]:
-    """Of heads pruned to some tokens, where the layout cannot say so."""
+    """Note for heads with a pruned vocabulary, for layouts that cannot represent pruning; else empty."""
     if heads.pruned_token_ids is None:
         return []
     return [
@@ -144,12 +144,12 @@ def pruning_note(heads: DraftHead) -> list[str]:
 
 
 def common_notes(heads: DraftHead) -> list[str]:
-    """What is to be known of heads of any family."""
+    """Notes that apply to heads of any family."""
     return pruning_note(heads) + adapter_note(heads)
 
 
 def adapter_note(heads: DraftHead) -> list[str]:
-    """Of heads trained together with an adapter of their target."""
+    """Note for heads that were trained together with an adapter of their target; else empty."""
     if heads.config.target_adapter is None:
         return []
     return [

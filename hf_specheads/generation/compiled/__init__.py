@@ -1,1 +1,1 @@
-"""Steps of a round that are compiled whole, and kept."""
+"""Compiled steps of a round: each is compiled as one graph, and kept for later calls and processes."""

@@ -1,4 +1,4 @@
-"""What the compiler asks before it runs what it has compiled, and what is done around its work."""
+"""Handles the guards of compiled code, and what slows the compiler down while it works."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-# By default the compiler does not look for hooks: one that a module gets after it was compiled would never run.
+# By default the compiler does not guard on hooks, so a hook added to a module after compilation would never run.
 GUARD_HOOKS = {"skip_nnmodule_hook_guards": False}
 
 
 def without_guards(step: Callable) -> Callable | None:
-    """What the compiler has made of a step, without the guards it evaluates before it runs it: whether everything is
-    as it was when it was compiled, down to the settings of every module. `None` if it has made several things of it.
-    """
+    """The code that the compiler has made of a step, without its guards, which check before every run that everything
+    is as it was at compilation, down to the settings of every module. `None` if there are several such codes."""
     entries: list[Any] = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda _: [])(step.__code__)
     return types.FunctionType(entries[0].code, step.__globals__, step.__name__) if len(entries) == 1 else None
 
 
 @contextmanager
 def quick_compiler() -> Iterator[None]:
-    """The compiler works without collections of garbage and without what it would tell nobody."""
+    """While this lasts, the compiler works without garbage collections and without logs that nobody reads, and with
+    our own kernels for products of few rows."""
     settings = torch._dynamo.config.patch(_quick_settings())
     with no_collections(), no_names_of_lines(), settings, ExitStack() as kernels:
         _enter_kernels(kernels)
@@ -36,7 +36,7 @@ def quick_compiler() -> Iterator[None]:
 
 
 def _enter_kernels(kernels: ExitStack) -> None:
-    """Imports much of the compiler."""
+    """Enables the kernels for products of few rows. Their modules import much of the compiler, so they load here."""
     if torch.cuda.is_available():
         from ..kernels.products import one_kernel_for_siblings
 
@@ -47,20 +47,20 @@ def _enter_kernels(kernels: ExitStack) -> None:
     kernels.enter_context(few_rows_products())
     try:
         from .kernel_files import kernels_in_few_files
-    except ImportError:  # places inside torch may move
+    except ImportError:  # internals of torch may have moved
         return
     kernels.enter_context(kernels_in_few_files())
 
 
 def _quick_settings() -> dict[str, Any]:
-    """Of the compiler: it collects no garbage of its own accord, where the installed one would."""
+    """Settings of the compiler: no garbage collection after compiling, if the installed version does one."""
     return {name: False for name in ("run_gc_after_compile",) if hasattr(torch._dynamo.config, name)}
 
 
 @contextmanager
 def no_names_of_lines() -> Iterator[None]:
-    """torch looks up in which function every line lies that it traces, by taking whole source files apart, whether or
-    not its log of them is on; not meanwhile, unless it is."""
+    """While this lasts, torch does not look up the function of every line it traces, unless a log that shows it is on.
+    Without this, torch parses whole source files for it even if the logs are off."""
     tracing = sys.modules.get("torch._dynamo.symbolic_convert")
     known = getattr(tracing, "get_funcname", None)
     logs = [getattr(tracing, name, None) for name in ("trace_call_log", "trace_source_log")]
@@ -79,7 +79,7 @@ def _unnamed(filename: str, lineno: int) -> None:
 
 
 class _Collections:
-    """Switched off as long as anybody, in whatever thread, wants none."""
+    """Switches garbage collection off as long as any thread asks for that."""
 
     def __init__(self) -> None:
         self.lock, self.unwanted, self.were_on = threading.Lock(), 0, False
@@ -103,8 +103,8 @@ _COLLECTIONS = _Collections()
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """No garbage is looked for meanwhile: compilers make so many objects that the search, through all objects of the
-    process each time, takes a good part of their time."""
+    """While this lasts, no garbage is collected. A compiler makes so many objects that collections, which search all
+    objects of the process each time, take a large part of its time."""
     _COLLECTIONS.stop()
     try:
         yield
@@ -113,8 +113,8 @@ def no_collections() -> Iterator[None]:
 
 
 def let_go_at_exit(owner: Any, *kept: dict) -> None:
-    """Compiled code dies while the compiler's modules are whole: in a process that ends they are emptied before what
-    is left dies, and torch 2.14 prints a traceback then."""
+    """Lets compiled code die with its owner, or at exit while the compiler's modules still exist. Interpreter shutdown
+    would empty these modules first, and torch 2.14 would print a traceback when compiled code dies after them."""
     weakref.finalize(owner, _let_go, kept)
 
 
@@ -124,5 +124,5 @@ def _let_go(kept: tuple[dict, ...]) -> None:
 
 
 def own_copy(step: Callable) -> Callable:
-    """The same function with a code object of its own."""
+    """A copy of a function that has its own code object."""
     return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)

@@ -1,8 +1,8 @@
-"""Compiled steps that later processes find on disk, and need not compile again.
+"""Keeps compiled steps on disk, so that later processes need not compile them again.
 
-What a step costs whoever compiles it with all its kernels known already is the compiler's reading of the model: the
-greater part of the first compiled call of a process. torch can write down what it has made of a function; whether that
-may be used is ours to say ([`premises`]).
+Even if all kernels of a step are cached already, the compiler has to read the model, which takes most of the first
+compiled call of a process. torch can serialise what it has compiled from a function. Whether the result may be used is
+decided here, by its [`premises`].
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .premises import NotPortable, Premises, premises_of
 
 logger = logging.get_logger(__name__)
 
-MOST_OF_ONE = 8  # variants of a step that live side by side, in a process and on disk
+MOST_OF_ONE = 8  # most variants of one step and shape, in a process and on disk
 DEFAULTS = {"backend": "inductor", "fullgraph": True, "dynamic": False}
-SINCE = "2.13"  # torch writes down what it has made of such functions, with guards that can be told
-FOLDER = "specheads"  # within inductor's
+SINCE = "2.13"  # first torch version that can serialise such functions and exposes their guards
+FOLDER = "specheads"  # subfolder of inductor's cache folder
 
 
 @dataclasses.dataclass
 class Code:
-    """What the compiler has made of a step.
+    """Compiled code of a step.
 
     Args:
-        premises: Under which it does what the step does.
-        modules: That it calls by names of its own.
-        stamps: Of the files in which what the compiler read is defined, by module.
-        written: As torch writes it down.
-        function: That it is, with the arguments of the step; `None` until it has been read.
+        premises: Conditions under which the code does what the step does.
+        modules: Modules that the code uses under names of its own: module names by these names.
+        stamps: Time and size, by module, of the source files that the compiler read, torch's own excepted.
+        written: The code as torch serialises it; emptied once it has been read.
+        function: The code as a function with the arguments of the step; `None` until it has been read.
     """
 
     premises: Premises
@@ -60,7 +60,7 @@ class Code:
     function: Callable | None = None
 
     def fits(self, step: Callable, arguments: dict[str, Any]) -> bool:
-        """Whether the premises hold; not those of modules that are gone."""
+        """Whether the premises hold; `False` if a module that the code uses no longer exists."""
         try:
             named = self._named
         except ImportError:
@@ -68,14 +68,14 @@ class Code:
         return self.premises.hold(arguments, {**step.__globals__, **named})
 
     def is_of_these_files(self) -> bool:
-        """Whether what the compiler read has not changed since."""
+        """Whether the source files that the compiler read are unchanged."""
         try:
             return all(_stamp(module) == stamp for module, stamp in self.stamps.items())
         except NotPortable:
             return False
 
     def read(self) -> Callable:
-        """The function."""
+        """The function, deserialised at first use."""
         if self.function is None:
             from torch._dynamo.aot_compile import AOTCompiledFunction
 
@@ -90,13 +90,13 @@ class Code:
 
 
 class KeptSteps:
-    """The compiled steps of a pair.
+    """The compiled steps of a pair that other processes can use as well.
 
     Args:
-        options: Of `torch.compile`.
+        options: Options of `torch.compile`.
 
     Attributes:
-        codes: In use, by step and shape.
+        codes: Code in use in this process, by step and shape.
     """
 
     def __init__(self, options: dict[str, Any]):
@@ -106,18 +106,18 @@ class KeptSteps:
         self._refused: set[tuple] = set()
 
     def get(self, step: Callable, shape: tuple, args: tuple) -> Callable | None:
-        """Code of a step for these arguments: the process's, from disk or compiled now.
+        """Code of a step for these arguments: in use already, from disk, or compiled now.
 
         Args:
-            step: A function of a module.
-            shape: Whatever makes graphs differ.
-            args: Of the step.
+            step: A function defined at module level.
+            shape: Everything that makes graphs of the step differ.
+            args: Arguments of the step.
 
         Returns:
-            `None` if what there is could not be kept.
+            The code; `None` if the step cannot be kept.
 
         Raises:
-            torch._dynamo.exc.FailOnRecompileLimitHit: It has been compiled too often.
+            torch._dynamo.exc.FailOnRecompileLimitHit: The step has been compiled too often.
         """
         key, arguments = (step, shape), _signature(step).bind(*args).arguments
         if key in self._refused:
@@ -150,14 +150,15 @@ class KeptSteps:
         self._on_disk[key].remove(found)
         try:
             found.read()
-        except Exception as error:  # of files that something else has written, or a C++ compiler that is gone
+        except Exception as error:  # the file may be damaged or foreign, or the C++ compiler may be gone
             logger.debug("%s cannot be read: %s", folder, error)
             return None
         return found
 
 
 def keeps(options: dict[str, Any], device: torch.device) -> bool:
-    """Whether steps compiled so can be kept: on a CPU, by inductor as it comes, unless it keeps nothing itself."""
+    """Whether steps compiled with these options can be kept: only on a CPU, by inductor with default options, and if
+    inductor's own caches are on."""
     if options != DEFAULTS or device.type != "cpu" or not is_torch_greater_or_equal(SINCE):
         return False
     settings = torch._inductor.config
@@ -175,7 +176,8 @@ def _fitting(codes: Iterable[Code], step: Callable, arguments: dict[str, Any]) -
 
 # ---------------------------------------------------------------------- compiling
 def _made(folder: Path, step: Callable, args: tuple, arguments: dict[str, Any], options: dict[str, Any]) -> Code:
-    """Compiled and written; what cannot be kept is found out after it was compiled, so that is written as well."""
+    """Compiles a step and writes it to disk. Whether it can be kept is known only after compilation, so a refusal is
+    written to disk as well, and spares later processes the attempt."""
     refused = Path(f"{folder}.refused")
     if refused.exists():
         raise NotPortable(refused.read_text(encoding="utf-8"))
@@ -187,7 +189,7 @@ def _made(folder: Path, step: Callable, args: tuple, arguments: dict[str, Any], 
     _write(folder / code.premises.name, pickle.dumps(dataclasses.replace(code, function=None)))
     code.written = b""
     for old in _files(folder)[MOST_OF_ONE:]:
-        with contextlib.suppress(OSError):  # other processes delete as well, and files may be others'
+        with contextlib.suppress(OSError):  # other processes delete too, and files may belong to other users
             old.unlink()
     return code
 
@@ -197,7 +199,7 @@ def _compiled(step: Callable, args: tuple, arguments: dict[str, Any], options: d
         return _by_torch(step, args, arguments, options)
     except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, torch.OutOfMemoryError, NotPortable):
         raise
-    except Exception as error:  # what torch compiles and cannot write down, and places inside torch that may move
+    except Exception as error:  # torch may fail to serialise what it compiled, or its internals may have moved
         raise NotPortable(f"{type(error).__name__}: {error}") from error
 
 
@@ -218,7 +220,7 @@ def _by_torch(step: Callable, args: tuple, arguments: dict[str, Any], options: d
     premises = premises_of(guards, arguments, {**step.__globals__, **made.fn.__globals__})
     read = {source.module for source in sources.inlined_sources}
     stamps = {module: _stamp(module) for module in sorted(read) if module.partition(".")[0] != "torch"}
-    made._artifacts.source_info = type(sources)(inlined_sources=set())  # whole modules, which nobody asks for
+    made._artifacts.source_info = type(sources)(inlined_sources=set())  # texts of whole modules, which nobody needs
     return Code(premises, modules, stamps, type(made).serialize(made).serialized_data, made.fn)
 
 
@@ -231,7 +233,7 @@ def _module_called(name: str, step: Callable) -> str:
 
 # ---------------------------------------------------------------------- on disk
 def _stamp(module: str) -> tuple[int, int]:
-    """Of a module's file: time and size."""
+    """Time and size of a module's file."""
     loaded = sys.modules.get(module)
     try:
         file = loaded.__file__ if loaded is not None else importlib.util.find_spec(module).origin  # type: ignore
@@ -242,7 +244,7 @@ def _stamp(module: str) -> tuple[int, int]:
 
 
 def _folder(step: Callable, shape: tuple, args: tuple) -> Path:
-    """Where a step's code lies. All that it depends on without the compiler's knowing makes the name."""
+    """Folder of a step's code. Its name is a hash of everything the code depends on that no guard covers."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = [_settings(config) for config in (torch._inductor.config, torch._dynamo.config)]
@@ -262,7 +264,7 @@ def _kind(arg: Any) -> tuple[str, str]:
 
 
 def _settings(config: Any) -> list[tuple[str, Any]]:
-    """In an order of their own: sets have another in every process."""
+    """Settings of a torch config in a fixed order, as the order of sets differs between processes."""
     settings = config.save_config_portable()
     ordered = sorted(settings.items())
     return [(name, sorted(value) if isinstance(value, (set, frozenset)) else value) for name, value in ordered]
@@ -270,13 +272,13 @@ def _settings(config: Any) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _engine() -> list[tuple]:
-    """The code that makes code."""
+    """Path, time and size of every source file of the engine, which decides what is compiled and how."""
     files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".c"))
     return [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
 
 
 def _all_in(folder: Path) -> list[Code]:
-    """The newest first."""
+    """All valid code in a folder, newest first."""
     codes = []
     for file in _files(folder)[:MOST_OF_ONE]:
         try:
@@ -297,7 +299,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _write(file: Path, written: bytes) -> None:
-    """As a whole or not at all."""
+    """Writes a file atomically; failure is only logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent)

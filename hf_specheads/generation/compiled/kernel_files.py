@@ -1,7 +1,7 @@
-"""Compiled steps on a CPU: a graph's C++ kernels are compiled in as few files as there are cores, not in a file each.
+"""Compiles a graph's C++ kernels on a CPU in as few files as there are compile threads, not in a file each.
 
-Inductor gives every kernel a file and a library of its own. Most of what one costs goes into headers, the same for
-all, and into linking.
+Inductor gives every kernel a file and a library of its own. Most of their cost is in reading headers, which are the
+same for all, and in linking.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# What inductor writes of a kernel: one function, with nothing before it that another kernel might write as well.
+# Source of a kernel as inductor writes it: a single function, with no other definition that might clash in one file.
 _FUNCTION = re.compile(
     r'\s*#include <torch/csrc/inductor/cpp_prefix\.h>\s*extern "C"\s+void\s+kernel\((?P<rest>.*)', re.DOTALL
 )
-# Of a file as a whole: what stands inside the namespaces below finds these headers already read.
+# Headers of a file. They must be included here, outside of the namespaces that the kernels are put into.
 _HEADERS = """#include <torch/csrc/inductor/cpp_prefix.h>
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -36,7 +36,7 @@ Kernel = tuple[tuple[str, ...], str]  # types of its arguments, source
 
 @contextmanager
 def kernels_in_few_files() -> Iterator[None]:
-    """Graphs compiled meanwhile have their kernels so."""
+    """While this lasts, graphs are compiled with their kernels in few files."""
     known = tasks.AsyncCompile.cpp_pybinding
     if hasattr(known, "one_each"):
         yield
@@ -65,13 +65,13 @@ def _collecting(one_each: Callable) -> Callable:
 
 @dataclass
 class KernelFiles:
-    """The kernels of one graph, which are compiled when the first is asked for: by then inductor has named them all.
+    """The kernels of one graph. All are compiled when the first is asked for: by then inductor has listed them all.
 
     Args:
-        compiler: Of the graph.
-        one_each: How it compiles one alone.
-        kernels: In order.
-        functions: Once compiled.
+        compiler: Inductor's compiler of the graph.
+        one_each: Inductor's own method, which compiles a kernel in a file of its own.
+        kernels: The kernels, in order.
+        functions: The compiled kernels; `None` before that.
     """
 
     compiler: tasks.AsyncCompile
@@ -80,13 +80,13 @@ class KernelFiles:
     functions: dict[Kernel, Callable] | None = None
 
     def function(self, kernel: Kernel) -> Callable:
-        """A kernel, compiled."""
+        """The compiled function of a kernel."""
         if self.functions is None:
             self.functions = self._together() or self._alone(self.kernels)
         return self.functions[kernel]
 
     def _together(self) -> dict[Kernel, Callable] | None:
-        """`None` where that fails: alone they may do, or say what is wrong."""
+        """Compiles the kernels in few files; `None` if that fails. Alone they may succeed, or show what is wrong."""
         shares = shared_out(self.kernels, tasks.get_compile_threads())
         alone = [share[0] for share in shares if len(share) == 1]
         try:
@@ -105,7 +105,7 @@ class KernelFiles:
 
 
 def shared_out(kernels: list[Kernel], most: int) -> list[list[Kernel]]:
-    """Kernels in at most so many files of about the same length; the same whenever the kernels are."""
+    """Distributes kernels over at most `most` files of about the same length; deterministic for the same kernels."""
     shares: list[list[Kernel]] = [[] for _ in range(min(most, len(kernels)))]
     for kernel in sorted(kernels, key=lambda kernel: -len(kernel[1])):
         min(shares, key=lambda share: sum(len(source) for _, source in share)).append(kernel)
@@ -113,7 +113,7 @@ def shared_out(kernels: list[Kernel], most: int) -> list[list[Kernel]]:
 
 
 def source_of(kernels: list[Kernel]) -> str:
-    """One file of several kernels: each with its Python bindings, as torch writes them, in a namespace of its own."""
+    """Source of one file of several kernels: each is in a namespace of its own, with the Python bindings of torch."""
     bindings, spaces = CppPythonBindingsCodeCache, [_HEADERS]
     for index, (argtypes, source) in enumerate(kernels):
         name, function = f"kernel_{index}", _FUNCTION.fullmatch(source)
@@ -128,13 +128,13 @@ def source_of(kernels: list[Kernel]) -> str:
 
 
 def _begun(kernels: list[Kernel], compiler: tasks.AsyncCompile) -> Callable[[], Any]:
-    """Begins to compile a file, and what waits for it."""
+    """Starts to compile a file of kernels; returns a function that waits for the library."""
     reader: Any = type(f"FileOf{len(kernels)}", (_File,), {"count": len(kernels)})
     return reader.load_async(source_of(kernels), submit_fn=compiler.submit)
 
 
 class _File(CppPythonBindingsCodeCache):
-    """A library of several kernels, each of which is a Python module."""
+    """Reader of a library of several kernels, each of which is a Python module."""
 
     cache: dict[str, Callable[[], Any]] = {}
     count = 0

@@ -1,8 +1,9 @@
-"""What compiled code takes for granted, in words that other processes understand.
+"""The premises of compiled code: what it takes for granted, in a form that other processes can check.
 
-torch's compiler notes of everything it looked at what its code depends on: its guards. It keeps them as addresses of
-this process, or not at all. Here they become expressions and what they were found to be: names where identity counted,
-and of functions a hash of their code. What has no such words is refused ([`NotPortable`]).
+torch's compiler records guards: what its code depends on among everything the compiler looked at. It keeps them as
+addresses in this process, or not at all. Here they become questions about expressions, with the answers they had:
+names where identity counted, and for functions also a hash of their code. A guard that cannot be expressed so is
+refused ([`NotPortable`]).
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ _BUILTINS = re.compile(r"__builtins_dict___\d+")
 
 
 class NotPortable(Exception):
-    """Something that only this process knows; says what."""
+    """Code depends on something that only this process knows; the message says on what."""
 
 
-# ---------------------------------------------------------------------- what a value is, in words
+# ---------------------------------------------------------------------- portable descriptions of values
 @functools.lru_cache(maxsize=4096)
 def code_hash(code: types.CodeType) -> str:
-    """Of what a function does, wherever its lines lie."""
+    """Hash of what a function does, independent of its place in a file."""
     constants = [code_hash(one) if inspect.iscode(one) else repr(one) for one in code.co_consts]
     described = repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars))
     return hashlib.sha256(described.encode()).hexdigest()[:24]
 
 
 def _type_name(kind: type) -> str:
-    """With the code of a module's forward, which its name does not tell: somebody may have replaced it."""
+    """Name of a class. For modules it includes a hash of the forward's code, as somebody may have replaced that."""
     if issubclass(kind, nn.Module):
         return _module_name(kind, kind.forward)  # type: ignore[arg-type]
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -67,7 +68,7 @@ def _type(value: Any, _: Any = None) -> str:
 
 
 def _named(value: Any, _: Any = None) -> Any:
-    """Something of which the compiler asks that it be the same."""
+    """Portable name of a value whose identity the compiler checks."""
     if isinstance(value, type):
         return _type_name(value)
     if isinstance(value, types.ModuleType):
@@ -86,7 +87,11 @@ def _named(value: Any, _: Any = None) -> Any:
 
 
 def _constant(value: Any, _: Any = None) -> Any:
-    """A value as such, with its type: 1 and 1.0 and `True` are equal."""
+    """A plain value together with its type, as 1, 1.0 and `True` are equal.
+
+    Raises:
+        NotPortable: The value is of another kind.
+    """
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _GROUPS):
@@ -99,7 +104,7 @@ def _constant(value: Any, _: Any = None) -> Any:
 
 
 def _tensor(value: torch.Tensor, any_size: tuple[int, ...]) -> tuple:
-    """All that a graph may depend on but its numbers; `any_size` are dimensions that may have any."""
+    """What a graph may depend on of a tensor, all but its numbers; dimensions in `any_size` may have any size."""
     sizes = tuple(None if place in any_size else size for place, size in enumerate(value.shape))
     return (
         _type_name(type(value)), value.dtype, value.device, value.layout, value.requires_grad, sizes,
@@ -131,7 +136,7 @@ def _truth(value: Any, _: Any) -> bool:
     return bool(value)
 
 
-# What the compiler asks of a value, by its names for that.
+# How each kind of guard, by the compiler's name for it, is answered for a value.
 QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "TYPE_MATCH": _type, "TENSOR_MATCH": _tensor, "CONSTANT_MATCH": _constant, "EQUALS_MATCH": _constant,
     "BOOL_MATCH": _constant, "NONE_MATCH": _constant, "ID_MATCH": _named, "CLOSURE_MATCH": _named,
@@ -140,7 +145,7 @@ QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "NOT_PRESENT_IN_GENERIC_DICT": _lacks_own, "DICT_CONTAINS": _contains, "DICT_NOT_CONTAINS": _contains,
     "SET_CONTAINS": _contains, "SET_NOT_CONTAINS": _contains, "SHAPE_ENV": _truth,
 }  # fmt: skip
-# Of the process as a whole: asked together ([`process_state`]), whichever of them the compiler had in mind.
+# Kinds of guards on the process as a whole. They are all checked together, by [`process_state`].
 OF_THE_PROCESS = {
     "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE",
     "AUTOGRAD_SAVED_TENSORS_HOOKS", "FSDP_TRAINING_STATE", "GLOBAL_STATE_MATCH",
@@ -148,7 +153,7 @@ OF_THE_PROCESS = {
 
 
 def process_state() -> tuple:
-    """Settings of torch on which compiled code may depend."""
+    """Settings of torch in this process that compiled code may depend on."""
     torch_functions = torch._C._len_torch_function_stack(), torch._C._is_torch_function_enabled()
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_num_threads(),
@@ -159,18 +164,18 @@ def process_state() -> tuple:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- all of it
+# ---------------------------------------------------------------------- premises
 @dataclass(frozen=True)
 class Premises:
-    """Of one piece of compiled code.
+    """Premises of one piece of compiled code.
 
     Args:
-        places: Code of a function of the arguments by name (`L`) and of what the code calls by name (`G`), that
-            returns values.
-        questions: Of these: what is asked, of which value, and what else it takes to ask it.
-        answers: To the questions.
-        same: Pairs of values that are the same object.
-        state: Of the process.
+        places: Marshalled code of a function that returns the values in question, from the arguments by name (`L`) and
+            the global names of the compiled code (`G`).
+        questions: What is asked about the values: kind of guard, index of the value, and a further operand or `None`.
+        answers: Answers to the questions, in order.
+        same: Pairs of indices of values that are the same object.
+        state: State of the process, by [`process_state`].
     """
 
     places: bytes
@@ -183,11 +188,11 @@ class Premises:
         return Premises, (self.places, self.questions, self.answers, self.same, self.state)
 
     def hold(self, arguments: dict[str, Any], names: Mapping[str, Any]) -> bool:
-        """Whether they do.
+        """Whether the premises hold.
 
         Args:
-            arguments: Of a call, by name.
-            names: That compiled code calls.
+            arguments: Arguments of the step, by name.
+            names: Global names that the compiled code uses, with their values.
         """
         if process_state() != self.state:
             return False
@@ -197,7 +202,7 @@ class Premises:
                 return True
             holds = _answers(self.questions, values) == self.answers
             holds = holds and all(values[one] is values[other] for one, other in self.same)
-        except Exception:  # what was there is not
+        except Exception:  # something that the premises ask about no longer exists
             return False
         if holds:
             self.__dict__["_found"] = _Found(self.questions, self.same, values)
@@ -205,7 +210,7 @@ class Premises:
 
     @property
     def name(self) -> str:
-        """One for all that are equal."""
+        """A name that equal premises share."""
         return hashlib.sha256(repr(self.__reduce__()[1:]).encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -218,15 +223,15 @@ class Premises:
 
 
 def premises_of(guards: Iterable[Any], arguments: dict[str, Any], names: Mapping[str, Any]) -> Premises:
-    """Those of code that has just been compiled.
+    """Premises of code that has just been compiled.
 
     Args:
         guards: As `guard_filter_fn` gets them (torch's `GuardFilterEntry`).
-        arguments: With which it was compiled, by name.
-        names: That the code calls.
+        arguments: Arguments that the code was compiled with, by name.
+        names: Global names that the code uses, with their values.
 
     Raises:
-        NotPortable: There are guards that have no words.
+        NotPortable: A guard cannot be expressed for other processes.
     """
     asked, places = _asked(guards)
     code = _code_of(places)
@@ -243,7 +248,7 @@ _SAME = "DUPLICATE_INPUT"
 
 
 def _asked(guards: Iterable[Any]) -> tuple[Sequence[Question], Sequence[str]]:
-    """What is asked of which place, each once, and the places."""
+    """The questions that the guards ask, each once, and the expressions ("places") they ask about."""
     places: dict[str, int] = {}
     asked: dict[Question, None] = {}
 
@@ -279,7 +284,7 @@ def _answers(questions: Iterable[Question], values: Sequence[Any]) -> tuple:
 
 
 def _code_of(places: Iterable[str]) -> types.CodeType:
-    """Of a function that evaluates expressions, what several have in common once."""
+    """Code of a function that evaluates expressions; parts that several have in common are evaluated once."""
     parts = _Parts()
     values = [parts.visit(ast.parse(place, mode="eval").body) for place in places]
     lines = [*parts.lines, ast.Return(ast.List(values, ast.Load()))]
@@ -290,14 +295,14 @@ def _code_of(places: Iterable[str]) -> types.CodeType:
 
 
 class _Parts(ast.NodeTransformer):
-    """Gives every part of expressions a variable."""
+    """Gives every part of the expressions a variable, so that it is evaluated once."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
         self.lines: list[ast.stmt] = []
 
     def visit(self, node: ast.AST) -> Any:
-        """The variable, or the node itself where it is none of its own."""
+        """Returns the variable of a part, or the node itself if it gets none."""
         if isinstance(node, (ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
             return node
         self.generic_visit(node)
@@ -310,14 +315,15 @@ class _Parts(ast.NodeTransformer):
 
 
 def _function(code: types.CodeType) -> Callable[[dict, Mapping], list]:
-    """That evaluates places, with the names that torch's own guards may use."""
+    """The function that evaluates the places, with the names that torch's own guards may use."""
     from torch._dynamo import guards
 
     return types.FunctionType(code, {**guards.SYMPY_INTERP, **guards._get_closure_vars()})
 
 
 class _Names(dict):
-    """Names that compiled code calls, those of builtins among them, which are other ones in every process."""
+    """Global names that compiled code uses. The compiler's name for the builtins differs between processes, so any
+    such name is accepted."""
 
     def __missing__(self, name: str) -> Any:
         if _BUILTINS.fullmatch(name):
@@ -325,14 +331,14 @@ class _Names(dict):
         raise KeyError(name)
 
 
-# ---------------------------------------------------------------------- once more
+# ---------------------------------------------------------------------- checking again, faster
 class _Found:
-    """The values of premises that held: where they are the same objects, what cannot change of them is not asked.
+    """Values with which premises held, for a faster check: if new values equal them, most questions need not be asked.
 
     Args:
-        questions: As of [`Premises`].
-        same: The same.
-        values: Of their places.
+        questions: As in [`Premises`].
+        same: As in [`Premises`].
+        values: The values that the questions are about.
     """
 
     def __init__(self, questions: Iterable[Question], same: Iterable[tuple[int, int]], values: list):
@@ -356,7 +362,7 @@ class _Found:
         self._same = list(same)
 
     def again(self, values: list) -> bool:
-        """Whether these are alike; `False` if it takes to ask all questions to know."""
+        """Whether the premises hold for these values too; `False` if all questions must be asked to know."""
         return (
             all(map(is_, [_code_or_self(values[place]) for place in self._named], self._names))
             and [type(values[place]) for place in self._typed] == self._types
@@ -376,7 +382,7 @@ def _group(question: Question) -> Any:
 
 
 def _code_or_self(value: Any) -> Any:
-    """Of functions that are made in every call their code is the same."""
+    """The code of a function, because functions made anew in every call share it; any other value itself."""
     return value.__code__ if type(value) is types.FunctionType else value
 
 

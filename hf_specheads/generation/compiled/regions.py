@@ -1,12 +1,12 @@
-"""Layers of a target that are alike are compiled once: the compiler meets the first, and calls its code for the rest.
+"""Compiles layers of a target that are alike once: the compiler sees the first one and reuses its code for the rest.
 
 A target is mostly the same layer many times, and a compiler that is shown all of them traces, lowers and schedules
-each anew. `torch.compiler.nested_compile_region` lets it see one. What it is told to be alike it does not look at
-again, so the answer is ours: two layers are alike if they consist of the same classes with the same settings,
-and of tensors of the same kind. What a layer does with its own number beyond finding its slots in the cache, no such
-comparison tells; whoever uses the outcome compares its first logits with those of the target itself.
+each one anew. `torch.compiler.nested_compile_region` lets it see one. The compiler does not check what it is told to
+be alike, so that is decided here: two layers are alike if they consist of the same classes with the same settings, and
+of tensors of the same kind. This comparison cannot tell whether a layer uses its own number for more than finding its
+slots in the cache. So the caller must compare the first logits of the result with those of the target itself.
 
-The target, which others may be using, is not touched: a forward goes through copies that share its parameters.
+The target may be in use elsewhere and is not changed: a forward goes through copies that share its parameters.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from ...contract import DraftingContract
 from ...tree.shape import TreeShape
 from ..drafting.grow import top_children
 
-NUMBER = "layer_idx"  # of a layer in the cache, as transformers' modules call it
-COLLECTORS = "transformers.utils.output_capturing"  # hooks that know their layer's number
-MOST_KINDS = 64  # of layers in one target
+NUMBER = "layer_idx"  # attribute of transformers' modules with the number of a layer in the cache
+COLLECTORS = "transformers.utils.output_capturing"  # module of the hooks that know their layer's number
+MOST_KINDS = 64  # most kinds of layers in one target
 _DICTS = (dict, OrderedDict)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 _NOT_SETTINGS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", NUMBER)
 
 
 def _flat(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments as one list of tensors and plain values, which the compiler compares fastest: how many there are by
-    place, those, and names, numbers of tensors (-1 for what is no tuple) and values of the others."""
+    """Flattens arguments into one list of tensors and plain values, which the compiler compares fastest: the number of
+    positional arguments, these arguments, and for each keyword argument its name, the length of its tuple (-1 if it is
+    no tuple) and its values."""
     flat = [len(args), *args]
     for name, value in kwargs.items():
         flat += [name, len(value), *value] if isinstance(value, tuple) else [name, -1, value]
@@ -73,11 +74,11 @@ def _kind_of(kind: int, *others: Any) -> int:
 
 
 class _Region:
-    """Mixed into the class of a layer that others are like."""
+    """Mixed into the class of layers that are alike; sends their forward through the shared region."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind, number, (layer,) = self.__dict__["region"]
-        # Some families (GPT-2) hand the cache on by place.
+        # Some families (GPT-2) pass the cache as a positional argument.
         place = next((i for i, one in enumerate(args) if isinstance(one, TreeCache)), None)
         cache = kwargs.get(CACHE_NAME) if place is None else args[place]
         if not isinstance(cache, TreeCache) or cache.slots is None or not cache.static:
@@ -104,21 +105,21 @@ try:
     _region = torch.compiler.nested_compile_region(_run, max_reuse_entries=MOST_KINDS, reuse_hash_fn=_kind_of)
     _link_region = torch.compiler.nested_compile_region(_link, max_reuse_entries=MOST_KINDS, reuse_hash_fn=_kind_of)
     _best_region = torch.compiler.nested_compile_region(_best, reuse_hash_fn=_same)
-except (AttributeError, TypeError):  # torch before 2.13 looks at every layer all the same
+except (AttributeError, TypeError):  # torch before 2.13 traces every layer even so
     _region = _link_region = _best_region = None
 
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
 def with_regions(target: PreTrainedModel, cache: TreeCache) -> PreTrainedModel | None:
-    """The target for a compiled step: its own parameters, with layers that are alike marked as such.
+    """Makes a copy of the target for a compiled step: it shares the parameters, and layers that are alike are marked.
 
     Args:
         target: The target.
-        cache: That it will verify trees with.
+        cache: Cache that the target will verify trees with.
 
     Returns:
-        `None` where no layers are alike, or the installed torch cannot make use of it.
+        The copy; `None` if no layers are alike or the installed torch has no use for it.
     """
     if _region is None or not cache.static:
         return None
@@ -139,12 +140,13 @@ def with_regions(target: PreTrainedModel, cache: TreeCache) -> PreTrainedModel |
 
 
 def links_of(head: DraftingContract, cache: DraftCache, shape: TreeShape | None) -> Links | None:
-    """How a compiled step drafts the links of a chain; `None` for other trees, and heads whose links are not alike.
+    """How a compiled step drafts the links of a chain. `None` for other trees, for draft heads without `link_layers`,
+    and for draft caches whose layers do not hold slots yet.
 
     Args:
         head: Draft head.
-        cache: Its draft cache of this generation.
-        shape: Of the tree, `None` if that is not known beforehand.
+        cache: Draft cache of this generation.
+        shape: Shape of the tree, `None` if it is not known beforehand.
     """
     layers = head.link_layers
     if layers is None or shape is None or not all(level.link for level in shape.levels):
@@ -159,12 +161,12 @@ def links_of(head: DraftingContract, cache: DraftCache, shape: TreeShape | None)
 
 
 def links_apart(head: DraftingContract, depth: int, run: Callable[..., Any]) -> Links:
-    """How links are drafted that are compiled alone: the compiler itself asks whether they are alike.
+    """How links are drafted that are compiled one by one, so that the compiler itself checks whether they are alike.
 
     Args:
         head: Draft head that has `link_layers`.
-        depth: Links.
-        run: As in [`Links`], with the specialist's number in the place of the kind.
+        depth: Number of links.
+        run: As in [`Links`], with the number of the specialist instead of the kind.
     """
     specialists = tuple(range(len(cast(Sequence[nn.Module], head.link_layers))))
     return Links(_numbers(depth, head.device), specialists, run, top_children, head.dtype, catch_up=True)
@@ -172,7 +174,7 @@ def links_apart(head: DraftingContract, depth: int, run: Callable[..., Any]) -> 
 
 @lru_cache(maxsize=32)
 def _numbers(count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The numbers from 0 on, int64 [1] each."""
+    """The numbers from 0 to `count` - 1 as tensors, int64 [1] each."""
     return tuple(stays(torch.tensor([number], device=device)) for number in range(count))
 
 
@@ -187,21 +189,21 @@ def _layer_lists(target: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList]]
 
 
 def _number_of(layer: nn.Module) -> int | None:
-    """The one number of a layer in the cache; `None` without, or of several layers in one."""
+    """Number of a layer in the cache; `None` if the layer has no number or several ones."""
     numbers = {vars(module)[NUMBER] for module in layer.modules() if NUMBER in vars(module)}
     return next(iter(numbers)) if len(numbers) == 1 else None
 
 
 def _signature(layer: nn.Module) -> tuple | None:
-    """What two layers must have in common to be alike, their number aside; `None` for one whose tensors are of a class
-    of their own, as quantised ones are."""
+    """What two layers must have in common to be alike, apart from their number. `None` for a layer whose tensors are
+    of another class than torch's own, as quantised ones are."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = [
             (key, _value(value))
             for key, value in vars(module).items()
-            if not (type(value) in _DICTS and not value)  # hooks that nobody has hung on it
-            # The layer's own hooks are called around a region, not in it; some are told the layer's number.
+            if not (type(value) in _DICTS and not value)  # empty dicts of hooks
+            # The layer's own hooks are called around the region, not in it; some of them know the layer's number.
             and key not in _NOT_SETTINGS
             and not (module is layer and key.endswith(("_hooks", "_hooks_with_kwargs")))
         ]
@@ -219,8 +221,8 @@ def _tensor(tensor: torch.Tensor) -> tuple:
 
 
 def _value(value: Any) -> Any:
-    """A setting by what it says; of objects, which they are."""
-    if isinstance(value, PreTrainedConfig):  # first: to ask one whether it is anything else takes long
+    """A comparable form of a setting: plain values by value, other objects by identity."""
+    if isinstance(value, PreTrainedConfig):  # first, because other type checks of a config are slow
         return id(value)
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -228,9 +230,9 @@ def _value(value: Any) -> Any:
         return id(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(_value(each) for each in value)
-    if isinstance(value, dict):  # hooks too, by the function: the same of all layers, or these are not alike
+    if isinstance(value, dict):  # includes hooks: layers are alike only if they have the same hook functions
         return type(value), tuple((str(type(key)), _value(each)) for key, each in value.items())
-    if getattr(value, "__module__", None) == COLLECTORS:  # idle: of what they collect, compiled rounds ask for none
+    if getattr(value, "__module__", None) == COLLECTORS:  # idle, as compiled rounds ask for nothing they collect
         return COLLECTORS
     return id(value)
 
@@ -239,15 +241,15 @@ def _marked(layer: nn.Module, kind: int, number: int | None) -> nn.Module:
     known = type(layer)
     if known not in _classes:
         _classes[known] = type(known.__name__, (_Region, known), {"__module__": known.__module__})
-    marked = copy.copy(layer)  # its hooks are the layer's own
+    marked = copy.copy(layer)  # shallow: the hooks are shared with the layer
     marked.__class__ = _classes[known]
     marked.__dict__["region"] = (kind, number, (layer,))
     return marked
 
 
 class _Layers(nn.ModuleList):
-    """Layers whose whole slice are they themselves: of another list, which models make in every forward to loop over
-    it, the compiler would trace the making."""
+    """A list of layers whose full slice is the list itself. Models loop over such a slice in every forward, and the
+    compiler would trace how the new list is made."""
 
     def __getitem__(self, idx: Any) -> Any:
         whole = isinstance(idx, slice) and idx.start is None and idx.step is None and idx.stop == len(self)
@@ -255,7 +257,7 @@ class _Layers(nn.ModuleList):
 
 
 def _with_layers(module: Any, path: list[str], layers: list[nn.Module]) -> Any:
-    """A copy of a module with these layers at a path below it, as shallow as can be."""
+    """A copy of a module with these layers at a path below it, as shallow as possible."""
     if not path:
         return _Layers(layers)
     changed = copy.copy(module)

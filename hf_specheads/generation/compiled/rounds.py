@@ -1,9 +1,11 @@
-"""Compiled rounds: one graph drafts a tree, one verifies it. On a CPU two draft a chain, one its first link and one
-each of the others (a third where another specialist starts), and one verifies trees of all sizes.
+"""Compiled rounds: one graph drafts a tree, and another one verifies it.
 
-Every round of a pair has the same shapes if its caches show all their slots and every round takes in as many rows,
-real or not; `torch.compile` then sees each step once. Other rounds that are smaller (the last token of a budget, a
-draft near the end of the target's context) and draws of sampled children run uncompiled.
+On a CPU, two graphs draft a chain: one drafts its first link, and the other one is called for each further link (a
+third graph is used where another specialist starts). A single graph verifies trees of all sizes.
+
+Every round of a pair has the same shapes if its caches show all their slots and every round takes in the same number
+of rows, real or not. `torch.compile` then sees each step once. Smaller rounds (the last token of a budget, a draft
+near the end of the target's context) and draws of sampled children run uncompiled.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ ROWS_OF_THEIR_OWN = (
     "torch.compile makes no code of %s for any number of rows (%s): trees of other sizes are compiled for themselves."
 )
 SMALLEST_BUCKET = 256
-LINK_TENSORS = 6  # of every link; one where a specialist starts gets the rows that it lacks besides
+LINK_TENSORS = 6  # tensors that every link gets; where a specialist starts, the rows it has not seen yet are added
 
 
 def bucket(slots: int) -> int:
-    """Capacity of a cache that needs so many slots: a power of two, so that calls of similar length share a graph."""
+    """Capacity of a cache that needs `slots` slots: a power of two, so that calls of similar length share a graph."""
     return max(SMALLEST_BUCKET, 1 << (slots - 1).bit_length())
 
 
@@ -83,7 +85,7 @@ def _link(head: Any, layer: nn.Module, temperature: float, *tensors: torch.Tenso
 def verify_tree(
     target: PreTrainedModel, cache: TreeCache | ChainCache, tree: DraftTree, hidden_states: dict[str, Any]
 ) -> Any:
-    """The target's forward over a tree; `hidden_states` are its arguments that ask for some."""
+    """Runs the target's forward over a tree; `hidden_states` are arguments of it that ask for hidden states."""
     return target(tree.token_ids, use_cache=True, return_dict=True, **cache.forward_inputs(tree), **hidden_states)
 
 
@@ -91,20 +93,21 @@ STEPS: tuple[Callable, ...] = (_grow, _start, _link, verify_tree)
 
 
 class CompiledRounds(CompiledSteps):
-    """The two steps of a round of one pair, compiled.
+    """The compiled steps of a round, drafting and verifying, of one pair of target and draft head.
 
     Args:
-        options: Of `torch.compile`.
-        device: Of the pair.
+        options: Options of `torch.compile`.
+        device: Device of the pair.
 
     Attributes:
-        rooms: Where caches leave their buffers from call to call, `None` where nothing depends on their addresses.
-        layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]), until they turn out
-            not to be.
-        links_once: The same of links of a chain ([`regions.links_of`]).
-        rows_once: Whether trees of all sizes share a graph on a CPU, until there is none for them.
-        link_by_link: Whether links of a chain are called one by one on a CPU: the one graph of all of them is found
-            sooner than one of the whole chain, and a chain may end where it likes.
+        rooms: Keeps the buffers of caches from call to call; `None` where nothing depends on their addresses.
+        layers_once: Whether layers that are alike are compiled once ([`regions.with_regions`]). Turns `False` when
+            they prove to differ.
+        links_once: Whether links of a chain that are alike are compiled once ([`regions.links_of`]). Turns `False`
+            when they prove to differ.
+        rows_once: Whether trees of all sizes share a graph on a CPU. Turns `False` when that cannot be compiled.
+        link_by_link: Whether links of a chain are called one by one on a CPU. Their shared graph compiles faster than
+            one of the whole chain, and the chain may then have a variable length.
     """
 
     link_by_link = True
@@ -116,11 +119,11 @@ class CompiledRounds(CompiledSteps):
 
     @property
     def replays(self) -> bool:
-        """Whether steps are captured as CUDA graphs, whose outputs the next replay writes over."""
+        """Whether steps are captured as CUDA graphs, whose outputs the next replay overwrites."""
         return self.options.get("mode") in ("reduce-overhead", "max-autotune")
 
     def begin_step(self) -> None:
-        """From here on outputs of earlier rounds may be written over."""
+        """Begins a step: from here on, outputs of earlier rounds may be overwritten."""
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -135,8 +138,8 @@ class CompiledRounds(CompiledSteps):
         in_shape: bool = True,
         reach: Reach | None = None,
     ) -> DraftTree:
-        """As [`drafting.grow_tree`]. Other rows than rounds usually take in (not `in_shape`) and a `reach` only where
-        links are drafted one by one ([`drafts_links`])."""
+        """Drafts a tree as [`drafting.grow_tree`] does. A `reach`, and another number of rows than rounds usually take
+        in (`in_shape=False`), are allowed only where links are drafted one by one ([`drafts_links`])."""
         token_ids, features = _packed(token_ids), None if features is None else _packed(features)
         if self.drafts_links(head, tree):
             return self._grow_apart(head, cache, tree, token_ids, features, depth, in_shape, reach)
@@ -152,7 +155,7 @@ class CompiledRounds(CompiledSteps):
         return drafted
 
     def drafts_links(self, head: DraftingContract, tree: DraftTreeConfig) -> bool:
-        """Whether such drafts are made link by link, on a CPU."""
+        """Whether a tree is a chain that is drafted link by link, on a CPU."""
         return (
             self.link_by_link and tree.kind == "chain" and head.link_layers is not None and head.device.type == "cpu"
         )
@@ -168,8 +171,8 @@ class CompiledRounds(CompiledSteps):
         in_shape: bool,
         reach: Reach | None,
     ) -> DraftTree:
-        """A chain from its links. Those with which specialists start are not compiled in a pair's first call: so few
-        of a round pay in many rounds what they would cost then."""
+        """Drafts a chain link by link. Links with which a specialist starts are compiled from a pair's second call on:
+        a round has so few of them that compiling pays off only over many rounds."""
         shape, temperature = shape_of(tree, depth, token_ids.device), tree.draft_temperature
         alike = (len(token_ids), cache.capacity, temperature)
 
@@ -193,7 +196,8 @@ class CompiledRounds(CompiledSteps):
             return grow_links(tree, token_ids[:, -1:], first, follow, shape, reach)
 
     def _grow_alike(self, cache: DraftCache, links: Links, shapes: tuple, *call: Any) -> DraftTree | None:
-        """The same with links of a chain that are alike compiled once; `None` if that cannot be, from now on."""
+        """Drafts a chain whole, with links that are alike compiled once. Returns `None` if that fails, and it is not
+        tried again."""
         shapes = ("links once", *shapes)
         if shapes in self._shapes[_grow]:
             with cache.drafting(links):
@@ -218,23 +222,23 @@ class CompiledRounds(CompiledSteps):
         return None
 
     def takes(self, tree: DraftTree, sizes: Collection[int]) -> bool:
-        """Whether a tree is verified by a graph that others are verified by as well.
+        """Whether the graph that verifies a tree also verifies other trees.
 
         Args:
             tree: The tree.
-            sizes: Nodes of trees that rounds usually verify.
+            sizes: Numbers of nodes of the trees that rounds usually verify.
         """
         return tree.num_nodes in sizes or self._takes_all(tree)
 
     def _takes_all(self, tree: DraftTree) -> bool:
-        """Whether trees of all sizes share a graph. On other devices than CPUs shapes are captured as well, or kernels
-        chosen by them."""
+        """Whether trees of all sizes share a graph. That is so on CPUs only: elsewhere shapes are captured as well, or
+        kernels are chosen by them."""
         return self.rows_once and tree.token_ids.device.type == "cpu"
 
     def verify(
         self, target: PreTrainedModel, cache: TreeCache, tree: DraftTree, hidden_states: dict[str, Any]
     ) -> ModelOutput:
-        """The same, compiled."""
+        """Verifies a tree as [`verify_tree`] does, compiled."""
         any_rows = self._takes_all(tree)
         if any_rows and tree.num_nodes == 1:
             return _of_root(self.verify(target, cache, _root_twice(tree), hidden_states))
@@ -252,21 +256,21 @@ class CompiledRounds(CompiledSteps):
     def _verify_alike(
         self, target: PreTrainedModel, marked: PreTrainedModel | None, any_rows: bool, shapes: tuple, *call: Any
     ) -> ModelOutput | None:
-        """The same with layers that are alike compiled once, and one graph for trees of any number of nodes; `None` if
-        one of both cannot be, from now on."""
+        """Verifies a tree with layers that are alike compiled once (`marked`), with one graph for any number of nodes
+        (`any_rows`), or with both. Returns `None` if that fails; one of the two is then not tried again."""
         shapes, through = (marked is not None, *shapes), target if marked is None else marked
         if any_rows:
             _mark_rows(call[1])
         if shapes in self._shapes[verify_tree]:
             return self._call(verify_tree, shapes, through, *call)
-        blame_rows = any_rows  # what cannot be compiled may be with less asked; wrong logits come from layers first
+        blame_rows = any_rows  # a failed compilation is blamed on the rows first, wrong logits on the layers first
         try:
             outputs = self._call(verify_tree, shapes, through, *call)
             problem = difference(verify_tree(target, *call).logits, outputs.logits, target.dtype)
             blame_rows = marked is None
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a compiler at its limits: asked for less it may do, or say why not
+        except Exception as error:  # with less asked of it, the compiler may succeed, or explain why it cannot
             problem = _in_words(error)
         if problem is None:
             return outputs
@@ -280,7 +284,7 @@ class CompiledRounds(CompiledSteps):
 
 
 def _root_twice(tree: DraftTree) -> DraftTree:
-    """A tree of nothing but its root, for the graph of larger ones: one row is a case of its own to the compiler."""
+    """A tree with its only node, the root, doubled: compilers specialise on one row, so the shared graph needs two."""
     tokens, parents, depths, scores = (torch.cat([each, each], dim=1) for each in
                                        (tree.token_ids, tree.parents, tree.depths, tree.scores))  # fmt: skip
     return DraftTree(tokens, parents, depths, scores, 0)
@@ -292,7 +296,7 @@ def _of_root(outputs: ModelOutput) -> ModelOutput:
 
 
 def _mark_rows(tree: DraftTree) -> None:
-    """Tells the compiler that its code is to be for trees of any number of nodes."""
+    """Tells the compiler to make code for trees of any number of nodes."""
     torch._dynamo.mark_dynamic(tree.token_ids, 1)
     torch._dynamo.mark_dynamic(tree.depths, 1)
     if tree.shape is not None:
@@ -300,7 +304,7 @@ def _mark_rows(tree: DraftTree) -> None:
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """With strides of one kind, whatever it was cut from."""
+    """The tensor with contiguous strides, whatever it is a view of: other strides would be compiled anew."""
     return tensor.reshape(-1).view(tensor.shape)
 
 
@@ -309,13 +313,14 @@ def _in_words(error: Exception) -> str:
 
 
 def compiled_rounds(heads: DraftingContract, target: PreTrainedModel, config: GenerationConfig) -> CompiledRounds:
-    """The compiled steps of a pair for a call that begins; kept with the heads, so that later calls find them ready.
+    """The compiled steps of a pair for a call that begins; kept with the draft head, so that later calls find them.
 
     Args:
-        heads: Draft heads.
-        target: The target.
-        config: Its `compile_config` (transformers' `CompileConfig`) says how to compile; by default the backend is
-            inductor, with CUDA graphs (`mode="reduce-overhead"`) on CUDA. Graphs are whole and shapes fixed always.
+        heads: Draft head.
+        target: Its target.
+        config: Its `compile_config` (transformers' `CompileConfig`) says how to compile. By default the backend is
+            inductor, with CUDA graphs (`mode="reduce-overhead"`) on CUDA. Steps are always compiled with
+            `fullgraph=True` and `dynamic=False`.
     """
     options: dict[str, Any] = {"backend": "inductor"}
     if target.device.type == "cuda":

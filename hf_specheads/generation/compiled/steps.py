@@ -1,6 +1,6 @@
-"""Steps of a round that are compiled whole, once for every shape, and called without guards within a call.
+"""Steps of a round, each compiled as one graph per shape and called without guards within a call.
 
-A step's code comes from an earlier process where it could be kept ([`kept`]), else from torch's compiler.
+The code of a step comes from an earlier process if it could be kept ([`kept`]), otherwise from torch's compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .kept import KeptSteps, keeps
 
 logger = logging.get_logger(__name__)
 
-# Graphs of one step of one pair that may live side by side: one per batch size, capacity and draft tree.
+# Most graphs that one step of one pair may have: one per batch size, capacity and draft tree.
 MOST_GRAPHS = 64
 TOO_MANY = (
     f"`heads.compiled` has met {MOST_GRAPHS} different shapes of rounds; further ones run uncompiled. Calls of "
@@ -31,18 +31,17 @@ CHANGES_TOO_OFTEN = (
 
 
 class CompiledSteps:
-    """Of one pair.
+    """The compiled steps of one pair of target and draft head.
 
     Args:
-        options: Of `torch.compile`.
-        steps: Functions of modules.
-        device: Of the pair, a CPU by default.
+        options: Options of `torch.compile`.
+        steps: The steps: functions defined at module level.
+        device: Device of the pair, a CPU by default.
 
     Attributes:
-        compiles: Whether a step since this was last set to `False` met shapes it had not met before, and so had to be
-            compiled.
-        calls: That have begun.
-        kept: The code that other processes find as well; `None` where nothing can be kept.
+        compiles: Whether a step met new shapes, and had to be compiled, since this was last set to `False`.
+        calls: Number of calls that have begun.
+        kept: Code that other processes find as well; `None` where nothing can be kept.
     """
 
     def __init__(self, options: dict[str, Any], steps: Iterable[Callable], device: torch.device | None = None):
@@ -55,22 +54,23 @@ class CompiledSteps:
         self._shapes: dict[Callable, set[tuple]] = {step: set() for step in steps}
 
     def begin_call(self) -> None:
-        """From here on the target, the heads and the process may be others than they were."""
+        """Begins a call. The target, the draft head and the process may have changed since the last one, so guards are
+        evaluated again."""
         self.calls += 1
         self._known_to_hold.clear()
 
     def begin_round(self) -> None:
-        """No step has met new shapes in this round."""
+        """Begins a round, in which no step has met new shapes yet."""
         self.compiles = False
 
     def _call(self, step: Callable, shape: tuple, *args: Any, of: int | None = None) -> Any:
-        """A step whose arguments have this shape.
+        """Runs a step, compiled for arguments of this shape.
 
         Args:
-            step: One of those.
-            shape: Whatever makes graphs differ.
-            args: Of the step.
-            of: Which of several modules alike it is given.
+            step: One of the steps.
+            shape: Everything that makes graphs of the step differ.
+            args: Arguments of the step.
+            of: Number of the module it is given, if several modules that are alike share the graph.
         """
         if (unguarded := self._known_to_hold.get((step, shape, of))) is not None:
             return unguarded(*args)
@@ -98,9 +98,9 @@ class CompiledSteps:
         return result
 
     def _guarded(self, step: Callable, shape: tuple, args: tuple) -> tuple[Any, Callable | None]:
-        """What a step returns that torch's compiler keeps itself, and its code without guards."""
+        """Runs a step that torch's compiler keeps in this process; returns its result and its code without guards."""
         if (step, shape) not in self._steps:
-            # A code object each: the compiler asks the guards of all graphs of one, in turn.
+            # Each shape gets a code object of its own: the compiler checks the guards of all graphs of one in turn.
             own = own_copy(step)
             self._steps[step, shape] = own, torch.compile(own, **self.options)
         own, compiled = self._steps[step, shape]

@@ -1,7 +1,7 @@
-"""What the compiler finds out once in a process before it makes code for a CPU, found out while it reads the model.
+"""Warms up the C++ toolchain of torch's compiler in the background, while the compiler reads the model.
 
-Inductor asks the C++ compiler by trial which vector instructions there are, and has it read its headers in advance:
-several seconds of other processes, for which the first compiled call would wait.
+Before inductor makes code for a CPU, it has the C++ compiler try which vector instructions there are, and precompile
+headers. That takes several seconds in other processes, which the first compiled call would wait for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .guards import no_collections
 
 logger = logging.get_logger(__name__)
 
-# As torch tries a processor's vector instructions, and reads the headers that kernels with vectors read.
+# A kernel that uses vector instructions as torch's own trial does, and the headers that vectorised kernels include.
 _KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C" void kernel(float* out) { at::vec::Vectorized<float>(1).exp().store(out); }
@@ -26,7 +26,7 @@ extern "C" void kernel(float* out) { at::vec::Vectorized<float>(1).exp().store(o
 
 @cache
 def warm_up_toolchain() -> threading.Thread:
-    """Begins once, in a thread of its own; a failure is left to the compiler, which meets and explains it itself."""
+    """Starts the warm-up once, in a thread of its own. A failure is ignored: the compiler will meet and explain it."""
     thread = threading.Thread(target=_warm_up, name="hf_specheads-toolchain", daemon=True)
     thread.start()
     return thread
@@ -39,14 +39,15 @@ def _warm_up() -> None:
             config = importlib.import_module("torch._inductor.config")
             codecache = importlib.import_module("torch._inductor.codecache")
             _read_headers(kinds, config, codecache.CppPythonBindingsCodeCache)
-            codecache.torch_key()  # reads all of torch's sources, to know in which version of it graphs were compiled
-    except Exception as error:  # of places inside torch that may move, or a machine without a C++ compiler
+            codecache.torch_key()  # hashes all of torch's sources, which identifies its version in cached graphs
+    except Exception as error:  # internals of torch may have moved, or the machine has no C++ compiler
         logger.debug("the C++ compiler was not warmed up: %s", error)
 
 
 def _read_headers(kinds: Any, config: Any, kernels: Any) -> None:
-    """Compiles a kernel with the newest vector instructions of this processor. That it can be is what torch would find
-    out of each generation of them alone, before it reads the headers: where it cannot be, torch is left to it."""
+    """Compiles a kernel with the newest vector instructions of this processor. On success this replaces the separate
+    trial that torch makes of each generation of instructions before it reads the headers. On failure torch's state is
+    restored, so that torch makes its own trials."""
     with config.patch({"cpp.vec_isa_ok": True}):
         kinds.valid_vec_isa_list()
     try:
@@ -61,8 +62,8 @@ def _read_headers(kinds: Any, config: Any, kernels: Any) -> None:
 
 
 def _known_to_be(kind: Any) -> None:
-    """That the compiler has a processor's instructions: torch remembers it of some generations of them only with the
-    setting under which it found it out, and tries again without."""
+    """Makes torch remember that the compiler supports a processor's instructions. Torch caches its answer for some of
+    the generations only together with the setting it was found under, and would try again without that setting."""
     kind.check_build = lambda code: True
     try:
         bool(kind)

@@ -1,1 +1,1 @@
-"""Growing draft trees, and how far it pays to."""
+"""Growing draft trees, and deciding how deep a chain should be."""

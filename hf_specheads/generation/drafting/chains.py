@@ -1,4 +1,4 @@
-"""Chains of favourites, link by link; and the tree that drafted levels of a known shape make."""
+"""Chains of favourites (most probable children), link by link, and trees made of drafted levels of a known shape."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from ...tree.shape import TreeShape, shape_of
 from ..kernels.few_rows_native import best_of_rows
 from .foresight import Reach
 
-# A link: the state [B, 1, *] that its child is drafted from, and the log-probability (it may be NaN) and token of its
-# favourite child, [B, 1] each.
+# A link: the state [B, 1, *] that its child is drafted from, and the log-probability (which may be NaN) and the token
+# of its favourite child, [B, 1] each.
 Link = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-BLOCKS, MANY_LOGITS = 256, 4096  # that one row of logits is searched in, and from which length on
+BLOCKS, MANY_LOGITS = 256, 4096  # compiled on CUDA, a row of at least MANY_LOGITS is searched in this many blocks
 
 
 def favourites(
     logits: torch.Tensor, temperature: float, vocabulary: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability, which may be NaN, and token id of the best child, [..., 1] each, from draft logits [..., Vd].
+    """Log-probability (which may be NaN) and token id of the best child, [..., 1] each, from draft logits [..., Vd].
 
     Args:
-        vocabulary: int64 [Vd], tokens of the logits; `None` for all.
+        logits: Draft logits [..., Vd].
+        temperature: Temperature of the draft.
+        vocabulary: int64 [Vd], target tokens of the logits; `None` if the draft has the whole vocabulary.
     """
     logits = logits if temperature == 1 else logits / temperature
     if (found := best_of_rows(logits, vocabulary)) is not None:
@@ -38,8 +40,8 @@ def favourites(
 
 
 def best_of_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and place of the highest of logits [..., V], by two steps: of blocks, and of what they found.
-    Compilers make a kernel of one block of the device of a search through one row."""
+    """Log-probability and index of the highest of logits [..., V], searched in two steps: within blocks, then over the
+    blocks' results. A compiler would let a single thread block of the device search the whole row."""
     vocab, lowest = logits.shape[-1], torch.finfo(logits.dtype).min
     blocks = torch.nn.functional.pad(logits, (0, -vocab % BLOCKS), value=lowest).unflatten(-1, (BLOCKS, -1))
     highest, place = blocks.max(dim=-1)
@@ -51,7 +53,8 @@ def best_of_blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers(scores: torch.Tensor) -> torch.Tensor:
-    """A head that overflows drafts nonsense, but NaN would outrank its parent and tear the tree apart."""
+    """Replaces NaN by -inf: a draft head that overflows drafts nonsense, but NaN would outrank the parent's score and
+    leave nodes without their parents."""
     return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
@@ -63,13 +66,14 @@ def grow_links(
     shape: TreeShape,
     reach: Reach | None,
 ) -> DraftTree:
-    """A chain from links that are made one after the other, all of them whatever they score unless a reach ends it.
+    """Grows a chain link by link, to its full depth unless `reach` ends it earlier.
 
     Args:
-        tree, shape: The chain's.
+        tree: Config of the chain.
         root: int64 [B, 1].
-        link: The first one.
-        follow: Makes the next one of its draft position (0-based) and the token and state of the link above.
+        link: The first link.
+        follow: Makes the next link from its draft position (0-based) and the token and state of the link above.
+        shape: Shape of the chain.
         reach: As in [`grow_tree`].
     """
     links, one = [link], len(root) == 1
@@ -77,14 +81,14 @@ def grow_links(
     def sureness() -> Iterator[list[float]]:
         while True:
             states, score, token = links[-1]
-            yield [] if reach is None else [score.item()] if one else score[:, 0].tolist()  # quicker of one
+            yield [] if reach is None else [score.item()] if one else score[:, 0].tolist()  # `item` is faster
             links.append(follow(len(links), token, states))
 
     kept = _links_kept(reach, sureness(), len(shape.levels))
     if kept < len(shape.levels):
         shape = shape_of(tree, kept, root.device)
     _, scores, tokens = zip(*links[:kept], strict=True)
-    none = scores[0].new_zeros(len(root), 1)  # of the root
+    none = scores[0].new_zeros(len(root), 1)  # the root's score
     return fixed_tree(root, tokens, numbers(torch.cat([none, *scores], dim=1).cumsum(1)), shape, None)
 
 
@@ -96,11 +100,11 @@ def grow_at_once(
     shape: TreeShape,
     reach: Reach | None,
 ) -> DraftTree:
-    """A chain whose links are all known: what it has of them is decided without another look at the device.
+    """Grows a chain whose links were all drafted at once; where it ends is decided without asking the device again.
 
     Args:
         tree, root, shape, reach: As in [`grow_links`].
-        logits: Of the draft positions it may have, [B, D, Vd].
+        logits: Draft logits [B, D, Vd] of all draft positions the chain may have.
         vocabulary: As in [`favourites`].
     """
     scores, tokens = (part[..., 0] for part in favourites(logits, tree.draft_temperature, vocabulary))  # [B, D]
@@ -115,8 +119,8 @@ def grow_at_once(
 
 
 def _links_kept(reach: Reach | None, sureness: Iterator[Sequence[float]], most: int) -> int:
-    """Of links with these log-probabilities, by position and sequence, which are asked for one by one; of a chain that
-    may have `most`."""
+    """How many of at most `most` links a chain keeps. `sureness` yields their log-probabilities, one list over
+    sequences per position, and is advanced only while the chain goes on."""
     kept = 0
     for sure in itertools.islice(sureness, most):
         if reach is not None and not reach.keeps(sure):
@@ -134,7 +138,7 @@ def fixed_tree(
     shape: TreeShape,
     sampled: SampledChildren | None,
 ) -> DraftTree:
-    """A tree of a shape from its root [B, 1], the tokens [B, n] of all levels, in parts, and all scores [B, N]."""
+    """Makes a tree of a known shape from its root [B, 1], tokens [B, n] per level, and the scores [B, N] of all nodes."""
     batch = root.shape[0]
     return DraftTree(
         token_ids=torch.cat([root, *tokens], dim=1),

@@ -1,13 +1,13 @@
-"""How far a chain is drafted: until its next link is not worth what it costs.
+"""Decides how far a chain is drafted: until its next link is not worth its cost.
 
-How deep a draft pays changes from word to word, and heads know something about it: what they are sure of is accepted
-more often, as is what follows upon accepted drafts. [`Foresight`] learns from the rounds how much either says of this
-pair; a [`Reach`] asks it, link by link, whether to go on. The rule is a threshold on how likely it is that all links
-are accepted, which is the best kind of rule there is (Huang et al. 2024, SpecDec++, arXiv 2405.19715, section 4); the
-threshold follows from what tokens cost otherwise.
+How deep a draft pays changes from word to word, and the draft head knows something about it: tokens it is sure of are
+accepted more often, and so are tokens that follow accepted drafts. [`Foresight`] learns from the rounds how much each
+of these tells for this pair of target and draft head. A [`Reach`] asks it, link by link, whether to go on. The rule is
+a threshold on the probability that all links are accepted, which is the optimal form of such a rule (Huang et al.
+2024, SpecDec++, arXiv 2405.19715, section 4). The threshold follows from what tokens cost otherwise.
 
-Whether there is another link depends on the links before it alone, or, of favourites, on what is no matter of chance:
-so drafts keep their distribution, and texts are the target's own.
+Whether there is another link depends only on the links before it or, for chains of the most probable children, on
+quantities that are not random. So drafts keep their distribution, and the text keeps that of the target.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from typing import cast
 
 import torch
 
-Traits = tuple[float, float, float]  # of a link: a constant, how sure the head is of it, and the mood
+# What the regression sees of a link: a constant, how sure the draft head is of it, and the mood of the text, which is
+# the share of links accepted lately.
+Traits = tuple[float, float, float]
 
-UNKNOWN_MOOD = 0.7  # before any round was seen
-MOOD_FOLLOWS = 0.25  # by how much, as a share, the mood of a text follows whether a link was accepted
-USUAL_FOLLOWS = 0.01  # the same of the mood in which texts begin
-RATE_FOLLOWS = 0.05  # and how often links at a position are accepted,
-LINKS_BEFORE = 4  # of which it is expected to be as often as at the position before
-BETTER_FOLLOWS = 0.1  # the same, per link, of what positions say besides
-UNSURE = 4.0  # variance of what is known of the weights together, more than which rounds do not make it grow
-DRIFT = 5e-5  # variance by which each of the weights may have moved from one link to the next
-LOOKS_AHEAD = 8  # links, to see whether rounds are cheap again after some that are dear
-CURIOUS = 0.6  # of what a link must be worth, where it leads to levels that were hardly ever drafted
-LEAST_SURE = 1e-3  # probabilities are taken for at least this much, and for at most one less it,
-LEAST_USUAL = 0.01  # and so are shares of links that are accepted
+UNKNOWN_MOOD = 0.7  # assumed mood before any round was seen
+MOOD_FOLLOWS = 0.25  # step of the running mean that a text's mood is, per link
+USUAL_FOLLOWS = 0.01  # step of the running mean of the mood in which texts begin, per link
+RATE_FOLLOWS = 0.05  # least step of the running mean of acceptance at a position, per link
+LINKS_BEFORE = 4  # weight, in links, of the assumption that a position is accepted as often as the one before it
+BETTER_FOLLOWS = 0.1  # step by which a position's offset follows the error of the prediction, per link
+UNSURE = 4.0  # total variance of the weights above which drift adds no more
+DRIFT = 5e-5  # variance by which each weight may have moved from one link to the next
+LOOKS_AHEAD = 8  # links to look ahead, as rounds may be cheap again beyond some expensive numbers of links
+CURIOUS = 0.6  # share of the usual worth that is enough for a link to levels that were hardly ever drafted
+LEAST_SURE = 1e-3  # probabilities of a draft head are clamped to at least this, and at most 1 minus this
+LEAST_USUAL = 0.01  # acceptance rates of positions are clamped to at least this, and at most 1 minus this
 
 
 @dataclass
@@ -40,9 +42,9 @@ class _Position:
     """What is known of links at a draft position.
 
     Attributes:
-        rate: Share of them that is accepted, a running mean.
-        count: How many there were.
-        better: By how much they fare better than their traits say, as a logit.
+        rate: Share of links that is accepted, a running mean.
+        count: Number of links seen.
+        better: Offset, as a logit, by which links fare better than their traits say.
     """
 
     rate: float = UNKNOWN_MOOD
@@ -50,57 +52,57 @@ class _Position:
     better: float = 0.0
 
     def record(self, accepted: bool, chance: float) -> None:
-        """Adds a link, and how likely it was to be accepted by its traits and what is known here."""
+        """Adds a link, given whether it was accepted and the `chance` that was predicted for it."""
         self.count += 1
         self.rate += max(RATE_FOLLOWS, 1 / (LINKS_BEFORE + self.count)) * (accepted - self.rate)
         self.better += BETTER_FOLLOWS * (accepted - chance)
 
 
 class Foresight:
-    """How likely links of drafted chains are to be accepted: a logistic regression that learns from link to link, by
-    Newton's steps, and forgets.
+    """Predicts whether links of drafted chains are accepted: a logistic regression that learns online, by Newton steps
+    after every link, and forgets.
 
     Attributes:
-        weights: Of the traits. At first a head is believed what it says.
-        usual_mood: Share of links that are accepted.
+        weights: Weights of the traits. At first the draft head's own probability is taken as the prediction.
+        usual_mood: Share of links that are accepted, over all texts.
     """
 
     def __init__(self) -> None:
         self.weights = (0.0, 1.0, 0.0)
         self.usual_mood = UNKNOWN_MOOD
-        self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of the weights: a symmetric matrix, row by row
+        self._variance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # covariance of the weights: upper triangle, row by row
         self._positions: list[_Position] = []
 
     def follow(self, moods: list[float | None]) -> list[float]:
-        """The same list, in which new texts are in the usual mood."""
+        """Puts new texts, whose mood is `None`, into the usual mood; changes and returns the list."""
         moods[:] = [self.usual_mood if mood is None else mood for mood in moods]
         return cast(list[float], moods)
 
     def traits(self, sureness: float, mood: float) -> Traits:
-        """What is known of a link, from the log-probability that the head gives it, and the mood of the text."""
-        # In this order, what is no number (of a head that overflows) is the least.
+        """Traits of a link, from the log-probability that the draft head gives it and the mood of the text."""
+        # In this order of min and max, NaN (from a draft head that overflows) becomes the least probability.
         probability = max(LEAST_SURE, min(math.exp(min(sureness, 0.0)), 1 - LEAST_SURE))
         return 1.0, 0.5 * _logit(probability), 4 * (mood - 0.5)
 
     def chance(self, position: int, traits: Traits) -> float:
-        """How likely a link at a position (0-based) is to be accepted, where all before it are."""
+        """Probability that a link at a position (0-based) is accepted, given that all links before it are."""
         a, b, c = self.weights
         return _sigmoid(self._at(position).better + a * traits[0] + b * traits[1] + c * traits[2])
 
     def chance_at(self, position: int, mood: float) -> float:
-        """The same of a link that is not drafted yet, by how often such links are accepted in texts of this mood. What
-        heads that are sure of anything would say of it plays no part."""
+        """Probability that a link which is not drafted yet is accepted, from how often links at this position are
+        accepted in texts of this mood. The draft head has not said anything of it yet."""
         usual = min(max(self._at(position).rate, LEAST_USUAL), 1 - LEAST_USUAL)
         return _sigmoid(_logit(usual) + 4 * self.weights[2] * (mood - self.usual_mood))
 
     def _at(self, position: int) -> _Position:
-        """What is known of a position, or of the deepest that was ever seen."""
+        """What is known of a position, or of the deepest position seen if that is less deep."""
         known = self._positions
         return known[min(position, len(known) - 1)] if known else _Position()
 
     def learn(self, position: int, traits: Traits, accepted: bool) -> None:
-        """Adds what became of a link."""
-        # Written out, as this runs for every link.
+        """Learns from whether a link was accepted."""
+        # The matrix products are written out because this runs for every link.
         (aa, ab, ac, bb, bc, cc), (x, y, z) = self._variance, traits
         chance = self.chance(position, traits)
         told = max(chance * (1 - chance), 0.01)
@@ -131,23 +133,25 @@ def _sigmoid(logit: float) -> float:
 
 @dataclass
 class Reach:
-    """Decides over the links of one round's chains, one chain per sequence and all equally long.
+    """Decides where the chains of one round end. There is one chain per sequence, and all have the same length.
 
     Attributes:
-        foresight: What is known of such links.
-        moods: How well drafts of every sequence have fared of late; follows what becomes of these.
-        link: Tokens, per sequence, that the time of another link would give otherwise.
-        node: The same of verifying it alone.
-        drawn: Links are drawn from the draft; one that is there must then be verified, however likely it is.
-        drafted: Links that every chain had, with one that was not worth verifying.
-        likely: How likely it is that all links of a sequence are accepted.
-        next_chance: How likely another one would be, of the sequences on average; `None` before that was asked.
-        ended: It was this that ended the chains, not a limit.
-        known: Levels of which enough was seen to judge them; deeper ones are drafted to see them. `None` for all.
-        least: Links that chains have whatever they are worth, to see what so many cost.
-        farthest: Links that chains may have by now.
-        steps: Tokens that the time of chains would give besides what `link` and `node` tell, by links from 0 on.
-        offered: Draft logits [B, V] that the links were chosen from; `None` where nobody asks for them.
+        foresight: What is known of the acceptance of links.
+        moods: How well drafts of each sequence have fared lately; updated by [`learn`].
+        link: Tokens per sequence that the time of drafting and verifying another link would give otherwise.
+        node: Tokens per sequence that the time of verifying another link alone would give otherwise.
+        drawn: Links are drawn from the draft. Once drawn, a link must be verified, however unlikely it is.
+        drafted: Links drafted per chain, including one that was not worth verifying.
+        likely: Probability that all links are accepted, per sequence.
+        next_chance: Probability that another link would be accepted, averaged over sequences; `None` until computed.
+        ended: The chains were ended by this rule, not by a limit of the tree.
+        known: Levels that were seen often enough to judge them; deeper levels may be drafted to learn about them.
+            `None` if all levels are known.
+        least: Links that chains have whatever they are worth, to measure what that many cost.
+        farthest: Most links that chains may have for now.
+        steps: Tokens that the time of chains would give on top of what `link` and `node` tell, by number of links
+            from 0 on.
+        offered: Draft logits [B, V] that each link was chosen from; `None` if they are not needed.
     """
 
     foresight: Foresight
@@ -168,12 +172,12 @@ class Reach:
 
     @property
     def levels(self) -> int:
-        """Links of every chain."""
+        """Links that every chain has."""
         return len(self._links)
 
     def keeps(self, sureness: Sequence[float]) -> bool:
-        """Whether the newest links, one per sequence with its log-probability, are worth verifying. The first ones
-        always are."""
+        """Whether the newest links are worth verifying, given their log-probabilities, one per sequence. A chain's
+        first link always is."""
         links = [self.foresight.traits(sure, mood) for sure, mood in zip(sureness, self.moods, strict=True)]
         likely = [self.foresight.chance(len(self._links), traits) for traits in links]
         self.drafted += 1
@@ -189,7 +193,7 @@ class Reach:
         return True
 
     def goes_on(self) -> bool:
-        """Whether other links may be worth drafting and verifying after these."""
+        """Whether another link may be worth drafting and verifying."""
         chances = self._chances(0)
         self.next_chance = sum(chances) / len(chances)
         likely = [likely * chance for likely, chance in zip(self.likely, chances, strict=True)]
@@ -201,11 +205,11 @@ class Reach:
         return not self.ended
 
     def _pays(self, likely: Sequence[float], cost: float) -> bool:
-        """Whether the next link is worth its time, or the next few are, where it is after these that rounds are cheap.
+        """Whether the next link is worth its time, or the next few together where rounds get cheaper after them.
 
         Args:
-            likely: How likely the next link is to be accepted with all before it, by sequence.
-            cost: Of it, in tokens; the links after it cost [`link`] each.
+            likely: Probability that the next link and all before it are accepted, per sequence.
+            cost: Cost of the next link, in tokens; the links after it cost [`link`] each.
         """
         gain = -cost
         for more in range(1, LOOKS_AHEAD + 1):
@@ -213,7 +217,7 @@ class Reach:
             gain += here
             if gain >= self._step(more):
                 return True
-            # Further links give less and less: what is dear becomes worth it only where rounds are cheaper further on.
+            # Further links give less and less, so they can only pay if rounds get cheaper further on.
             at = len(self._links) + more
             cheaper = any(step < self.steps[at] for step in self.steps[at + 1 :])
             if at >= self.farthest or (here <= max(cost, self.link) and not cheaper):
@@ -223,16 +227,16 @@ class Reach:
         return False
 
     def _chances(self, further: int) -> list[float]:
-        """Of the next link of every sequence, or of one further on."""
+        """Acceptance probability, per sequence, of the next link or of one that is `further` links on."""
         return [self.foresight.chance_at(len(self._links) + further, mood) for mood in self.moods]
 
     def _step(self, more: int) -> float:
-        """What so many links more cost besides."""
+        """What `more` further links cost on top of `link` and `node`, by [`steps`]."""
         last = len(self.steps) - 1
         return self.steps[min(len(self._links) + more, last)] - self.steps[min(len(self._links), last)]
 
     def learn(self, num_accepted: Sequence[int]) -> None:
-        """What became of the links, one number per sequence."""
+        """Learns from the number of accepted tokens of each sequence."""
         for sequence, number in enumerate(num_accepted):
             for position, links in enumerate(self._links[: number + 1]):
                 self.foresight.learn(position, links[sequence], position < number)
@@ -240,7 +244,7 @@ class Reach:
 
 
 def mood_after(mood: float, number: int, levels: int) -> float:
-    """The mood of a text in which a number of tokens was accepted, of so many levels that were drafted."""
+    """The mood of a text after a round in which `number` tokens were accepted of `levels` that were drafted."""
     for position in range(min(number + 1, levels)):
         mood += MOOD_FOLLOWS * ((position < number) - mood)
     return mood

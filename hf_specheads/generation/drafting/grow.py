@@ -1,4 +1,4 @@
-"""Growing a draft tree: the head is called once per level, every level is a fixed number of nodes."""
+"""Growing a draft tree: the draft head is called once per level, and every level has a fixed number of nodes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def grow_tree(
     sampler: DraftSampler | None = None,
     reach: Reach | None = None,
 ) -> DraftTree:
-    """One round of drafting: takes in the newly committed rows, then grows a tree level by level. No host sync.
+    """Drafts one round: takes in the newly committed rows, then grows a tree level by level. Without `reach` and
+    `stop_below` there is no host sync.
 
     Args:
         head: Draft head, bound to its target.
-        cache: Its draft cache of this generation.
+        cache: Draft cache of this generation.
         tree: How the tree grows.
         token_ids: int64 [B, M + 1], tokens of the newly committed rows, then the root.
-        features: [B, M, F], target features of the M newly committed rows; `None` for heads that read none.
+        features: [B, M, F], target features of the M newly committed rows; `None` for draft heads that read none.
         depth: Draft positions D of this round, at least 1.
-        sampler: Draws the children of trees that ask for sampled ones; without it (greedy decoding, where a drawn
-            child could only be worse than the most probable one) they are the top-k.
-        reach: Decides where a chain ends before its depth; a host sync per level.
+        sampler: Draws the children of trees that ask for sampled children. Without it these are the top-k: in greedy
+            decoding a drawn child could only be worse than the most probable one.
+        reach: Decides where a chain ends before its depth, with a host sync per level.
     """
     if tree.kind == "dynamic":
         return grow_dynamic(head, cache, tree, token_ids, features, depth)
@@ -69,13 +70,15 @@ def gives_up(
     token_ids: torch.Tensor,
     scores: torch.Tensor,
 ) -> bool:
-    """Whether no node about to be expanded is as probable as `stop_below` asks, in any row; a host sync if it asks.
-    Heads that predict acceptance are asked for that instead.
+    """Whether every node about to be expanded, in every sequence, is less probable than `stop_below`. For draft heads
+    that predict acceptance, the predicted acceptance is compared instead. A `stop_below` above 0 costs a host sync.
 
-    That a level is left out depends on what was drafted before it, never on what it would have held, so sampled
+    Whether a level is left out depends on what was drafted before it, never on what it would have held, so sampled
     children keep their distribution.
 
     Args:
+        head: Draft head.
+        cache: Draft cache of this generation.
         tree: How the tree grows.
         position: Draft position (0-based) of the level that would be drafted.
         token_ids: int64 [B, K], tokens of the nodes.
@@ -94,9 +97,11 @@ class _Level:
     """The frontier: K nodes per sequence about to be expanded.
 
     Attributes:
-        tokens, scores, candidate: [B, K]; candidate counts all candidates of the round from 1.
+        tokens: int64 [B, K].
+        scores: [B, K], cumulative log-probabilities.
         features: [B, K, *], state of each node's parent.
-        visible: bool [B, K, drafted rows so far], the node's ancestors among them.
+        candidate: [B, K], number of each node among all candidates of the round, counted from 1.
+        visible: bool [B, K, rows drafted so far], which of these rows are the node's ancestors.
     """
 
     tokens: torch.Tensor
@@ -114,11 +119,11 @@ def grow_dynamic(
     features: torch.Tensor | None,
     depth: int,
 ) -> DraftTree:
-    """A tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
+    """Grows a tree whose shape follows the draft (EAGLE-2, sections 4.1 and 4.2).
 
-    Per level the K best nodes by cumulative log-probability are expanded with K children each; at the end the best
-    `total_tokens - 1` of all candidates are kept. Of heads whose positions are independent it is the best tree there
-    is ([`_grow_best_first`]). Arguments as in [`grow_tree`].
+    Per level the K best nodes by cumulative log-probability are expanded with K children each. At the end the best
+    `total_tokens - 1` of all candidates are kept. Draft heads whose positions are independent get the optimal tree
+    instead ([`_grow_best_first`]). Arguments as in [`grow_tree`].
     """
     drafted, logits = head.start_draft(cache, token_ids, cast(torch.Tensor, features))
     width = min(tree.top_k, logits.shape[-1])
@@ -149,7 +154,7 @@ def grow_dynamic(
 def _expand(
     head: DraftingContract, cache: DraftCache, tree: DraftTreeConfig, position: int, level: _Level
 ) -> tuple[_Level, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Runs the head on the frontier; returns the next frontier and all K*K children (tokens, parents, scores)."""
+    """Expands the frontier by the draft head; returns the next one and all K*K children (tokens, parents, scores)."""
     batch, width = level.tokens.shape
     own_row = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
     visible = torch.cat([level.visible, own_row], dim=-1)
@@ -178,19 +183,21 @@ def _grow_best_first(
     root: tuple[torch.Tensor, torch.Tensor],
     depth: int,
 ) -> DraftTree:
-    """The `total_tokens - 1` most probable of all paths of the positions' K best tokens (DDTree, arXiv 2604.12989).
+    """Keeps the n = `total_tokens - 1` most probable of all paths over each position's K best tokens (DDTree, arXiv
+    2604.12989).
 
-    A path is never more probable than its beginning, so those n best hold at most n nodes of any level, children of
-    the n best of the level above: keeping n per level loses none of them. All nodes of a level have the same
-    children, which the heads are asked for once.
+    A path is never more probable than its beginning. So the n best paths have at most n nodes on any level, and these
+    are children of the n best nodes of the level above: keeping n per level loses none of them. All nodes of a level
+    have the same children, so the draft head computes them once per level.
 
     Args:
+        head, cache, tree, depth: As in [`grow_tree`].
         root_ids: int64 [B].
         root: State and draft logits of the root, from `start_draft`.
     """
     most, candidates = tree.num_nodes - 1, []
     width = min(tree.top_k, root[1].shape[-1], most)
-    above, number = root[1].new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # of the nodes above
+    above, number = root[1].new_zeros(len(root_ids), 1), torch.zeros_like(root_ids)[:, None]  # scores, numbers
     first = 1
     for position, (scores, tokens) in enumerate(_children_by_position(head, cache, tree, root, width, depth)):
         scores, chosen = (above[..., None] + scores).flatten(1).topk(min(most, above.shape[1] * width), dim=1)
@@ -213,7 +220,8 @@ def _children_by_position(
     width: int,
     depth: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities and tokens of the best children of all nodes of a level, [B, 1, K] each, level by level."""
+    """Yields, level by level, log-probabilities and tokens of the best children, [B, 1, K] each. All nodes of the
+    level above share these children."""
     if (together := head.drafted_logits(cache, depth)) is not None:
         scores, tokens = top_children(head, together, width, tree.draft_temperature)
         yield from zip(scores.split(1, dim=1), tokens.split(1, dim=1), strict=True)
@@ -235,7 +243,8 @@ def _drawn_children(
     paths: torch.Tensor,
     sampler: DraftSampler,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As [`top_children`], but drawn without replacement at nodes with the paths [B, K, d]; and q, fp32 [B, K, V]."""
+    """As [`top_children`], but children are drawn without replacement, at nodes with the paths [B, K, d]. Also returns
+    the draft distribution q, fp32 [B, K, V]."""
     logits = logits / temperature
     if (vocabulary := head.draft_vocabulary) is not None:
         whole = logits.new_full((*logits.shape[:-1], head.target_vocab_size), -torch.inf)
@@ -256,11 +265,11 @@ def grow_fixed(
     shape: TreeShape | None = None,
     reach: Reach | None = None,
 ) -> DraftTree:
-    """A chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
+    """Grows a chain, static or optimal tree: every node is the child of a fixed rank (Medusa, section 2.1; EAGLE-1).
 
-    The head runs once per level on the nodes that have children. Ranks count the most probable children, or, where
+    The draft head runs once per level on the nodes that have children. Ranks count the most probable children or, if
     the tree config asks for sampled children and `sampler` is given, children in the order they were drawn (EAGLE-1,
-    Sequoia). Arguments as in [`grow_tree`]; `shape` is that of the tree, made beforehand.
+    Sequoia). Arguments as in [`grow_tree`]; `shape` is the tree's shape if it was made beforehand.
     """
     shape = shape_of(tree, depth, token_ids.device) if shape is None else shape
     sampler = sampler if tree.children == "sampled" else None
@@ -283,15 +292,15 @@ def _grow_levels(
     sampler: DraftSampler | None,
     reach: Reach | None = None,
 ) -> DraftTree:
-    """Any tree of a fixed shape, level by level.
+    """Grows any tree of a fixed shape, level by level.
 
     Args:
         head, cache, tree: As in [`grow_tree`].
         root: int64 [B, 1].
         drafted: State and draft logits of the root, from `start_draft`.
-        shape: The tree's.
+        shape: Shape of the tree.
         sampler: Draws the children; `None` for the most probable ones.
-        reach: As in [`grow_tree`]; of drawn chains.
+        reach: As in [`grow_tree`].
     """
     (states, logits), batch = drafted, len(root)
     parent_scores = logits.new_zeros(batch, 1)
@@ -308,7 +317,7 @@ def _grow_levels(
         tokens, scores = _nodes_of(level, tokens, scores, parent_scores)
         parts.append((tokens, scores))
         if reach is not None:
-            reach.keeps((scores - parent_scores)[:, 0].tolist())  # drawn ones always
+            reach.keeps((scores - parent_scores)[:, 0].tolist())  # drawn links are always kept
         if len(level.expanded) == 0 or (reach is not None and not reach.goes_on()):
             break
         chosen = slice(None) if level.link else level.expanded
@@ -344,7 +353,7 @@ def _grow_chain(
     shape: TreeShape,
     reach: Reach | None,
 ) -> DraftTree:
-    """A chain of favourites; arguments as in [`_grow_levels`]."""
+    """Grows a chain of the most probable children; arguments as in [`_grow_levels`]."""
     most = len(shape.levels) if reach is None else int(min(len(shape.levels), reach.farthest))
     if (together := head.drafted_logits(cache, most)) is not None:
         return grow_at_once(tree, root, together, head.draft_vocabulary, shape, reach)

@@ -1,8 +1,7 @@
-"""What followed the last n-gram where the text had it before: prompt lookup, on the host.
+"""Prompt lookup on the host: finds what followed the last n-gram at its previous occurrence in the text.
 
-The tokens of a call come to the host anyway, where generation stops by them. So the text is indexed there, a few
-dictionary entries a token, and a round knows whether there is anything to copy before the device is
-asked.
+The tokens of a call come to the host anyway, where the stopping criteria read them. So the text is indexed there, with
+a few dictionary entries per token, and a round knows whether there is anything to copy without asking the device.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 from ...cache.slots import to_device
 
-# N-grams looked for: the longest first. A single token says too little about the next one to be worth its nodes.
+# Sizes of the n-grams to look for, longest first. A single token predicts too little to be worth its nodes.
 LONGEST, SHORTEST = 3, 2
 
 
@@ -22,7 +21,7 @@ class TextIndex:
 
     Args:
         token_ids: The text so far.
-        longest, shortest: Sizes of the n-grams, the longest are preferred.
+        longest, shortest: Sizes of the n-grams; longer ones are preferred.
     """
 
     def __init__(self, token_ids: Sequence[int] = (), longest: int = LONGEST, shortest: int = SHORTEST):
@@ -31,7 +30,7 @@ class TextIndex:
         self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens to the text. An n-gram is known once there is a token after it."""
+        """Adds tokens to the text. An n-gram is indexed once there is a token after it."""
         for token in token_ids:
             end = len(self.token_ids)
             for size, followed in self._followed.items():
@@ -40,7 +39,7 @@ class TextIndex:
             self.token_ids.append(token)
 
     def match(self) -> int | None:
-        """Index of the token that followed the text's last n-gram where that was seen last; `None` where it is new."""
+        """Index of the token that followed the previous occurrence of the text's last n-gram; `None` without one."""
         for size, followed in self._followed.items():
             if size <= len(self.token_ids):
                 place = followed.get(tuple(self.token_ids[-size:]))
@@ -49,8 +48,8 @@ class TextIndex:
         return None
 
     def continuation(self, length: int) -> list[int] | None:
-        """So many tokens from there on, `None` without a match. Where the text ends before that, it is taken to repeat
-        what it has had since the match: such a text is in a loop."""
+        """The next `length` tokens from the match on, `None` without a match. Where the text ends before that, it is
+        assumed to repeat what it has had since the match: such a text is in a loop."""
         place = self.match()
         if place is None:
             return None
@@ -70,7 +69,7 @@ class TextLookup:
         self.texts: list[TextIndex] = []
 
     def begin(self, token_ids: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Takes in prompts: one copy to the host.
+        """Takes in the prompts, by one copy to the host.
 
         Args:
             token_ids: int64 [B, T].
@@ -89,7 +88,7 @@ class TextLookup:
             text.extend(new)
 
     def follow(self, token_ids: torch.Tensor) -> None:
-        """Takes in what a text [1, T] has more than before; of a text that is new, all."""
+        """Takes in the new tokens of a text [1, T], or all of them if the text is new."""
         if not self.texts:
             self.begin(token_ids)
         known = len(self.texts[0].token_ids)
@@ -100,7 +99,7 @@ class TextLookup:
         self.texts = [self.texts[index] for index in kept]
 
     def put_sequence(self, place: int, other: TextLookup) -> None:
-        """The only text of another, in the place of one of these, or after the last."""
+        """Puts the only text of another lookup in the place of one of these, or after the last."""
         self.texts[place : place + 1] = other.texts
 
     @property
@@ -109,8 +108,8 @@ class TextLookup:
         return any(text.match() is not None for text in self.texts)
 
     def continuations(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """Tokens to copy, int64 [B, length], `None` if no sequence has any. Beside others that have, a sequence
-        without a match gets its last token over and over: a guess as good as any, and no mask is needed."""
+        """Tokens to copy, int64 [B, length], `None` if no sequence has any. If only some sequences have a match, the
+        others repeat their last token: it is as good a guess as any, and no mask is needed."""
         rows = [text.continuation(length) for text in self.texts]
         if all(row is None for row in rows):
             return None

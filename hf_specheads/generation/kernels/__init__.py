@@ -1,1 +1,1 @@
-"""How forwards of a few rows are computed: products, attention, and what runs around them."""
+"""Computing forwards of a few rows fast: matrix products, attention, and the context they run in."""

@@ -1,8 +1,8 @@
-"""Which attention kernels rounds run by on CUDA: those that take any length as it comes.
+"""Keeps rounds on CUDA to attention kernels that need no planning for each length.
 
-Trees come with masks, and for masks in 16 bits torch prefers cuDNN's kernels on Hopper. cuDNN plans for one number of
-rows and of slots, which takes many times what a plan then saves: every round's text is as long as none was before, and
-so is every level of a draft. Plain decoding has no masks, and gets other kernels.
+Trees come with masks, and for masks in 16 bits torch prefers cuDNN's kernels on Hopper. cuDNN makes a plan for one
+number of rows and slots, which takes many times as long as the plan then saves: every round, and every level of a
+draft, has a length that did not occur before. Plain decoding has no masks and gets other kernels.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch.backends import cuda
 
 
 class KernelsOfAnyLength(ContextDecorator):
-    """While this lasts, torch plans no attention with cuDNN, unless nothing else is left to it.
+    """While this lasts, torch does not use cuDNN for attention, unless no other kernel that takes masks is enabled.
 
-    The switch is torch's, of the whole process: other threads meanwhile get other kernels as well, and the same
-    numbers but for rounding. Calls that run at the same time are counted; the last one leaves the switch as the
-    first found it.
+    The switch is torch's own and holds for the whole process: meanwhile other threads get other kernels as well, with
+    the same numbers up to rounding. Calls that run at the same time are counted, and the last one restores the switch.
     """
 
     def __init__(self) -> None:

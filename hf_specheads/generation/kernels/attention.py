@@ -1,15 +1,15 @@
-"""How the target's attention runs while trees are verified, and the heads' while they draft.
+"""Fast attention of a few rows: of the target while it verifies trees, and of the draft head while it drafts.
 
 transformers copies grouped keys and values for every query head whenever a mask is given, because kernels of some
-devices need that. Plain decoding has no mask and copies nothing. On a CPU the copies are for nothing: the same kernel
-reads grouped keys as they are, for the same result bit for bit. On CUDA the kernels that take masks are made for many
-rows: a few rows over a long cache keep a few blocks of the device busy, one for every head, and it takes many times
-what reading the cache takes. There few rows attend by two matrix products with a softmax in float32 between, in which
-every slot is work of its own; in compiled steps by a kernel that shares the slots out, where there is Triton.
+devices need that. Plain decoding has no mask and copies nothing. On a CPU the copies are useless: the same kernel
+reads grouped keys as they are, with bit-identical results. On CUDA, the kernels that take masks are made for many
+rows: a few rows over a long cache occupy a few blocks of the device, one per head, and take many times as long as
+reading the cache. There, few rows attend by two matrix products with a float32 softmax between them, which run in
+parallel over slots. In compiled steps with Triton, they attend by a kernel that distributes the slots over the device.
 
-So `sdpa` attention of transformers' registry is wrapped, once, by a function that does so under the *additive* masks
-that tree forwards have (transformers' own masks for sdpa are boolean), and hands every other call on. Nothing is
-switched while texts are generated, so other threads see nothing.
+So the `sdpa` attention in transformers' registry is wrapped once, by a function that does this under the *additive*
+masks of tree forwards (transformers' own masks for sdpa are boolean) and passes every other call on. Nothing is
+switched during generation, so other threads are not affected.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import library
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# What only transformers' own function knows.
+# Calls with any of these arguments are passed on, as only transformers' own function handles them.
 HANDED_ON = frozenset({"softcap", "output_attentions", "position_bias", "cache"})
-BY_PRODUCTS = ("cuda",) if torch.version.hip is None else ()  # devices on which few rows attend by matrix products,
-FEW_ROWS = 128  # and how many of a forward at the most
-ROWS_OF_KERNEL, WIDTHS_OF_KERNEL = 64, (16, 32, 64, 128, 256)  # rows of all heads of a group, and head_dim
-AMPERE = 8  # compute capability of the first devices that the kernels are for
+BY_PRODUCTS = ("cuda",) if torch.version.hip is None else ()  # devices on which few rows attend by matrix products
+FEW_ROWS = 128  # most rows of a forward that attend by matrix products
+ROWS_OF_KERNEL, WIDTHS_OF_KERNEL = 64, (16, 32, 64, 128, 256)  # kernel's most rows over a group's heads; its head_dims
+AMPERE = 8  # major compute capability of the oldest devices that the kernels support
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -41,7 +41,7 @@ def install_grouped_attention() -> None:
 
 
 def uninstall_grouped_attention() -> None:
-    """Takes the wrapper off again."""
+    """Removes the wrapper."""
     original = getattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_specheads_original", None)
     if original is not None:
         AttentionInterface.register("sdpa", original)
@@ -97,13 +97,17 @@ def _suits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def attend_by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Attention of few rows over many slots, [B, N, heads, width].
+    """Attention of few rows over many slots.
 
     Args:
         query: [B, heads, N, head_dim].
-        key, value: [B, key heads, slots, head_dim] and [B, key heads, slots, width], grouped as they are.
-        mask: Additive, [B, 1, N, slots].
-        scaling: Of scores.
+        key: [B, key heads, slots, head_dim], not repeated for the query heads of a group.
+        value: [B, key heads, slots, width], likewise.
+        mask: Additive mask, [B, 1, N, slots].
+        scaling: Factor of the scores.
+
+    Returns:
+        [B, N, heads, width].
     """
     (batch, heads, rows, width), groups = query.shape, key.shape[:2].numel()
     rows_of_group = query.reshape(groups, -1, width)
@@ -116,7 +120,7 @@ def attend_by_products(
 
 
 def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Of batches of matrices; what 16 bits would round are exponents later."""
+    """Product of batches of matrices, in float32: scores become exponents, where rounding to 16 bits would matter."""
     if left.dtype.itemsize >= 4 or left.device.type != "cuda":
         return torch.bmm(left, right)
     return torch.bmm(left, right, out_dtype=torch.float32)
@@ -129,7 +133,8 @@ SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor mask, float scaling) -
 def attend_by_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """As [`attend_by_products`], for 16 bits; by these on devices before Ampere."""
+    """As [`attend_by_products`], by a Triton kernel for 16-bit dtypes. Other devices than CUDA, and CUDA devices
+    before Ampere, use matrix products."""
     if query.device.type != "cuda" or (properties := _properties(query.device)).major < AMPERE:
         return attend_by_products(query, key, value, mask, scaling)
     from .attention_triton import launch

@@ -1,6 +1,6 @@
-"""The kernels of [`attention.attend_by_kernel`]: a few rows over many slots, which are shared out among the device."""
+"""Triton kernels of [`attention.attend_by_kernel`]: few rows attend to many slots, distributed over the device."""
 
-# Kernels are in a language that only looks like Python.
+# Triton kernels look like Python but are a language of their own, which mypy cannot check.
 # mypy: ignore-errors
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-SLOTS, NARROW = 64, 128  # that are looked at at once; half as many of heads that are wider, as memory is short
-SMALLEST = 16  # rows that the device's matrix instructions take
-MOST_PARTS = 32  # of the slots
+SLOTS, NARROW = 64, 128  # slots per step; half as many for heads wider than NARROW, as shared memory is limited
+SMALLEST = 16  # fewest rows that the device's matrix instructions take
+MOST_PARTS = 32  # most parts that the slots are divided into
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -23,8 +23,8 @@ def _attend(
     rows, slots, per_part, scaling, heads,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of all heads of a group over a part of its slots: `found` is weighted by how far `highest` is, and not yet
-    divided by `mass`; where there is one part, the output itself."""
+    """Attention of all rows of a group's heads over one part of its slots. Writes the sum of values `found`, weighted
+    relative to the `highest` score and not yet divided by `mass`. If there is a single part, writes the output."""
     pair, part = tl.program_id(0), tl.program_id(1)
     key_heads = heads // GROUPS
     batch, group = pair // key_heads, pair % key_heads
@@ -65,7 +65,7 @@ def _attend(
 
 @triton.jit
 def _join(found, highest, mass, output, WIDTH: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """What the parts found, of one row of one head."""
+    """Joins what the parts found for one row of one head."""
     one = tl.program_id(0)
     part, across = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     real = part < PARTS
@@ -84,8 +84,8 @@ def launch(
     """Writes the attention of query [B, heads, N, width] over key and value [B, key heads, slots, width], under an
     additive mask [B, 1, N, slots], to the output [B, N, heads, width].
 
-    All have rows without gaps between numbers; the width is a power of two. Work is shared out among so many
-    `processors`.
+    Query, key, value and output are contiguous in their last dimension, and the width is a power of two. `processors`
+    is the number of multiprocessors that the work is distributed over.
     """
     (batch, heads, rows, width), (key_heads, slots) = query.shape, key.shape[1:3]
     at_once = SLOTS if width <= NARROW else SLOTS // 2

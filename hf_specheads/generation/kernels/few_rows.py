@@ -1,14 +1,14 @@
-"""Linear layers of models on a CPU, where a few rows are multiplied with a weight.
+"""Makes linear layers on a CPU fast where a few rows are multiplied with a weight.
 
-Libraries of matrix products are made for one row or for many. Where they are slow with a few, a forward over a few
-nodes takes as long as several plain steps, and no draft pays, however good it is. There are other ways to the same
-numbers: a kernel made for few rows ([`few_rows_native`]), and, in float32, the weight by the transposed rows,
-transposed back. So while a round works, linear layers compute as is faster here: layers of one size take turns in all
-ways there are, are timed as they work, and go on in the fastest one. No weight is copied.
+Libraries of matrix products are made for one row or for many. Where they are slow with a few rows, a forward over a
+few nodes takes as long as several plain steps, and no draft pays, however good it is. There are other ways to compute
+the same numbers: a kernel made for few rows ([`few_rows_native`]) and, in float32, the product of the weight with the
+transposed rows, transposed back. So during a round, linear layers of one size try all ways in turn, time them as they
+work, and then stay with the fastest one. No weight is copied.
 
-What plain decoding computes, a single row by the target's weights, is computed as ever. No model is changed: while the
-forwards of a round run, torch's `nn.Linear` has a forward that looks whether it is called by their thread, and outside
-of them its own.
+What plain decoding computes, a single row by the target's weights, is computed as always. No model is changed: while
+the forwards of a round run, torch's `nn.Linear` has a forward that treats calls from the round's thread specially.
+Afterwards it has its own forward again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from ...target.projection import has_plain_weight
 from . import few_rows_native
 from .unrecorded import is_compiled
 
-MOST_ROWS = 128
-EXACTLY = 2  # rows up to which every number is timed by itself
-ALIKE, FEW, OF_MANY = 4, 16, 16  # of more so many numbers count as one, of more than few so many
-TIMES, GLANCES = 5, 2  # that every way is timed, of which the median tells; that are enough of a way that is
-HOPELESS = 1.3  # times slower than another
-FASTER = 1.05  # by which factor another way than torch's must be, to be taken
+MOST_ROWS = 128  # products of more rows are left to torch
+EXACTLY = 2  # up to this many rows, every number of rows is timed separately
+ALIKE, FEW, OF_MANY = 4, 16, 16  # numbers of rows are rounded up to a multiple of ALIKE, beyond FEW rows of OF_MANY
+# Every way is timed TIMES times before the medians are compared, but hopeless ways are dropped after GLANCES times.
+TIMES, GLANCES = 5, 2
+HOPELESS = 1.3  # a way this many times as slow as the fastest one is dropped
+FASTER = 1.05  # another way is taken only if torch's own way is more than this many times as slow
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 # ---------------------------------------------------------------------- all ways
 def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `linear`, rows [..., K] by a weight [N, K], by the weight times the transposed rows; contiguous."""
+    """Computes `linear` of rows [..., K] and a weight [N, K] as the weight times the transposed rows; contiguous."""
     product = linear(weight, rows.reshape(-1, rows.shape[-1])).t().contiguous()
     if bias is not None:
         product += bias
@@ -48,12 +49,12 @@ def turned(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def doubled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same of a single row, taken twice: a product with two rows may be faster than one with a vector."""
+    """Computes [`turned`] of a single row by doubling it: a product with two rows may be faster than with a vector."""
     return turned(rows.reshape(1, -1).expand(2, -1), weight, bias)[:1].view(*rows.shape[:-1], -1)
 
 
 def other_ways(rows: int, size: torch.Size, dtype: torch.dtype) -> list[Product]:
-    """Than torch's own, to multiply so many rows with a weight."""
+    """Ways other than torch's own to multiply this many rows with a weight of this size."""
     ways: list[Product] = []
     if dtype == torch.float32:
         ways.append(doubled if rows == 1 else turned)
@@ -62,15 +63,16 @@ def other_ways(rows: int, size: torch.Size, dtype: torch.dtype) -> list[Product]
 
 
 def kernel_for(size: torch.Size, dtype: torch.dtype) -> few_rows_native.Kernel | None:
-    """That of few rows with such weights, if it is built and multiplies them; all is tried again once it is built."""
+    """The native kernel for such weights; `None` if it does not fit them or is not built yet. Once it is built, all
+    trials begin anew."""
     return few_rows_native.WORKSHOP.order(dtype, _begin_anew) if few_rows_native.fits(*size) else None
 
 
 class Trial:
-    """Ways of computing products of one size, as long as it is not known which is the fastest.
+    """Ways of computing products of one size, while it is not known which of them is the fastest.
 
     Args:
-        others: Than torch's own.
+        others: Ways other than torch's own, which is always tried.
     """
 
     def __init__(self, *others: Product):
@@ -78,7 +80,7 @@ class Trial:
         self.seconds: list[list[float]] = [[] for _ in self.ways]
 
     def __call__(self, *product: Any) -> torch.Tensor:
-        """Computes one by the way that was timed least often."""
+        """Computes a product by the way that was timed least often, and times it."""
         way = min(self._hopeful(), key=lambda one: len(self.seconds[one]))
         began = time.perf_counter()
         result = self.ways[way](*product)
@@ -87,12 +89,12 @@ class Trial:
 
     @property
     def least(self) -> float:
-        """Seconds that a product takes by what is known."""
+        """Shortest time of a product so far, in seconds."""
         return min(itertools.chain.from_iterable(self.seconds))
 
     @property
     def verdict(self) -> Product | None:
-        """The fastest way; `None` while that is not known. It is short where ways are far apart."""
+        """The fastest way; `None` while it is not known. The trial is short where the ways' times are far apart."""
         hopeful = self._hopeful()
         if len(hopeful) == 1:
             return self.ways[hopeful[0]]
@@ -101,7 +103,7 @@ class Trial:
         return self.ways[fastest(self.seconds)]
 
     def _hopeful(self) -> list[int]:
-        """Ways that may be the fastest; a stall makes none faster than it is."""
+        """Ways that may still be the fastest, by their shortest times: a stall never makes a way look faster."""
         if min(map(len, self.seconds)) < GLANCES:
             return list(range(len(self.ways)))
         least = [min(spent) for spent in self.seconds]
@@ -109,16 +111,16 @@ class Trial:
 
 
 def fastest(seconds: Sequence[Sequence[float]]) -> int:
-    """Which of several ways it is by what they took, where another than the first must be clearly faster."""
+    """Index of the fastest way by median time. Another way than the first must be clearly faster to be chosen."""
     own, *others = map(statistics.median, seconds)
     return 1 + others.index(min(others)) if own > FASTER * min(others) else 0
 
 
 class Ways(dict[int, Product]):
-    """How products with weights of one size are computed, by the number of rows: a way, or a [`Trial`] of several.
+    """How products with weights of one size are computed, by number of rows: a way, or a [`Trial`] of several.
 
     Args:
-        size, dtype: The weights'.
+        size, dtype: Size and dtype of the weights.
     """
 
     def __init__(self, size: torch.Size, dtype: torch.dtype):
@@ -134,7 +136,7 @@ class Ways(dict[int, Product]):
         return self.setdefault(rows, Trial(*others) if others else linear)
 
     def try_out(self, rows: int, trial: Trial, *product: Any) -> torch.Tensor:
-        """Computes one of a number of rows of which it is not known yet."""
+        """Computes a product by a trial, and ends the trial if it has a verdict."""
         began = time.perf_counter()
         result = trial(*product)
         if (verdict := trial.verdict) is not None:
@@ -143,8 +145,8 @@ class Ways(dict[int, Product]):
         return result
 
 
-_WAYS: dict[tuple[int, torch.Size, torch.dtype], Ways] = {}  # by threads, sizes and dtypes
-_begun = 0  # times that all was tried from the beginning
+_WAYS: dict[tuple[int, torch.Size, torch.dtype], Ways] = {}  # by number of threads, size and dtype
+_begun = 0  # how often all trials began anew
 
 
 def _ways_of(weight: torch.Tensor, threads: int) -> Ways:
@@ -154,7 +156,7 @@ def _ways_of(weight: torch.Tensor, threads: int) -> Ways:
 
 
 def _begin_anew() -> None:
-    """There is another way, of which nothing is known: a kernel was built."""
+    """Begins all trials anew, as a kernel was built that is another way to compute."""
     global _begun
     for ways in list(_WAYS.values()):
         ways.clear()
@@ -163,11 +165,11 @@ def _begin_anew() -> None:
 
 # ---------------------------------------------------------------------- in models
 class FewRows:
-    """Linear layers of models, which compute as is faster while these work on a round. None where somebody compiles
-    what a model does, or has changed what linear layers do.
+    """The linear layers of models, which compute in the fastest way during a round. There are none if a model is
+    compiled; layers whose weight is not plain are left out.
 
     Args:
-        models: Target and heads.
+        models: Target and draft head.
     """
 
     def __init__(self, *models: nn.Module):
@@ -180,16 +182,17 @@ class FewRows:
         self._settled: set[int] = set()
         self._lost = 0.0
         for ways in self._ways:
-            kernel_for(ways.size, ways.dtype)  # is built while the prompt is read
+            kernel_for(ways.size, ways.dtype)  # orders the kernel, which is built while the prompt is read
         self._begun = _begun
 
     @contextmanager
     def at_work(self, rows: int, fewest: int) -> Iterator[None]:
-        """Meanwhile forwards of this thread compute products of few rows as is faster.
+        """While this lasts, forwards of this thread compute products of few rows in the fastest way.
 
         Args:
-            rows: That most products have; where torch's own way is the faster for all layers, nothing is done.
-            fewest: Rows that are computed so: two, where a single row is to be multiplied as plain decoding does.
+            rows: Rows that most products have. Nothing is done if torch's own way is the fastest for all layers, or if
+                somebody else has replaced the forward of `nn.Linear`.
+            fewest: Fewest rows that are computed so; 2 if a single row must be multiplied as plain decoding does.
         """
         if self._begun != _begun:
             self._begun = _begun
@@ -209,16 +212,16 @@ class FewRows:
             self._settle(rows)
 
     def _settle(self, rows: int) -> None:
-        """Looks whether all is known of products of so many rows."""
-        met = {ways.get(rows) for ways in self._ways} - {None}  # of the sizes that forwards of so many rows have
+        """Notes whether all trials of products of this many rows have ended, and whether torch's way always won."""
+        met = {ways.get(rows) for ways in self._ways} - {None}  # only the sizes that occurred with this many rows
         if met == {linear}:
             self._in_vain.add(rows)
         elif met and not any(type(way) is Trial for way in met):
             self._settled.add(rows)
 
     def take_lost(self) -> float:
-        """Seconds that products took longer since the last call than they will, as slower ways were timed: while they
-        are, trees of a size would seem dearer than they are."""
+        """Seconds lost to timing slower ways since this was last called. Callers deduct them from a round's time, as
+        trees would otherwise seem more expensive during trials than they are later."""
         lost, self._lost = self._lost, 0.0
         return lost
 
@@ -233,17 +236,17 @@ _NONE: dict[nn.Module, Ways] = {}
 
 
 class _OfThread(threading.local):
-    layers = _NONE  # that compute so,
-    fewest = 1  # products of so many rows or more,
-    lost = 0.0  # and took so many seconds longer than they will
+    layers = _NONE  # layers that compute in the fastest way in this thread
+    fewest = 1  # fewest rows of a product for that
+    lost = 0.0  # seconds lost to timing slower ways
 
 
 _OF_THREAD, _LOCK, _TORCHS_OWN = _OfThread(), threading.Lock(), nn.Linear.forward
-_at_work = 0  # threads
+_at_work = 0  # threads that use our forward now
 
 
 def _begin() -> bool:
-    """Whether linear layers have our forward from now on."""
+    """Gives `nn.Linear` our forward; returns `False` if somebody else has replaced its forward."""
     global _at_work
     with _LOCK:
         if nn.Linear.forward not in (_TORCHS_OWN, _forward):
@@ -261,8 +264,8 @@ def _end() -> None:
             nn.Linear.forward = _TORCHS_OWN  # type: ignore[method-assign]
 
 
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # so torch calls it
-    # Called for every layer of every forward of a round: no attribute is looked up that is not needed.
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name that torch uses
+    # This runs for every layer of every forward of a round, so it looks up no attribute that is not needed.
     if torch.compiler.is_compiling() or (ways := _OF_THREAD.layers.get(self)) is None:
         return _TORCHS_OWN(self, input)
     parameters: Any = self._parameters

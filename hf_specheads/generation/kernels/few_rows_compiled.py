@@ -1,5 +1,7 @@
-"""Compiled steps on a CPU: products of a few rows with weights in the fastest of the ways there are ([`few_rows`]).
-Which it is, is timed while a step is compiled, once for every size."""
+"""Compiled steps on a CPU: computes products of a few rows in the fastest of several ways ([`few_rows`]).
+
+The ways are timed while a step is compiled, once per size.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from . import few_rows_native
 from .few_rows import MOST_ROWS, TIMES, fastest, kernel_for
 from .products import Product, product_of
 
-BYTES, MOST_WEIGHTS = 64 * 2**20, 256  # of weights that take turns, which no cache should hold, and how many these are
-MIDDLING = 8  # rows of a step
-ROWS_FIRST, WEIGHT_FIRST, BY_KERNEL = range(3)  # the ways
+# Ways are timed with weights that take turns, so that no cache holds them: about BYTES of them, at most MOST_WEIGHTS.
+BYTES, MOST_WEIGHTS = 64 * 2**20, 256
+MIDDLING = 8  # least number of rows assumed for a graph whose number of rows is not fixed
+ROWS_FIRST, WEIGHT_FIRST, BY_KERNEL = range(3)  # the ways to compute a product
 aten = torch.ops.aten
 
 
@@ -35,8 +38,10 @@ library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 
 
 def few_rows(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Rows [M, K] by each weight [N, K], transposed, and its bias [N] or `None` added: [M, N] each, by the kernel."""
-    kernels = [kernel_for(weight.shape, weight.dtype) for weight in weights]  # ordered, where another process compiled
+    """Products of rows [M, K] with each weight [N, K], transposed, plus its bias [N] or `None`: [M, N] each, by the
+    kernel if it is built."""
+    # If another process has compiled the graph, this orders the kernel in the present one.
+    kernels = [kernel_for(weight.shape, weight.dtype) for weight in weights]
     if kernels[0] is not None and all(kernels):
         return kernels[0].multiply(rows, weights, biases)
     return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -51,11 +56,12 @@ def _(rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor
 
 
 class Into:
-    """The same into products [M, N] that there are, for graphs: of weights that the kernel multiplies with, by a call
-    of C's own once it is built. On its way through torch an operator takes as long as a small product does.
+    """As [`few_rows`], but writes into existing products [M, N], for graphs whose weights the kernel supports. Once
+    the kernel is built, its C function takes this object's place, because calling an operator through torch takes as
+    long as a small product.
 
     Args:
-        dtype: Of rows and weights.
+        dtype: Dtype of rows and weights.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -74,7 +80,7 @@ class Into:
 
 
 def _write_call(node: Any, write: Callable[[str], None]) -> None:
-    """Writes it into the code of a graph."""
+    """Writes the call of [`Into`] for a node into the code of a graph."""
     sizes, name = V.graph.wrapper_code, node.get_name()
     source, *_ = node.inputs
     rows, weights, biases = node.codegen_args()
@@ -98,7 +104,7 @@ for _into in map(Into, few_rows_native.KINDS):
     setattr(torch.ops.specheads.few_rows, _into.name, _into)
 try:
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
-except ImportError:  # graphs of older torch call the operator
+except ImportError:  # with older torch, graphs call the operator itself
     pass
 else:
     CUSTOM_EXTERN_KERNEL_CODEGEN["torch.ops.specheads.few_rows.default"] = CustomCodegen(python=_write_call)
@@ -106,7 +112,7 @@ else:
 
 # ---------------------------------------------------------------------- in graphs
 class FewRowsProducts(CustomGraphPass):
-    """Rewrites graphs of inductor so."""
+    """Rewrites graphs of inductor so that products of few rows are computed in the fastest way."""
 
     def __call__(self, graph: Graph) -> None:
         siblings: dict[Any, list[Product]] = {}
@@ -128,7 +134,7 @@ class FewRowsProducts(CustomGraphPass):
 
 
 def _rows_of(rows: Node) -> int:
-    """How many rows there are; where steps of several sizes share a graph, so many as a middling one has."""
+    """Number of rows; for a graph that steps of several sizes share, that of a middle-sized step."""
     size = rows.meta["val"].shape[0]
     return size if isinstance(size, int) else max(size.node.hint or 0, MIDDLING)
 
@@ -186,11 +192,10 @@ Way = Callable[[torch.Tensor, list[torch.Tensor]], Any]
 
 @cache
 def way_for(rows: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, threads: int) -> int:
-    """In which the same rows [M, K] and weights of sizes (N, K) are multiplied soonest in this process with so many
-    threads."""
+    """The fastest way in this process to multiply `rows` rows with weights of sizes (N, K) by this many threads."""
     numbers = sum(columns * width for columns, width in sizes)
     turns = min(max(BYTES // (dtype.itemsize * numbers), 1), MOST_WEIGHTS)
-    with unset_fake_temporarily(), torch.no_grad():  # the compiler's tensors have no numbers
+    with unset_fake_temporarily(), torch.no_grad():  # the compiler's fake tensors have no data to time with
         some = torch.ones(rows, sizes[0][1], dtype=dtype)
         weights = [[torch.ones(size, dtype=dtype) for size in sizes] for _ in range(turns)]
         ways = _ways(weights[0])
@@ -218,7 +223,7 @@ def _ways(weights: list[torch.Tensor]) -> list[Way]:
 
 @contextmanager
 def few_rows_products() -> Iterator[None]:
-    """While this lasts, inductor compiles graphs so, unless the user has a pass of his own."""
+    """While this lasts, inductor applies [`FewRowsProducts`], unless the user has set a pass of their own."""
     settings = torch._inductor.config
     if settings.post_grad_custom_pre_pass is not None:
         yield

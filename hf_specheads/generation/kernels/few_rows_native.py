@@ -1,14 +1,15 @@
-"""Products of a few rows on a CPU, and the highest of rows of numbers, by a kernel in C, [`few_rows.c`], which the
-machine's compiler builds.
+"""Products of a few rows on a CPU, and the maximum of rows of numbers, by a C kernel ([`few_rows.c`]) that is built by
+the machine's compiler.
 
-Libraries of matrix products are made for one row or for many. In 16 bits on processors without instructions for them
-a product of eight rows takes as long as eight products of one, in float32 several times as long as one. To read the
-weight once is all that it takes, and the kernel takes little more. Between the links of a chain, which are drafted one
-by one, operators are small and cost more to call than to compute: the favourite child is found in one call.
+Libraries of matrix products are made for one row or for many. In 16 bits, on processors without instructions for it, a
+product of eight rows takes as long as eight products of one row; in float32 it takes several times as long as one.
+Reading the weight once would be enough, and the kernel takes little longer than that. When links of a chain are
+drafted one by one, operators are so small that calling them costs more than computing, so the favourite (most
+probable) child is found in a single call.
 
-It is built at the first request on a machine, in a thread of its own, for the dtype that is multiplied and the vector
-instructions that torch uses here; the folder `hf_specheads` of `HF_HOME` keeps it. Where there is no compiler, or the
-kernel computes anything but what torch does, there is none.
+The kernel is built at the first request on a machine, in a thread of its own, for the dtype in use and the vector
+instructions that torch uses. It is kept in the folder `hf_specheads` of `HF_HOME`. There is no kernel if the machine
+has no compiler or the kernel's results differ from torch's.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ logger = logging.get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("few_rows.c")
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-INSTRUCTIONS = {  # by torch's name for what it uses
+INSTRUCTIONS = {  # compiler flags, by torch's name of the processor's capability
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
-STEP, FEWEST_OUTPUTS = 16, 16  # inputs are a multiple of it; outputs for every thread
-WORTH_THREADS = 2**17  # numbers, to find the highest of rows among
-SECONDS = 60  # that a compiler may take
+STEP, FEWEST_OUTPUTS = 16, 16  # a weight's inputs must be a multiple of STEP, its outputs at least FEWEST_OUTPUTS
+WORTH_THREADS = 2**17  # numbers from which on the search for maxima of rows uses several threads
+SECONDS = 60  # time limit for the compiler
 
 
 class Kernel:
-    """Computes as `linear`, rows [..., K] by a weight [N, K] in the dtype of both; torch does what it cannot."""
+    """Computes `linear` of rows [..., K] and a weight [N, K] of the kernel's dtype; other cases are left to torch."""
 
     def __init__(self, library: ctypes.PyDLL, dtype: torch.dtype):
         torchs: Any = torch._C._dynamo.guards
@@ -57,7 +58,7 @@ class Kernel:
         self.dtype, self.widens = dtype, dtype != torch.float32
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # Small products take as long as this does: nothing is asked that need not be, and nothing made.
+        # Small products take no longer than these checks, so only what is needed is checked and allocated.
         plain = rows.dtype == self.dtype and weight.is_contiguous() and (bias is None or bias.is_contiguous())
         *shape, inputs = rows.shape
         outputs, expected = weight.shape
@@ -72,7 +73,8 @@ class Kernel:
     def multiply(
         self, rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """Products of the same rows with several weights, each with its bias or `None`, of what it can compute."""
+        """Products of the same rows with several weights, each with its bias or `None`. The caller has checked that
+        the kernel supports them."""
         rows = rows.contiguous()
         *shape, inputs = rows.shape
         wide = torch.empty_like(rows, dtype=torch.float32) if self.widens else rows
@@ -84,15 +86,16 @@ class Kernel:
 
 
 def _watched() -> bool:
-    """Whether somebody wants more of a product than its numbers."""
+    """Whether autograd or autocast is on, which need torch's own product."""
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
 def best_of_rows(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The best of rows of logits, fp32 [..., V], by a kernel; `None` where torch has to find it.
+    """The most probable token of each row of logits, by the kernel; `None` if torch has to find it.
 
     Args:
-        vocabulary: int64 [V], tokens of the logits; `None` where they are their places.
+        logits: fp32 [..., V].
+        vocabulary: int64 [V], tokens of the logits; `None` if these are the indices.
 
     Returns:
         Log-probabilities and tokens, [..., 1] each.
@@ -109,7 +112,7 @@ def best_of_rows(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> tuple
 
 
 def highest(scores: torch.Tensor) -> torch.Tensor | None:
-    """Places int64 [...] of the highest of scores, fp32 [..., V], as `argmax`; `None` where torch has to find them."""
+    """Indices int64 [...] of the highest scores, fp32 [..., V], as `argmax`; `None` if torch has to find them."""
     if torch.compiler.is_compiling() or (kernel := WORKSHOP.any) is None or not _are_rows(scores):
         return None
     *shape, count = scores.shape
@@ -120,7 +123,7 @@ def highest(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def _are_rows(numbers: torch.Tensor) -> bool:
-    """Whether a kernel looks through them."""
+    """Whether the kernel can search these numbers."""
     plain = numbers.dtype == torch.float32 and numbers.is_cpu and not numbers.requires_grad
     return plain and numbers.is_contiguous() and numbers.numel() > 0
 
@@ -130,13 +133,13 @@ def _threads(rows: int, count: int) -> int:
 
 
 def fits(outputs: int, inputs: int) -> bool:
-    """Whether a kernel multiplies with weights [N, K] of such a size."""
+    """Whether the kernel multiplies with weights [N, K] of this size."""
     return inputs > 0 and inputs % STEP == 0 and outputs >= FEWEST_OUTPUTS
 
 
 # ---------------------------------------------------------------------- building
 def _command(dtype: torch.dtype) -> list[str] | None:
-    """How the kernel is built here, but for its places."""
+    """Command that builds the kernel on this machine, without its output path; `None` if it cannot be built."""
     found = [path for path in map(shutil.which, ("cc", "gcc", "clang")) if path]
     compiler = shlex.split(os.environ.get("CC", "")) or found[:1]
     instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
@@ -147,7 +150,7 @@ def _command(dtype: torch.dtype) -> list[str] | None:
 
 
 def _place(command: list[str]) -> Path:
-    """Of what a command makes of the source as it is."""
+    """Path of the library that a command builds from the current source."""
     source = SOURCE.read_text(encoding="utf-8")
     made_of = [*(source if part == str(SOURCE) else part for part in command), platform.machine()]
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:32]
@@ -155,14 +158,14 @@ def _place(command: list[str]) -> Path:
 
 
 def build(dtype: torch.dtype) -> Kernel | None:
-    """The kernel for rows and weights of a dtype, built or from the folder it is kept in; `None` if there is none."""
+    """Builds the kernel for a dtype, or loads it if it was built before; `None` if there is none."""
     try:
         if (command := _command(dtype)) is None:
             return None
         place = _place(command)
         if not place.is_file():
             place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # two processes may build at a time
+            with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # other processes may build at the same time
                 made = Path(folder, place.name)
                 subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=SECONDS)
                 made.replace(place)
@@ -177,7 +180,7 @@ def build(dtype: torch.dtype) -> Kernel | None:
 
 
 def _openmp_runtimes() -> set[str]:
-    """Loaded in this process. Threads of one that have nothing to do keep those of another from working."""
+    """OpenMP runtimes loaded in this process. There must be one only: idle threads of one would slow another down."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
     libraries = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
@@ -186,7 +189,7 @@ def _openmp_runtimes() -> set[str]:
 
 @torch.inference_mode()
 def _is_right(kernel: Kernel) -> bool:
-    """Whether it computes what torch does of tiles of all kinds."""
+    """Whether the kernel computes what torch does, for every kind of tile."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3 * FEWEST_OUTPUTS + 1, 3 * STEP, generator=generator, dtype=torch.float32)
     rows = torch.randn(14, 3 * STEP, generator=generator, dtype=torch.float32)
@@ -201,7 +204,7 @@ def _is_right(kernel: Kernel) -> bool:
 
 
 def _finds_the_best(kernel: Kernel, generator: torch.Generator) -> bool:
-    """Whether it finds what torch does in rows of any length."""
+    """Whether the kernel finds the maxima that torch finds, in rows of several lengths."""
     for count in (1, STEP - 1, STEP, 19 * STEP + 5):
         logits = torch.randn(count, generator=generator, dtype=torch.float32) * 4
         expected, place = torch.log_softmax(logits.double(), -1).max(-1)
@@ -215,10 +218,10 @@ def _finds_the_best(kernel: Kernel, generator: torch.Generator) -> bool:
 
 
 class _Workshop:
-    """Kernels that are built or being built, by dtype.
+    """Builds kernels and keeps them, by dtype.
 
     Attributes:
-        any: One of them, for what all can do; `None` while there is none.
+        any: Any kernel, for what all of them can do; `None` while there is none.
     """
 
     def __init__(self) -> None:
@@ -228,7 +231,7 @@ class _Workshop:
         self.any: Kernel | None = None
 
     def order(self, dtype: torch.dtype, then: Callable[[], None]) -> Kernel | None:
-        """A kernel if it is there; else `then` is called as soon as it is, in a thread of its own."""
+        """Returns the kernel if it is built. Otherwise builds it in a thread of its own, which then calls `then`."""
         if dtype in self.kernels:
             return self.kernels[dtype]
         with self.lock:
@@ -245,7 +248,7 @@ class _Workshop:
             then()
 
     def wait(self) -> None:
-        """Until all that was ordered is built."""
+        """Waits until all kernels that were ordered are built."""
         for work in list(self.threads.values()):
             work.join()
 

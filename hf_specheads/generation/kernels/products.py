@@ -1,10 +1,10 @@
-"""Compiled steps on CUDA: products of a few rows with weights, those that read the same rows by one kernel.
+"""Compiled steps on CUDA: products of the same few rows with several weights are computed by one kernel.
 
 A forward over a tree takes as long as reading the weights. A product of a few rows with one small weight ends before
-the device reads at full speed: queries, keys and values of a layer, one after the other, take twice what one product
-with as many columns takes. Weights stacked in memory would cost a copy of them; a kernel that is handed all of them
-costs none. Each is taken where it is faster on this device than torch's own, which is measured once for every shape
-while a step is compiled.
+the device reads at full speed: the queries, keys and values of a layer, computed one after the other, take twice as
+long as one product with as many columns. Stacking the weights in memory would cost a copy of them; a kernel that gets
+all of them as arguments needs none. The kernel is used where it is faster on this device than torch's own products,
+which is measured once per shape while a step is compiled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.fx import Graph, Node
 from .attention import HAS_TRITON
 
 DEVICES = ("cuda",)
-MOST_ROWS = 64
-MOST_WEIGHTS = 3  # of a kernel: queries, keys and values
-LARGEST = 256 * 2**20  # bytes of a weight; larger ones are read at full speed in any case
+MOST_ROWS = 64  # products of more rows are left to torch
+MOST_WEIGHTS = 3  # weights of one kernel: of queries, keys and values
+LARGEST = 256 * 2**20  # bytes of the largest weight for the kernel; larger ones are read at full speed in any case
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_TRANSPOSES = ((aten.t.default,), (aten.permute.default, [1, 0]))  # and what they are given besides
+_TRANSPOSES = ((aten.t.default,), (aten.permute.default, [1, 0]))  # operators with their further arguments
 
 
 # ---------------------------------------------------------------------- the operator
@@ -39,7 +39,8 @@ SCHEMA = "(Tensor rows, Tensor[] weights, int[] how) -> Tensor[]"
 
 @library.custom_op("specheads::products", mutates_args=(), schema=SCHEMA)
 def products(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[torch.Tensor]:
-    """Rows [M, K] by each weight [N, K], transposed: [M, N] each; `how` are the kernel's numbers."""
+    """Products of rows [M, K] with each weight [N, K], transposed: [M, N] each. `how` has the fields of
+    [`products_triton.How`]."""
     if rows.device.type != "cuda":
         return [rows @ weight.t() for weight in weights]
     from .products_triton import How, launch
@@ -54,10 +55,10 @@ def _(rows: torch.Tensor, weights: list[torch.Tensor], how: list[int]) -> list[t
     return [rows.new_empty(rows.shape[0], weight.shape[0]) for weight in weights]
 
 
-# ---------------------------------------------------------------------- finding them in a graph
+# ---------------------------------------------------------------------- finding products in a graph
 @dataclass(frozen=True)
 class Product:
-    """`node` is `rows` [M, K] by `weight` [N, K], transposed, and `bias` [N] added to it if there is one."""
+    """A product in a graph: `node` is `rows` [M, K] by `weight` [N, K], transposed, plus `bias` [N] if present."""
 
     node: Node
     rows: Node
@@ -66,7 +67,7 @@ class Product:
 
     @property
     def source(self) -> tuple[Node, tuple[int, ...]]:
-        """What the rows are a view of."""
+        """What the rows are a view of, and their shape; products with the same source read the same rows."""
         source: Any = self.rows
         while source.op == "call_function" and (source.target in _VIEWS or _cuts_nothing(source)):
             source = source.args[0]
@@ -74,7 +75,7 @@ class Product:
 
 
 def _cuts_nothing(node: Node) -> bool:
-    """Whether it is a slice that is all there is, as the last row is of a single one."""
+    """Whether a node is a slice of the whole tensor, as a slice of the last row is if there is a single row."""
     if node.target is not aten.slice.Tensor:
         return False
     whole: Any = node.args[0]
@@ -82,7 +83,7 @@ def _cuts_nothing(node: Node) -> bool:
 
 
 class OneKernelForSiblings(CustomGraphPass):
-    """Rewrites graphs of inductor so."""
+    """Rewrites graphs of inductor so that one kernel computes products of the same rows, where that is faster."""
 
     def __call__(self, graph: Graph) -> None:
         siblings: dict[Any, list[Product]] = {}
@@ -100,11 +101,12 @@ class OneKernelForSiblings(CustomGraphPass):
 
 
 def product_of(node: Node, fits: Callable[[Node, Node, Node | None], bool]) -> Product | None:
-    """What a node multiplies, if it is such a product; weights are inputs of the graph, which come before all else.
+    """The product that a node computes; `None` if it is none or does not fit. Weights must be inputs of the graph, so
+    that they precede all other nodes.
 
     Args:
-        node: Of a graph of inductor's, after autograd.
-        fits: Says of rows, weight and bias whether they are of the kind that is looked for.
+        node: Node of an inductor graph, after autograd.
+        fits: Whether rows, weight and bias are of the kind that is looked for.
     """
     if node.op != "call_function" or node.kwargs:
         return None
@@ -161,11 +163,11 @@ def _replace(graph: Graph, group: list[Product], how: list[int]) -> None:
 def how_it_pays(
     device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]
 ) -> list[int] | None:
-    """The kernel's numbers, `None` where it is not faster on this device than torch's own products."""
+    """Fields of the fastest [`products_triton.How`]; `None` if torch's own products are as fast on this device."""
     from .products_triton import quickest
 
     try:
-        with unset_fake_temporarily():  # the compiler's tensors have no numbers
+        with unset_fake_temporarily():  # the compiler's fake tensors have no data to time with
             how = quickest(device, dtype, rows, width, columns)
     except torch.OutOfMemoryError:
         return None
@@ -174,8 +176,8 @@ def how_it_pays(
 
 @contextmanager
 def one_kernel_for_siblings() -> Iterator[None]:
-    """While this lasts, inductor compiles graphs so, where there is a CUDA device to run them by, Triton to compile
-    the kernel and no pass of the user's own."""
+    """While this lasts, inductor applies [`OneKernelForSiblings`], if there are a CUDA device (not ROCm) and Triton,
+    and the user has not set a pass of their own."""
     settings = torch._inductor.config
     able = torch.cuda.is_available() and torch.version.hip is None and HAS_TRITON
     if not able or settings.post_grad_custom_pre_pass is not None:

@@ -1,6 +1,6 @@
-"""The kernel of [`products`]: a few rows by up to three weights, each weight read once and by all of the device."""
+"""Triton kernel of [`products`]: a few rows by up to three weights, each read once, by the whole device together."""
 
-# Kernels are in a language that only looks like Python.
+# Triton kernels look like Python but are a language of their own, which mypy cannot check.
 # mypy: ignore-errors
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import triton.language as tl
 
 from .attention import AMPERE
 
-SMALLEST = 16  # rows that the device's matrix instructions take
+SMALLEST = 16  # fewest rows that the device's matrix instructions take
 
 
 @dataclass(frozen=True)
 class How:
-    """A kernel reads so many `columns` and so much of the `depth` of a weight at once, and has the next `stages` of
-    them on their way."""
+    """Block sizes of the kernel: a block reads `columns` outputs by `depth` inputs of a weight at a time, and has
+    `stages` such tiles in its pipeline."""
 
     columns: int
     depth: int
     stages: int
 
     def fits(self, rows: int, width: int, columns: Sequence[int], memory: int) -> bool:
-        """Whether that divides weights [N, K] of these sizes, and the shared memory of a block, in bytes, holds it."""
+        """Whether the sizes divide weights [N, K] evenly and the tiles fit into a block's shared memory, in bytes."""
         needed = 2 * self.stages * self.depth * (self.columns + _padded(rows))
         return width % self.depth == 0 and needed <= memory and not any(size % self.columns for size in columns)
 
@@ -63,8 +63,8 @@ def _products(
 
 
 def launch(rows: torch.Tensor, weights: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], how: How) -> None:
-    """Writes rows [M, K] by each of one to three weights [N, K], transposed, to the outputs [M, N]; all are contiguous
-    and 16 bits wide."""
+    """Writes the products of rows [M, K] with one to three weights [N, K], transposed, to the outputs [M, N]. All are
+    contiguous and of a 16-bit dtype."""
     missing = 3 - len(weights)
     sizes = [len(weight) for weight in weights]
     _products[(sum(sizes) // how.columns,)](
@@ -79,16 +79,16 @@ def _padded(rows: int) -> int:
 
 
 # ---------------------------------------------------------------------- whether it pays
-WORTH = 0.97  # of the time of torch's own products that a kernel may take at the most
-UNCACHED = 160 * 2**20  # bytes of weights that no device's cache holds
-TURNS = 5
+WORTH = 0.97  # the kernel must take less than this share of the time of torch's own products
+UNCACHED = 160 * 2**20  # bytes of weights that exceed the cache of any device
+TURNS = 5  # timed replays, of which the fastest counts
 
 
 @functools.lru_cache(maxsize=256)
 def quickest(device: torch.device, dtype: torch.dtype, rows: int, width: int, columns: tuple[int, ...]) -> How | None:
-    """How the kernel is faster on this device than torch's own products of these sizes; `None` if it is not.
+    """Block sizes with which the kernel is fastest on this device; `None` if torch's own products are as fast.
 
-    All are timed as they will run, in a graph, with weights that come from memory.
+    All are timed as they will run: in a CUDA graph, with weights that are not in the cache.
     """
     properties = torch.cuda.get_device_properties(device)
     memory = properties.shared_memory_per_block_optin if properties.major >= AMPERE else 0
@@ -123,7 +123,7 @@ def _all_by_torch(inputs: torch.Tensor, weights: list[list[torch.Tensor]], outpu
 
 
 def _seconds_of_graph(call: Callable[[], None]) -> float:
-    """The shortest of a few replays."""
+    """Captures a call as a CUDA graph; returns the time of its fastest replay, for comparison only."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
-"""Forwards of rounds without autograd's layers of the dispatcher.
+"""Runs forwards of rounds without autograd's layers of the dispatcher.
 
 Under `torch.no_grad()` autograd records nothing, but every operator still passes through its two layers of the
-dispatcher, which of a small model's forward, or of one that a device waits for, is a part worth having.
-`torch.inference_mode()` leaves them out too, but what is made in it can never again be changed in place or trained on,
-and a call hands its caller caches, logits and hidden states. Here they are left out by the guard that torch's own
-operators run under: what is made are ordinary tensors, by the same kernels.
+dispatcher. In forwards of small models, and where a device waits for the host, that is a noticeable part of the time.
+`torch.inference_mode()` skips these layers too, but tensors made in it can never be changed in place or trained on
+afterwards, and a call returns caches, logits and hidden states to its caller. Here the layers are skipped by the guard
+that torch's own operators run under: the same kernels run, and their results are ordinary tensors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ BELOW_AUTOGRAD: Guard = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", n
 
 PLAIN = (nn.Parameter, torch.Tensor, type(None))
 
-# Whose hooks are known to ask nothing of autograd.
+# Packages whose hooks are known not to use autograd.
 KNOWN_HOOKS = ("transformers.", "accelerate.")
 
 
 def guard_for(*models: nn.Module) -> Guard:
-    """What the forwards of these models run under: nothing, where somebody may count on autograd's layers.
+    """The guard that the forwards of these models run under; `nullcontext` if something may rely on autograd's layers.
 
-    That is a hook, which may differentiate what it sees; whatever else is compiled, which would be so once more for
-    a state it was not compiled in; weights of types of their own (quantised, sharded), whose operators may be made of
-    what those layers take apart.
+    Hooks may differentiate what they see. Compiled modules would be compiled once more for a dispatcher state that
+    they were not compiled in. Weights of special tensor types (quantised, sharded) may have operators that these
+    layers decompose.
     """
     if of_all_modules._global_forward_hooks or of_all_modules._global_forward_pre_hooks:
         return nullcontext
@@ -42,7 +42,7 @@ def guard_for(*models: nn.Module) -> Guard:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    # Asked of every module in every call, most of which have few tensors and no hooks.
+    # This runs for every module in every call. Most modules have few tensors and no hooks, so these checks come first.
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if type(tensor) not in PLAIN:
             return False
@@ -54,7 +54,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether somebody compiles what a module does."""
+    """Whether a module is compiled, by its user or by its attention implementation."""
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules

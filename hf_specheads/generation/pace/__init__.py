@@ -1,1 +1,1 @@
-"""What the next round drafts where nobody has chosen: what rounds cost, and what they give."""
+"""Choosing what the next round drafts where the user has not: what rounds cost, and what they give."""

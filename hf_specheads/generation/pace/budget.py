@@ -1,20 +1,20 @@
-"""What trials may lose: a share of the time, saved up from round to round and from call to call."""
+"""What trials may lose: a share of the time, saved up over rounds and calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_TRIALS = 3.0  # plain steps' worth of time that may be lost before anything was earned, and saved up at the most
-MOST_DEBT = 2.0  # in plain steps: what was lost, to stalls perhaps, is no reason to wait long before another look
-FORGIVEN = 0.5  # plain steps' worth of debt, with every new call
+FIRST_TRIALS = 3.0  # initial and largest savings, in plain steps
+MOST_DEBT = 2.0  # largest debt, in plain steps: a loss, perhaps to a stall, should not delay the next trial for long
+FORGIVEN = 0.5  # debt that every new call forgives, in plain steps
 
 
 @dataclass
 class Budget:
-    """Of time, in plain steps' worth.
+    """Time that trials may lose, measured in plain steps.
 
     Attributes:
-        debt: Lost to trials, less what has been earned for further ones.
+        debt: What trials have lost, less what has been earned for further trials; negative while there are savings.
     """
 
     debt: float = -FIRST_TRIALS
@@ -25,17 +25,17 @@ class Budget:
         return self.debt <= -FIRST_TRIALS
 
     def affords(self, loss: float) -> bool:
-        """Whether so much may be lost now."""
+        """Whether a trial may lose this much now."""
         return loss <= -self.debt
 
     def lose(self, lost: float) -> None:
-        """A trial has cost something; or given it, where it is less than nothing."""
+        """Adds what a trial has lost, or gained if negative."""
         self.debt = min(self.debt + lost, MOST_DEBT)
 
     def earn(self, earned: float) -> None:
-        """Time that was no trial has passed."""
+        """Adds what has been earned for further trials."""
         self.debt = max(self.debt - earned, -FIRST_TRIALS)
 
     def begin_call(self) -> None:
-        """Another text may be drafted better: some of what was lost is forgotten."""
+        """Forgives some of the debt, as the new call's text may be drafted better."""
         self.debt = min(self.debt, max(self.debt - FORGIVEN, 0.0))

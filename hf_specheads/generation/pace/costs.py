@@ -1,4 +1,4 @@
-"""What rounds cost, in plain steps: measured next to each other, and expected of trees that were never tried."""
+"""What rounds cost, in plain steps: measured relative to each other, and estimated for trees that were never tried."""
 
 from __future__ import annotations
 
@@ -10,82 +10,85 @@ import numpy as np
 
 from ...tree.config import DraftTreeConfig
 
-PLAIN = -1  # in the place of a tree of the menu
-RECENT = 5  # rounds and steps whose median tells how fast the machine is just now
-REMEMBERED = 128  # rounds of a kind that its cost is a mean of: many more than the machine's changes of speed take
-STALL = 2.0  # what takes longer than this many times its usual cost is a stall, and counts as that
-USUAL_LEVELS = 3  # of chains that end where they like, before any was drafted
-FIRST_LEVELS, GROWS = 3, 2  # that they may have at first, and times as many as are known
-CURIOUS_AFTER = 32  # rounds of them, to see again what lies deeper, or what other numbers of levels cost
-A_FEW_TIMES = 3  # chains of a number of levels or more, before it is known what those cost and give
-UNEVEN = 0.06  # of a round's cost, as a share: what kernels for some numbers of rows make of it, at the least
-SHORT = 8  # levels of the longest chain of which that is asked: for longer ones a row more or less is little
-NEARBY = (1, -1, 2)  # levels more than chains usually have, of which it is worth knowing what they cost
-WARMING_UP = 8  # of a kind, of which all until now may have been slow: devices load kernels when they need them first
-FEW = 2  # of a kind: the first warms up what the second finds warm, so the faster counts
-# What a round that drafts adds to a plain step, before any was seen: once, per draft level, per node, and per level of
-# which children are drawn; with how far off that may be.
+PLAIN = -1  # stands for a plain step where a menu index stands for a tree
+RECENT = 5  # latest rounds and steps whose median measures the machine's current speed
+REMEMBERED = 128  # rounds that a kind's cost is averaged over: many more than a change of the machine's speed lasts
+STALL = 2.0  # a round slower than this many times its usual cost is a stall, and counts as just that many times
+USUAL_LEVELS = 3  # assumed usual levels of a variable-length chain before any was drafted
+# A variable-length chain may have FIRST_LEVELS levels from the start, later GROWS times as many as are known well.
+FIRST_LEVELS, GROWS = 3, 2
+CURIOUS_AFTER = 32  # rounds of variable-length chains between those that explore other numbers of levels
+A_FEW_TIMES = 3  # chains of some number of levels or more, before that number's cost and gain count as known
+UNEVEN = 0.06  # least relative deviation of a cost that is ascribed to kernels made for some numbers of rows
+SHORT = 8  # most levels for which deviations from the fit are estimated: one more row matters little in longer chains
+NEARBY = (1, -1, 2)  # differences from the usual number of levels whose costs are worth exploring
+WARMING_UP = 8  # first rounds of a kind, which may all have been slow: devices load kernels at first use
+FEW = 2  # first rounds of a kind, of which the faster counts: the first one warms up
+# What a drafting round is expected to cost on top of a plain step, in plain steps, and the standard deviation of that:
+# once per round, per draft level, per node, and additionally per level whose children are drawn.
 EXPECTED = np.array([0.05, 0.12, 0.02, 0.02])
 SPREAD = np.array([0.4, 0.3, 0.15, 0.2])
-SCATTER = 0.15  # of the cost of one round, as a share
-MISFIT = 0.08  # of a tree's mean cost around what levels and nodes tell, as a share
-BELIEVED = 2.0  # rounds' worth: what levels and nodes tell, next to a tree's own rounds
-OF_BEFORE = 3  # rounds of a kind that count on where the context is of another length
-MEDIAN_OF = 31  # rounds of a kind, where a stall must not count
-STEADY = 8.0  # rounds' worth: that a chain is as far off from what levels and nodes tell as one of a level less
+SCATTER = 0.15  # relative scatter of the cost of a single round
+MISFIT = 0.08  # relative deviation of a tree's mean cost from what the fit of levels and nodes predicts
+BELIEVED = 2.0  # weight of the fit of levels and nodes, in rounds, against a tree's own rounds
+OF_BEFORE = 3  # weight, in rounds, that a kind keeps when a context of another length begins
+MEDIAN_OF = 31  # latest rounds of a kind that a median is taken over where a stall must not count
+# Weight, in rounds, of the assumption that a chain deviates from the fit as much as a chain with one level less.
+STEADY = 8.0
 
 
 class _Kind:
-    """Cost of plain steps, or of rounds over one tree, in a unit of time of its own; a mean that forgets."""
+    """Running mean of the cost of one kind: of plain steps, or of rounds over one tree; in units of [`Costs.unit`]."""
 
     def __init__(self, mean: float = 0.0):
         self.mean, self.count, self.weight = mean, 0, 0
         self.recent: deque[float] = deque(maxlen=MEDIAN_OF)
 
     def record(self, cost: float) -> None:
-        """Adds one."""
+        """Adds the cost of a round or step."""
         self.count, self.weight = self.count + 1, self.weight + 1
         self.recent.append(cost)
         if self.weight <= FEW:
             self.mean = cost if self.weight == 1 else min(self.mean, cost)
             return
         latest = max(list(self.recent)[-FEW:])
-        if self.weight <= WARMING_UP and latest < self.mean / STALL:  # all before were stalls
+        if self.weight <= WARMING_UP and latest < self.mean / STALL:  # all earlier rounds were stalls
             self.mean = latest
             return
         cost = min(max(cost, self.mean / STALL), self.mean * STALL)
         self.mean += (cost - self.mean) / min(self.weight - 1, REMEMBERED)
 
     def begin_context(self) -> None:
-        """What was seen is of another context: the next rounds count for more."""
+        """Begins a context of another length: earlier rounds count for less."""
         self.weight = min(self.weight, OF_BEFORE)
         self.recent = deque(list(self.recent)[-OF_BEFORE:], maxlen=MEDIAN_OF)
 
     def add(self) -> None:
-        """Adds one of several sorts, whose costs are their own."""
+        """Counts a round whose cost is recorded elsewhere, by its number of levels."""
         self.count, self.weight = self.count + 1, self.weight + 1
 
 
 class Costs:
-    """Costs of a menu's trees in plain steps.
+    """Costs of a menu's trees, in plain steps.
 
-    The machine may be faster now and slower then, by more than two trees differ. So times are compared with those
-    right before and after: in a unit that follows the machine, the median of what the latest rounds took over what
-    such rounds usually take.
+    The machine's speed may change by more than two trees differ. So times are compared with those of the rounds right
+    before, in a unit that follows the machine: the median, over the latest rounds, of the time a round took divided by
+    the cost such rounds usually have.
 
     Args:
         menu: The trees.
-        before: Of another number of sequences: expected to be as high, until rounds tell.
-        ending: Chains of the menu, by place, that end where they like. Those of as many levels cost the same.
+        before: The costs of another number of sequences, expected to be the same until rounds tell.
+        ending: Indices of the menu's variable-length chains. Chains with the same number of levels cost the same.
 
     Attributes:
-        unit: Seconds; 0 where nothing was timed yet.
-        levels: Of the chains that end where they like: how many they had, on average. By place.
+        unit: Unit of time in seconds; 0 where nothing was timed yet.
+        levels: Average number of levels of the variable-length chains, by menu index.
     """
 
     def __init__(self, menu: Sequence[DraftTreeConfig], before: Costs | None = None, ending: Collection[int] = ()):
         rows = [_row(tree, tree.depth, tree.most_nodes - 1) for tree in menu]
-        self._places: dict[tuple[int, int], int] = {}  # of the chains of every number of levels, after the menu
+        # Rows after those of the menu: one for each number of levels of each variable-length chain.
+        self._places: dict[tuple[int, int], int] = {}
         for choice in ending:
             for levels in range(1, menu[choice].depth + 1):
                 self._places[choice, levels] = len(rows)
@@ -93,7 +96,7 @@ class Costs:
         self._farthest = {choice: menu[choice].depth for choice in ending}
         self._known = dict.fromkeys(ending, 0)
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
-        self._shares: dict[int, dict[int, float]] = {choice: {} for choice in ending}  # of its rounds, by levels
+        self._shares: dict[int, dict[int, float]] = {choice: {} for choice in ending}  # share of rounds, by levels
         self._menu, self._rows = menu, rows
         self._kinds = {PLAIN: _Kind(1.0)} | {choice: _Kind() for choice in range(len(rows))}
         self._units: deque[float] = deque(maxlen=RECENT)
@@ -106,11 +109,12 @@ class Costs:
 
     @property
     def plain_seconds(self) -> float:
-        """Of a plain step, now; infinite where none was timed."""
+        """Seconds that a plain step takes now; infinite if none was timed."""
         return self.unit * self._kinds[PLAIN].mean or float("inf")
 
     def begin_context(self) -> None:
-        """In a context of another length all is different: plain steps are timed anew, and costs learnt quickly."""
+        """Begins a context of another length, where every cost is different: plain steps have to be timed anew, and
+        costs are learnt quickly."""
         self._units.clear()
         self.unit = 0.0
         self._anew = bool(self._kinds[PLAIN].count)
@@ -119,16 +123,16 @@ class Costs:
         self._expectation = None
 
     def rounds(self, choice: int) -> int:
-        """That were timed of a tree."""
+        """Number of timed rounds over a tree, or of plain steps."""
         return self._kinds[choice].count
 
     def record(self, choice: int, seconds: float, levels: int | None = None) -> None:
-        """Adds a round, or a plain step, which alone counts where another thread has just begun a context.
+        """Adds a round or a plain step. Rounds are dropped until a plain step has been timed in a new context.
 
         Args:
-            choice: The tree, or [`PLAIN`].
-            seconds: Wall seconds.
-            levels: Of a chain that ends where it likes.
+            choice: Menu index of the tree, or [`PLAIN`].
+            seconds: Wall time in seconds.
+            levels: Number of levels of a variable-length chain; `None` for other trees.
         """
         kind, unit = self._kinds[choice if levels is None else self._places[choice, levels]], self.unit
         if not unit and choice != PLAIN:
@@ -141,17 +145,17 @@ class Costs:
         elif kind.weight:
             kind.count += 1
         else:
-            kind.record(kind.mean)  # that of which the unit is made is one itself
+            kind.record(kind.mean)  # the unit is made from this plain step, so its cost is the mean by definition
         self._units.append(seconds / kind.mean)
         units = list(self._units)  # another thread may add to them, or clear them
         self.unit = (min if len(units) <= FEW else statistics.median)(units or [0.0])
         self._anew = self._anew and len(self._units) < FEW
         count = self._kinds[choice].count
-        if count & (count - 1) == 0 or count % REMEMBERED == 0:  # others tell nothing new
+        if count & (count - 1) == 0 or count % REMEMBERED == 0:  # rounds in between change little
             self._expectation = None
 
     def _follow(self, choice: int, levels: int) -> None:
-        """A chain that ends where it likes is expected to cost what one of as many levels would."""
+        """Sets the cost of a variable-length chain to the mean over its numbers of levels, weighted by frequency."""
         kind, shares = self._kinds[choice], self._shares[choice]
         share = 1 / min(kind.weight, REMEMBERED)
         self.levels[choice] += (levels - self.levels[choice]) * share
@@ -161,30 +165,30 @@ class Costs:
         kind.mean = sum(share * self._kinds[self._places[choice, known]].mean for known, share in shares.items())
 
     def cost(self, choice: int, unsure: bool = False) -> float:
-        """Of a round over a tree, in plain steps: by its own rounds, and by what others tell of levels and nodes.
+        """Cost of a round over a tree, in plain steps, from its own rounds and from the fit of levels and nodes.
 
         Args:
-            choice: The tree, or [`PLAIN`].
-            unsure: What it may well be instead, where that is not known yet: the standard deviation more.
+            choice: Menu index of the tree, or [`PLAIN`].
+            unsure: Adds the standard deviation of the fit, for trees whose cost is not known yet.
         """
         if choice == PLAIN:
             return 1.0
         expected, spread = self.expected(choice)
         count, own = min(self._kinds[choice].weight, REMEMBERED), self.own(choice)
         if self._kinds[choice].count == 1:
-            own = min(own, expected)  # the first warms up: it tells what the next ones take at the most
+            own = min(own, expected)  # the first round warms up: later ones take at most as long
         expected += spread if unsure else 0.0
         return (count * own + BELIEVED * expected) / (count + BELIEVED)
 
     def expected(self, choice: int) -> tuple[float, float]:
-        """By what trees that were tried tell of levels and nodes: the cost, and its standard deviation."""
+        """Cost of a tree and its standard deviation, by the fit of levels and nodes to the trees that were tried."""
         if self._expectation is None:
             self._expectation = self._expected()
         return self._expectation[choice]
 
     def levels_to_draft(self, choice: int, rounds: int) -> tuple[int, int, int]:
-        """Of a chain that ends where it likes, for the next round after so many: up to how many levels are known well
-        enough to judge them, and how many it has at the least and at the most."""
+        """Limits of a variable-length chain in the next round: the levels known well enough to judge them, the fewest
+        levels and the most levels. Every [`CURIOUS_AFTER`] of its `rounds`, one explores other numbers of levels."""
         known = self._known_levels(choice)
         farthest = max(FIRST_LEVELS, GROWS * known)
         if rounds % CURIOUS_AFTER != CURIOUS_AFTER - 1:
@@ -193,7 +197,7 @@ class Costs:
         return 0, levels, levels or farthest
 
     def _known_levels(self, choice: int) -> int:
-        """Up to how many levels a chain that ends where it likes was timed a few times: never fewer than before."""
+        """The highest number of levels that a variable-length chain had a few times at least; it never decreases."""
         rounds = 0
         for levels in range(self._farthest[choice], self._known[choice], -1):
             rounds += self._kinds[self._places[choice, levels]].count
@@ -203,26 +207,27 @@ class Costs:
         return self._known[choice]
 
     def _unknown_levels(self, choice: int) -> int:
-        """Levels, close to those that such chains usually have, that were not timed often enough in contexts like
-        this; 0 if all were."""
+        """A number of levels, near the usual one, that was not timed often enough in contexts of this length; 0 if all
+        were."""
         usual, farthest = round(self.levels[choice]), self._farthest[choice]
         near = [levels for levels in (usual + off for off in NEARBY) if 0 < levels <= min(farthest, SHORT)]
         return next((levels for levels in near if self._kinds[self._places[choice, levels]].weight < STEADY), 0)
 
     def of_levels(self, choice: int, levels: int) -> float:
-        """Of a chain that ends where it likes, where it has so many levels; in plain steps."""
+        """Cost of a variable-length chain that has this many levels, in plain steps."""
         return self.cost(self._places[choice, levels])
 
     def steps(self, choice: int) -> list[float]:
-        """By how much chains that end where they like cost more than levels and nodes tell, by levels from 0 on; in
-        plain steps. Kernels are made for some numbers of rows: a forward over one more may cost nothing, or a lot."""
+        """By how much a variable-length chain costs more than the fit of levels and nodes tells, for each number of
+        levels from 0 on, in plain steps. Kernels are made for some numbers of rows, so that a forward over one more
+        row may cost nothing, or a lot."""
         more = [0.0]
         for levels in range(1, min(self._farthest[choice], SHORT) + 1):
             place, off = self._places[choice, levels], more[-1]
             if (count := self._kinds[place].weight) >= A_FEW_TIMES:
                 expected = self.expected(place)[0]
                 own = statistics.median(self._kinds[place].recent) / self._kinds[PLAIN].mean - expected
-                # By luck, or by as much as no choice depends on, none is off, from levels and nodes or a level less.
+                # A deviation, from the fit or from one level less, counts only beyond luck and if it may matter.
                 far = max(abs(own), abs(own - off)) > expected * max(UNEVEN, 2 * SCATTER / count**0.5)
                 own = own if far else 0.0
                 off += (own - off) * count / (count + STEADY)
@@ -230,21 +235,21 @@ class Costs:
         return more
 
     def marginal(self, choice: int, one_forward: bool = False) -> tuple[float, float]:
-        """What another draft level and another node cost, in plain steps; of `one_forward` heads, which draft all
-        levels in any case, nodes alone cost something."""
+        """Cost of another draft level and of another node, in plain steps. If the draft head drafts all levels in
+        `one_forward`, both are charged to the node."""
         self.expected(choice)
         level, node, drawn = self._marginal
         level += drawn if choice in self._drawn else 0.0
         return (0.0, level + node) if one_forward else (level, node)
 
     def own(self, choice: int) -> float:
-        """By its own rounds alone; 0 where there were none. Of chains that end where they like, by those of every
-        number of levels, as often as they had so many."""
+        """Cost from a tree's own rounds alone, in plain steps; 0 where there were none. For a variable-length chain,
+        the mean over its numbers of levels, weighted by frequency."""
         return self._kinds[choice].mean / self._kinds[PLAIN].mean
 
     def _expected(self) -> list[tuple[float, float]]:
-        """By what the trees that were tried tell of a round that drafts, of levels and of nodes: costs and their
-        standard deviations, per tree of the menu."""
+        """Fits the prices of a round, a level and a node to the trees that were tried; returns the cost and its
+        standard deviation for every tree of the menu."""
         matrix, right = self._equations()
         for choice, levels in self.levels.items():
             self._rows[choice] = _row(self._menu[choice], levels, levels + self._menu[choice].lookup)
@@ -255,8 +260,8 @@ class Costs:
         return list(zip((1.0 + rows @ found).tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of weighted least squares over the trees that were tried more than once, drawn to what was expected: [4, 4]
-        and [4]."""
+        """Normal equations, [4, 4] and [4], of weighted least squares over the trees that were tried more than once,
+        regularised towards the prior expectation."""
         kinds = [self._kinds[choice] for choice in range(len(self._rows))]
         tried = np.array([kind.count > 1 and choice not in self.levels for choice, kind in enumerate(kinds)])
         rows = np.array(self._rows)[tried]
@@ -267,12 +272,12 @@ class Costs:
 
 
 def _row(tree: DraftTreeConfig, levels: float, nodes: float) -> list[float]:
-    """How often a round pays what [`EXPECTED`] is the price of."""
+    """How often a round pays each of the prices of [`EXPECTED`]."""
     return [1.0, levels, nodes, levels if tree.children == "sampled" else 0.0]
 
 
 def _without_negative(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solves for some numbers; one that would be negative is 0, and the others are solved for again."""
+    """Solves linear equations; an unknown that would be negative is set to 0 and the others are solved for again."""
     kept, found = list(range(len(right))), np.zeros(len(right))
     while kept:
         solved = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])

@@ -1,4 +1,8 @@
-"""What a round over any tree tells of the chain of its favourites, and which child was right where that was not."""
+"""What a round over any tree tells about chains, and which child was right where the favourite was wrong.
+
+The favourite of a node is its most probable child. A tree contains the chain of its favourites, so its rounds also
+tell how that chain would have fared alone.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from ...contract import DraftingContract
 
 @dataclass(frozen=True)
 class Favourites:
-    """What became of the chain of favourites in a sequence's tree, which a chain is alone.
+    """What became of the chain of favourites in the tree of one sequence; a chain consists of it alone.
 
     Attributes:
-        accepted: How many in a row were right.
-        depth: How many there were.
-        rank: Of the child that was right in the place of the next one, whose own rank is 0; 0 where all were right.
-        at_least: The tree had no such child: the rank is that or a higher one.
+        accepted: How many favourites in a row were right.
+        depth: How many favourites there were to judge.
+        rank: Rank of the child that was right where the next favourite (rank 0) was wrong; 0 if all were right.
+        at_least: The right child was not in the tree, so `rank` is a lower bound.
     """
 
     accepted: int
@@ -28,11 +32,11 @@ class Favourites:
 
 
 def favourites_of_tree(parents: Sequence[int], scores: Sequence[float], nodes: Sequence[int]) -> Favourites:
-    """What a tree tells whose children are the most probable ones.
+    """What a tree of the most probable children tells about its favourites.
 
     Args:
-        parents: Node above each node, -1 of the root.
-        scores: Of the nodes; the favourite is the best of siblings.
+        parents: Parent of each node, -1 for the root.
+        scores: Scores of the nodes; the favourite has the highest score among siblings.
         nodes: The accepted path, the root first.
     """
     for place, node in enumerate(nodes):
@@ -50,23 +54,23 @@ def favourites_of_tree(parents: Sequence[int], scores: Sequence[float], nodes: S
 def favourites_of_chain(
     head: DraftingContract, logits: Sequence[torch.Tensor], depth: int, emitted: Sequence[int]
 ) -> Favourites:
-    """What a chain tells.
+    """What a chain tells about its favourites.
 
     Args:
-        head: That drafted it.
-        logits: Draft logits [V] that every link was chosen from.
-        depth: Links.
-        emitted: Accepted tokens, and the one that was right after them.
+        head: Draft head that drafted the chain.
+        logits: Draft logits [V] that each link was chosen from.
+        depth: Number of links.
+        emitted: Accepted tokens, and the bonus token after them.
     """
-    accepted = min(len(emitted) - 1, depth)  # what is copied from the text comes after all links
+    accepted = min(len(emitted) - 1, depth)  # tokens copied from the text come after all links
     if accepted == depth:
         return Favourites(depth, depth)
-    # No less than the second best, also where a head says nothing (NaN).
+    # The link was wrong, so the rank is at least 1, also for logits that are NaN.
     return Favourites(accepted, depth, max(_rank_of(head, logits[accepted], emitted[-1]), 1))
 
 
 def _rank_of(head: DraftingContract, logits: torch.Tensor, token: int) -> int:
-    """Place of a token among the children that draft logits [V] offer; their number, if it is none of them."""
+    """Rank of a token by draft logits [V]; the number of logits if the token is not in the draft vocabulary."""
     if head.draft_vocabulary is not None:
         places = (head.draft_vocabulary == token).nonzero()
         if len(places) == 0:

@@ -1,4 +1,4 @@
-"""What rounds give, in tokens: by what was seen of them, and by what others tell of trees that were never tried."""
+"""What rounds give, in tokens: from a tree's own rounds, and from what other trees tell of those never tried."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from .costs import Costs
 from .favourites import Favourites
 from .tallies import Acceptance, Siblings, Tried, tokens_by_depth, tokens_of
 
-ENOUGH_MISSES = 64  # favourites that were wrong, before it is asked less often what was right,
-ROUNDS_BETWEEN_MISSES = 4  # in every so many rounds
+ENOUGH_MISSES = 64  # wrong favourites seen before rounds look less often for the child that was right
+ROUNDS_BETWEEN_MISSES = 4  # interval, in rounds, of looking for the right child once ENOUGH_MISSES were seen
 
 
 class Gains:
-    """Tokens of rounds over a menu's trees.
+    """Expected tokens of rounds over a menu's trees.
 
-    Texts differ more than trees do: a tree that was tried where a text is easy would seem to be better than it is. So
-    what its rounds have given is kept next to what was expected of them just then, by how often chains were accepted
-    of late and by what siblings add to them, and only the ratio of the two is the tree's own.
+    Texts differ more than trees do: a tree that was tried in an easy text would seem better than it is. So the tokens
+    of its rounds are kept next to the tokens that were expected of them at that time, from how often chains were
+    accepted lately and from what siblings add to chains. Only the ratio of the two belongs to the tree itself.
 
     Args:
         menu: The trees.
-        ending: Chains of the menu, by place, that end where they like.
-        before: Of another number of sequences: drafts are worth as much here.
+        ending: Indices of the menu's variable-length chains.
+        before: The gains of another number of sequences; what they know of acceptance is shared.
 
     Attributes:
-        tried: Per tree of the menu, see [`Tried`].
-        foresight: How likely the links of such chains are to be accepted, by how children are chosen.
-        acceptance: Of chains, by how children are chosen; what is copied comes after all that was drafted.
-        siblings: What they add to chains.
+        tried: What the rounds of each tree of the menu have given, see [`Tried`].
+        foresight: How likely links of variable-length chains are to be accepted, by how children are chosen.
+        acceptance: How often drafts of chains are accepted, by how children are chosen; without copied tokens, which
+            come after all drafted ones.
+        siblings: What siblings add to chains.
     """
 
     def __init__(self, menu: Sequence[DraftTreeConfig], ending: set[int], before: Gains | None = None):
@@ -49,7 +50,7 @@ class Gains:
         self._of_trees: dict[int, float] = {}
 
     def work_out_again(self) -> None:
-        """Forgets what followed from the rounds until now."""
+        """Drops all cached estimates, so that the next query computes them from the rounds so far."""
         self._rates.clear()
         self._of_trees.clear()
 
@@ -59,39 +60,39 @@ class Gains:
             acceptance.record_plain()
 
     def begin_text(self) -> None:
-        """Another text may be drafted better or worse."""
+        """Begins another text, which may be drafted better or worse."""
         for acceptance in self.acceptance.values():
             acceptance.begin_text()
 
     def is_plain_chain(self, choice: int) -> bool:
-        """Whether chains of other depths tell all of this one."""
+        """Whether a tree is a chain of fixed depth, whose tokens follow from those of chains of other depths."""
         return choice not in self.ending and self.menu[choice].kind == "chain" and not self.menu[choice].stop_below
 
     def tokens(self, choice: int, costs: Costs) -> float:
         """Expected tokens of a round over a tree.
 
         Args:
-            choice: Place of the tree.
-            costs: Of the menu.
+            choice: Index of the tree in the menu.
+            costs: Costs of the menu.
         """
         given = self.given(choice, costs)
         if choice not in self.ending:
             return given
-        # No fewer per second than if they ended always at the best depth.
+        # Once it has learnt where to end, such a chain gives no fewer tokens per second than the best fixed depth.
         by_depth = tokens_by_depth(self._rates_of(choice))
         fixed = max(tokens / costs.of_levels(choice, depth) for depth, tokens in enumerate(by_depth, 1))
         return max(given, fixed * costs.cost(choice))
 
     def given(self, choice: int, costs: Costs) -> float:
-        """The same of rounds as they were until now, however well chains might yet learn where to end."""
+        """Expected tokens of a round like those so far; a variable-length chain may yet learn to end better."""
         expected = self._expected(choice, costs)
         if self.is_plain_chain(choice):
             return expected + self._copied(choice)
         return self.tried[choice].tokens_given(expected)
 
     def _expected(self, choice: int, costs: Costs) -> float:
-        """The same by what chains and siblings tell alone; of chains that end where they like, of one as deep as they
-        usually are."""
+        """Expected tokens of a round from what chains and siblings tell alone. A variable-length chain is expected to
+        give what a chain of its usual depth does."""
         rates = self._rates_of(choice)
         if choice in self.ending:
             return tokens_of(rates[: round(costs.levels[choice])])
@@ -102,15 +103,15 @@ class Gains:
         return self._of_trees[choice]
 
     def _rates_of(self, choice: int) -> list[float]:
-        """How often chains are accepted, by position of a tree."""
+        """How often drafts of chains are accepted, for each position of a tree."""
         children = self.menu[choice].children
         if children not in self._rates:
             self._rates[children] = self.acceptance[children].rates(self._deepest)
         return self._rates[children][: self.menu[choice].depth]
 
     def _copied(self, choice: int) -> float:
-        """Tokens of a round of a chain that are copied from the text after all that was drafted: its own, else those
-        of the chain with copies that is most like it."""
+        """Accepted tokens per round that a chain copied from the text after all drafted ones. For an untried chain,
+        those of the tried chain with copies that is nearest in depth."""
         if not self.menu[choice].lookup or self.tried[choice].rounds:
             return self.tried[choice].copied
         depth = self.menu[choice].depth
@@ -120,8 +121,8 @@ class Gains:
         return self.tried[nearest].copied
 
     def asks_for_favourites(self, choice: int) -> bool:
-        """Whether it is worth knowing, of the next round, which child would have been right where a chain was not:
-        where there are trees that may have it, and in some rounds only once it is known well."""
+        """Whether the next round should tell which child would have been right where its chain was wrong. That matters
+        if the menu has branching trees; once enough is known, only some rounds tell it."""
         now = self.siblings.misses < ENOUGH_MISSES or self.tried[choice].rounds % ROUNDS_BETWEEN_MISSES == 0
         return now and self._branches and self.menu[choice].children == "top_k"
 
@@ -134,15 +135,15 @@ class Gains:
         reach: Reach | None = None,
         told: Sequence[Favourites] | None = None,
     ) -> None:
-        """Adds a round.
+        """Adds a round that drafted a tree.
 
         Args:
-            choice: Place of its tree.
-            number: Of the round, over all that drafted.
-            num_accepted: Accepted tokens per sequence.
-            costs: Of the menu.
-            reach: What decided where its chains ended.
-            told: What became of the favourites, per sequence; `None` where that is not known.
+            choice: Index of its tree in the menu.
+            number: Number of the round, counted over all drafting rounds.
+            num_accepted: Accepted draft tokens per sequence.
+            costs: Costs of the menu.
+            reach: What decided where its chains ended; `None` for trees without variable length.
+            told: What became of the favourites, per sequence; `None` where that is unknown.
         """
         tree, chains = self.menu[choice], self.acceptance[self.menu[choice].children]
         depth = tree.depth if reach is None else reach.levels
@@ -150,7 +151,7 @@ class Gains:
         copied = sum(max(accepted - depth, 0) for accepted in num_accepted) / len(num_accepted)
         self.tried[choice].record(number, tokens, self._expected(choice, costs), copied, len(num_accepted))
         for one in told or ():
-            if one.rank > one.at_least:  # that the favourite was wrong and had no siblings tells nothing of those
+            if one.rank > one.at_least:  # a wrong favourite without siblings in the tree tells nothing of siblings
                 self.siblings.record_miss(self._rates_of(choice)[one.accepted], one.rank, one.at_least)
         depths = [depth] * len(num_accepted)
         if reach is not None:

@@ -1,4 +1,4 @@
-"""What calls have taught about trees that is worth keeping beyond the process."""
+"""What calls have taught about draft trees and is worth keeping beyond the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...contract import Memory
 from ...tree.config import DraftTreeConfig
 from .pace import PLAIN, Pace
 
-ROUNDS_OF_A_LESSON = 64  # that drafted, before what they taught is worth keeping
+ROUNDS_OF_A_LESSON = 64  # drafting rounds before what they taught is worth keeping
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Lesson:
 
     Attributes:
         tree: The tree.
-        tokens_per_second: Of rounds that draft it, one sequence at a time.
-        plain_tokens_per_second: Of plain steps.
-        rounds: That it was learnt from.
+        tokens_per_second: Token rate of rounds that draft the tree, one sequence at a time.
+        plain_tokens_per_second: Token rate of plain steps.
+        rounds: Number of rounds that the lesson was learnt from.
     """
 
     tree: DraftTreeConfig
@@ -29,8 +29,8 @@ class Lesson:
 
 
 def lesson_of(memory: Memory) -> Lesson | None:
-    """What calls of one sequence each have taught, those under the settings of which there were most; `None` where
-    there were fewer than [`ROUNDS_OF_A_LESSON`] rounds, nobody left the engine a choice, or drafts did not pay."""
+    """What calls with one sequence have taught, under the settings that had most rounds. `None` if these were fewer
+    than [`ROUNDS_OF_A_LESSON`] rounds, if every menu had a single tree, or if drafts did not pay."""
     paces = [pace for known in memory.values() for key, pace in known.items()
              if isinstance(pace, Pace) and key[1] == 0 and len(pace.menu) > 1]  # fmt: skip
     pace = max(paces, key=lambda pace: pace.rounds, default=None)
@@ -41,7 +41,7 @@ def lesson_of(memory: Memory) -> Lesson | None:
 
 
 def _usual_tree(pace: Pace, choice: int) -> DraftTreeConfig:
-    """A tree of the menu; of chains that end where they like, one as deep as they usually were."""
+    """A tree of the menu. For a variable-length chain it is a chain of the usual depth."""
     tree = pace.menu[choice]
     if choice not in pace.costs.levels:
         return tree

@@ -1,4 +1,8 @@
-"""Trees the engine may take in a round where nobody has chosen one: that in force, chains, trees of its kind."""
+"""The menu: trees a round may draft where the user has not chosen one.
+
+It has the tree in force, chains and, where the tree in force is dynamic, other dynamic trees. Where the host decides
+link by link, the chains have a variable length: they end where another link would not pay.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,14 @@ from ...tree.config import CHILDREN, DraftTreeConfig
 from ..options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
-FARTHEST, FARTHEST_AT_ONCE = 16, 8  # levels of a chain that ends where it likes; where all are drafted in any case
+# Most levels of a variable-length chain, and the same where the draft head drafts all levels in one forward.
+FARTHEST, FARTHEST_AT_ONCE = 16, 8
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
 DYNAMIC_TREES = ((1, 5, 6), (2, 2, 6), (4, 6, 12), (5, 6, 24), (6, 10, 60))
-# From so many nodes on, and at least so wide, they are as deep as it goes where all levels are drafted in any case.
+# Draft heads that draft all levels in one forward get trees of at least DEEP_FROM nodes as deep as they can be, and
+# at least WIDE nodes wide, because further levels cost such a draft head little or nothing.
 DEEP_FROM, WIDE = 12, 6
-DEEP_AT_WILL = 6  # levels of these trees where no block of slots says: each level is a row more to draft
+DEEP_AT_WILL = 6  # levels of these deep trees if the draft head has no limit: each level is one more row to draft
 
 Way = tuple[str, bool]  # how children are chosen, and whether nodes are copied from the text
 
@@ -32,23 +38,23 @@ def trees_to_choose(
     farthest: int = 0,
     at_once: bool = False,
 ) -> tuple[DraftTreeConfig, ...]:
-    """The menu of a call: the tree in force first, then chains by depth, then trees by size. Of chains that end where
-    they like one is in the place of one in force.
+    """The menu of a call: the tree in force first, then chains by depth, then trees by size. Where chains have a
+    variable length, such a chain replaces a chain that is in force.
 
-    Trees besides chains are offered only beside a dynamic tree: where a chain is in force, nothing says that the
-    target can verify more, and fixed trees were chosen with care. Chains that copy from the text are offered without
-    copies too, which are nodes to verify in every sequence of a batch.
+    Branching trees are offered only beside a dynamic tree: a chain in force does not show that the target can verify
+    more, and fixed trees were chosen deliberately. Chains that copy from the text are also offered without copies,
+    because copies are nodes to verify in every sequence of a batch.
 
     Args:
         tree: The tree in force.
-        deepest: Draft positions the heads have, `None` without limit.
-        problem: Says why the heads cannot draft a tree, `None` if they can.
-        drawn: Tokens are sampled, and which random numbers they take is nobody's business: chains that are drawn from
-            the draft are offered beside those of its favourites. (Of a chain's drafts x ~ q the target accepts
-            sum min(p, q), of the favourite p(x): which is more depends on how sure the two are.)
-        farthest: Chains end where another link would not pay, so there is one with so many levels instead of several
-            depths; 0 if they do not.
-        at_once: The heads draft all levels in one forward.
+        deepest: Draft positions of the draft head, `None` without limit.
+        problem: Says why the draft head cannot draft a tree, `None` if it can.
+        drawn: Tokens are sampled and need not follow a seed exactly. Chains drawn from the draft are then offered
+            beside chains of the most probable children. (The target accepts a draft x ~ q with probability
+            sum min(p, q), and the most probable x with p(x). Which is higher depends on how sure the two are.)
+        farthest: Levels of a variable-length chain, which replaces chains of several depths; 0 for chains of fixed
+            depths.
+        at_once: The draft head drafts all levels in one forward.
     """
     ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
     ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
@@ -75,7 +81,7 @@ def trees_to_choose(
 
 
 def _dynamic_trees(deepest: int | None, at_once: bool) -> list[tuple[int, int, int]]:
-    """Depth, width and nodes of dynamic trees of heads that have so many draft positions."""
+    """Depth, width and nodes of the dynamic trees that a draft head with `deepest` draft positions can draft."""
     deep = min(deepest, FARTHEST_AT_ONCE) if deepest else DEEP_AT_WILL
     trees = [
         (deep, max(top_k, WIDE), nodes) if at_once and nodes >= DEEP_FROM else (depth, top_k, nodes)
@@ -87,13 +93,15 @@ def _dynamic_trees(deepest: int | None, at_once: bool) -> list[tuple[int, int, i
 def menu_of(
     heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions, drawn: bool = False
 ) -> tuple[tuple[DraftTreeConfig, ...], int]:
-    """Trees of a call's rounds, that in force first, and levels of chains that end where they like; 0 without any.
+    """The menu of a call, the tree in force first, and the levels of its variable-length chains; 0 without any.
 
-    Compiled rounds have the tree in force, and chains where one graph drafts every link ([`CompiledRounds.grow`]):
-    any other tree would be a graph of its own.
+    The menu of compiled rounds has the tree in force, and chains if one graph drafts every link
+    ([`CompiledRounds.grow`]). Any other tree would need a graph of its own.
 
     Args:
-        heads, target, options: Of the call.
+        heads: Draft head of the call.
+        target: Its target.
+        options: Options of the call.
         drawn: As in [`trees_to_choose`].
     """
     farthest = farthest_chain(heads, target) if options.free_tree else 0
@@ -114,8 +122,8 @@ def way_of(tree: DraftTreeConfig) -> Way:
 
 
 def farthest_chain(heads: DraftingContract, target: PreTrainedModel) -> int:
-    """Levels of chains that end where they like; 0 where they may not: it is decided link by link on the host, which
-    an accelerator would have to wait for, and by what clocks say, which are not the same in several processes."""
+    """Levels of variable-length chains; 0 where there are none. Their end is decided link by link on the host, which
+    an accelerator would wait for, and from measured times, which differ between the processes of a parallel target."""
     on_host = {heads.device.type, target.device.type} == {"cpu"}
     if not on_host or parallel_group(target) is not None or heads.copied_ngrams is not None:
         return 0
@@ -125,12 +133,12 @@ def farthest_chain(heads: DraftingContract, target: PreTrainedModel) -> int:
 def trees_of_call(
     heads: DraftingContract, target: PreTrainedModel, options: DraftingOptions
 ) -> tuple[DraftTreeConfig, ...]:
-    """Trees that rounds of a call may draft, whether it chooses among them or not."""
+    """Trees that rounds of a call may draft, whether the call chooses among them or not."""
     if not (options.adaptive or options.in_stream or options.compiled):
         return (options.tree,)
     return menu_of(heads, target, options)[0]
 
 
 def largest(trees: Iterable[DraftTreeConfig]) -> DraftTreeConfig:
-    """The tree of most nodes: compiled rounds make their graphs for its sizes."""
+    """The tree with most nodes; the graphs of compiled rounds are made for its size."""
     return max(trees, key=attrgetter("most_nodes"))

@@ -1,13 +1,13 @@
-"""What the next round drafts: the tree, of a small menu, that has given most tokens per second, or nothing.
+"""Chooses what the next round drafts: the tree of a small menu with the highest token rate, or nothing.
 
-A round that drafts costs a draft and a forward over a tree, and pays in accepted tokens; a plain step is a forward
-over one token. Both are known from the rounds themselves: what rounds of every tree cost ([`Costs`]), and what they
-give by how often drafts at each position were accepted ([`Gains`]). From these every tree of the menu has an expected
-rate in tokens per plain step, the less certain the fewer rounds there were of it. Each round takes the best; now and
-then another one that may be better, or worth it again, is tried. Trials cost no more than [`TRIAL_SHARE`] of the time,
-and [`PLAIN_TRIAL_SHARE`] where drafts do not pay.
+A round that drafts costs a draft and a target forward over the tree, and gains the accepted tokens. A plain step is a
+target forward over one token. Costs and gains are learnt from the rounds themselves: [`Costs`] measures what rounds
+cost, and [`Gains`] estimates what they give from how often drafts were accepted at each position. Together they give
+every tree of the menu an expected rate, in tokens per time of a plain step, which is the more certain the more rounds
+drafted that tree. Each round drafts the best tree. Now and then a round tries another tree that may turn out better.
+Trials lose at most [`TRIAL_SHARE`] of the time, or [`PLAIN_TRIAL_SHARE`] where drafts do not pay.
 
-Only what a round always costs counts: rounds that compile a step or take in a whole prompt are not counted.
+Rounds that compile a step or take in a whole prompt are not counted, because other rounds do not have that cost.
 """
 
 from __future__ import annotations
@@ -26,48 +26,49 @@ from .gains import Gains
 from .menu import Way, way_of
 from .tallies import TextTally
 
-TRIAL_SHARE = 0.02  # of the wall time of rounds, for others that turn out not to be the best
-PLAIN_TRIAL_SHARE = 0.008  # the same of plain steps
-INTAKE_SHARE = 0.02  # of the time of a prompt's forward, for heads that take in the prompt to see whether they pay
-FIRST_ROUNDS = 4  # of the chains that tell what all others may cost and give: fewer may all be bad luck
-LOOKS_AGAIN_AFTER = 96  # rounds without a trial, at what was tried longest ago: it may have had bad luck
-OVERDUE_AFTER = 1024  # rounds, at anything, whatever promises more in the meantime
-PLAIN_STEPS_AFTER = (2, 16)  # of the first rounds plain steps are timed again,
-ROUNDS_BETWEEN_PLAIN_STEPS = 64  # and from then on, as the machine may have become faster or slower
-CLOSE = 1.5  # times as fast: as long as drafts are no more than that, plain steps are timed as often; else a quarter
-ROUNDS_BEFORE_A_VERDICT = 2  # of a tree,
-ROUNDS_BEFORE_TEXTS_DIFFER = 8  # and before texts are told apart
+TRIAL_SHARE = 0.02  # share of the wall time of drafting rounds that trials of other trees may lose
+PLAIN_TRIAL_SHARE = 0.008  # share of the wall time of plain steps that trials may lose
+# Share of a prompt's prefill time that draft heads may spend on taking in the prompt before it counts as a loss.
+INTAKE_SHARE = 0.02
+FIRST_ROUNDS = 4  # rounds of each chain that is tried first: with fewer, all of them may be bad luck
+LOOKS_AGAIN_AFTER = 96  # rounds without a trial, after which the tree tried longest ago gets another chance
+OVERDUE_AFTER = 1024  # rounds after which a tree is tried again, even if others promise more
+PLAIN_STEPS_AFTER = (2, 16)  # numbers of the early rounds after which a plain step is timed
+ROUNDS_BETWEEN_PLAIN_STEPS = 64  # later interval between timed plain steps: the machine's speed may have changed
+CLOSE = 1.5  # where drafts are more than this many times as fast as plain steps, those are timed a quarter as often
+ROUNDS_BEFORE_A_VERDICT = 2  # rounds of a tree before its own measurements are enough to judge it
+ROUNDS_BEFORE_TEXTS_DIFFER = 8  # drafting rounds before the choice depends on the text at hand
 GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
-STAYS = 1.04  # times as fast a tree must be as the best until now, to be the best instead: of near ties luck decides
-CLEARLY = 1.02  # better than the best, for a tree that is tried
-PAYS = 1.05  # times as fast as plain steps: what drafts must promise, as going to and fro costs something too,
-STILL_PAYS = 1.02  # and what they must keep
-BETTER_BY_LUCK = 0.25  # as a share of its rate, what a tree that was never tried may be better than expected,
-BETTER_BY_LESS_LUCK = 0.06  # the same where it is told which children are right, but for what its cost may be,
-ENDING_BETTER_BY_LUCK = 0.6  # the same of chains that end where they like: they are still learning where that is
-CHAINS_TELL = 3.0  # a chain as one of which there were so many rounds, where others of its kind were tried
-LEVELS_AHEAD = 2  # that chains may have more than usual, where as many are drafted at once as are asked for
-# What follows from the rounds is worked out again after each of the first ones and each trial, then now and then: a
-# pause grows by a round whenever there were so many more, up to so many,
+STAYS = 1.04  # a tree replaces the best one if it is this many times as fast: luck decides near ties
+CLEARLY = 1.02  # a trial must promise this many times the rate of the best tree
+PAYS = 1.05  # drafts start when they promise this many times the rate of plain steps: switching has a cost as well
+STILL_PAYS = 1.02  # drafts continue while they have this many times the rate of plain steps
+BETTER_BY_LUCK = 0.25  # share by which a tree may beat its expected rate while nothing tells how siblings fare
+BETTER_BY_LESS_LUCK = 0.06  # least share by which a tree may beat its expected rate once siblings are known
+ENDING_BETTER_BY_LUCK = 0.6  # the share for variable-length chains: these still learn where to end, so it is larger
+CHAINS_TELL = 3.0  # rounds that a chain is credited with where other chains of its kind were tried
+LEVELS_AHEAD = 2  # levels beyond the usual number that a chain may have where the number is fixed before the draft
+# Estimates are updated after every early round and after every trial, later less often: the pause between updates
+# grows by one round for every ROUNDS_BETWEEN_LOOKS rounds, up to MOST_BETWEEN_LOOKS.
 ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS = 16, 15
-PAUSE_IN_PLAIN_STEPS = 8  # and is so long between plain steps
-FORGOTTEN = 128.0  # rounds after which those of a tree tell half as much of it
+PAUSE_IN_PLAIN_STEPS = 8  # plain steps between two updates of the estimates
+FORGOTTEN = 128.0  # rounds after which what is known of a tree counts half as much
 
 
 class Pace:
-    """Costs and gains of one pair under one setting; kept from call to call.
+    """Costs and gains of one pair of target and draft head under one setting; kept from call to call.
 
     Args:
         menu: Trees to choose from, the one in force first.
-        before: Of another number of sequences: drafts are worth as much here, trials may lose as much, and chains
-            that are known there are here.
-        ending: Chains of the menu end where another link would not pay.
+        before: The pace of another number of sequences. This one shares what is known of the gains and starts with the
+            same costs, trial budget and known chains.
+        ending: Whether chains of the menu have a variable length: they end where another link would not pay.
 
     Attributes:
-        costs: Of rounds and plain steps.
-        gains: Of rounds.
-        rounds: Rounds that drafted.
-        budget: What trials may lose.
+        costs: Measured cost of rounds and of plain steps.
+        gains: Expected tokens of rounds.
+        rounds: Number of rounds that drafted.
+        budget: Time that trials may lose.
         context: Tokens in the context when plain steps were timed last; 0 asks for them to be timed anew.
     """
 
@@ -88,13 +89,13 @@ class Pace:
         self._work_out_again()
 
     def _look(self, pause: int) -> None:
-        """After every round or step: works out again what follows from them, if there were more than so many since."""
+        """Called after every round or step: updates the estimates if more than `pause` of them passed since then."""
         self._unseen += 1
         if self._unseen > pause:
             self._work_out_again()
 
     def _work_out_again(self) -> None:
-        """Forgets what followed from the rounds until now."""
+        """Drops all cached estimates, so that the next query computes them from the rounds so far."""
         self._rates: dict[int, float] = {}
         self._tokens: dict[int, float] = {}
         self._steps: dict[int, list[float]] = {}
@@ -107,7 +108,7 @@ class Pace:
     # ------------------------------------------------------------------ what is known
     @property
     def best(self) -> int:
-        """The best of the menu that is known well enough, or [`PLAIN`]."""
+        """The fastest tree of the menu among those known well enough, or [`PLAIN`] if none pays."""
         if self._best is None:
             best = max(filter(self.is_known, range(len(self.menu))), key=self.rate, default=PLAIN)
             if self._best_before != PLAIN and self.rate(best) < STAYS * self.rate(self._best_before):
@@ -118,7 +119,7 @@ class Pace:
         return self._best
 
     def is_known(self, choice: int) -> bool:
-        """Whether a tree was tried, or is a chain among others that were: their costs and gains tell its own."""
+        """Whether a tree was tried, or is a chain whose costs and gains follow from other chains that were tried."""
         if self.gains.tried[choice].rounds >= ROUNDS_BEFORE_A_VERDICT or choice in self._known_before:
             return True
         if self._chains_known is None:
@@ -126,13 +127,13 @@ class Pace:
         return self.gains.is_plain_chain(choice) and way_of(self.menu[choice]) in self._chains_known
 
     def _known_ways(self) -> set[Way]:
-        """Ways of which a chain was tried, where two chains of any tell what chains cost."""
+        """Ways of choosing nodes of which a chain was tried; none until two chains have told what chains cost."""
         timed = [way_of(self.menu[choice]) for choice, tried in enumerate(self.gains.tried)
                  if tried.rounds > 1 and self.gains.is_plain_chain(choice)]  # fmt: skip
         return set(timed) if len(timed) > 1 else set()
 
     def rate(self, choice: int) -> float:
-        """Tokens per plain step's time: what rounds over a tree have given, and others let expect of it."""
+        """Expected tokens of a tree's rounds in the time of a plain step, from its own rounds and from other trees."""
         if choice == PLAIN:
             return 1.0
         if choice not in self._rates:
@@ -140,7 +141,7 @@ class Pace:
         return self._rates[choice]
 
     def promise(self, choice: int) -> float:
-        """The rate that a tree may turn out to have: the fewer rounds there were, and the longer ago, the higher."""
+        """Optimistic rate of a tree: the fewer rounds it had, and the longer ago, the further above [`rate`]."""
         tried = self.gains.tried[choice]
         seen = tried.sequences * 0.5 ** ((self.rounds - tried.last) / FORGOTTEN)
         if self.is_known(choice) and self.gains.is_plain_chain(choice):
@@ -148,7 +149,7 @@ class Pace:
         return self.rate(choice) * (1 + self._luck(choice) / (1 + seen) ** 0.5)
 
     def _luck(self, choice: int) -> float:
-        """As a share of its rate, what a tree that was not tried of late may be better than expected."""
+        """Share of its expected rate by which a tree that was not tried lately may be better than expected."""
         if choice in self._ending:
             return ENDING_BETTER_BY_LUCK
         if not self.gains.siblings.misses:
@@ -166,10 +167,10 @@ class Pace:
 
     # ------------------------------------------------------------------ the choice
     def begin_call(self, text: TextTally | None = None, prefill: float = 0.0) -> None:
-        """Another text may be drafted better.
+        """Begins a call: its text may be drafted better, so older evidence and debts count for less.
 
         Args:
-            text: Of the call.
+            text: Tally of the call's texts; its prefill time is set here.
             prefill: Seconds of the prompts' forward.
         """
         if text is not None:
@@ -178,11 +179,11 @@ class Pace:
         self.budget.begin_call()
 
     def choose(self, context: int, text: TextTally | None = None) -> int:
-        """What the next round drafts: a place in the menu, or [`PLAIN`].
+        """Chooses what the next round drafts: an index into the menu, or [`PLAIN`].
 
         Args:
             context: Tokens in the context.
-            text: What rounds of the texts at hand have given; `None` where nothing is known of them.
+            text: What rounds of the current texts have given; `None` where nothing is known of them.
         """
         choice = self._whatever_the_text(context)
         if text is None:
@@ -194,7 +195,8 @@ class Pace:
         return choice
 
     def _in_text(self, choice: int, text: TextTally) -> int:
-        """What drafts best, where drafts pay in this text though not in others; plain steps the other way round."""
+        """Corrects the choice for the current text: the best tree where drafts pay here though not elsewhere, and
+        plain steps where they do not pay here."""
         drafted = self._best_before if choice == PLAIN else choice
         if drafted == PLAIN or self.rounds < ROUNDS_BEFORE_TEXTS_DIFFER:
             return choice
@@ -210,19 +212,19 @@ class Pace:
         return self.best if self.budget.debt > 0 else self._trial(self.best)
 
     def _trial(self, best: int) -> int:
-        """A tree that may be better than the best; the best itself where there is nothing to learn."""
+        """A tree that may be better than the best one; the best one itself where there is nothing to learn."""
         if self._planned is None:
             self._planned = self._plan(best)
         trial, loss, promising = self._planned
-        # Where nothing promises to pay, the text may have changed: all that may be lost is saved up for another look.
+        # Where no tree promises to pay, the text may still have changed: a full budget buys another trial.
         saved_up = self.budget.is_full
         if not promising and saved_up and best != PLAIN:
             trial, loss = self._neglected(best)
         return trial if self.budget.affords(loss) and (promising or saved_up) else best
 
     def _neglected(self, best: int) -> tuple[int, float]:
-        """What was not tried for longest, as it may have had bad luck, and what that may lose; the best itself while
-        the latest trial is not long ago."""
+        """The tree that was tried longest ago, as it may have had bad luck, and what a trial of it may lose. Returns
+        the best tree itself while the latest trial was recent."""
         last = {choice: tried.last for choice, tried in enumerate(self.gains.tried) if choice != best}
         if not last or self.rounds - max(last.values()) < LOOKS_AGAIN_AFTER:
             return best, 0.0
@@ -230,7 +232,7 @@ class Pace:
         return neglected, self._loss(neglected, best)
 
     def _plan(self, best: int) -> tuple[int, float, bool]:
-        """The tree to try next, what that may lose, and whether it promises to be better than the best."""
+        """The tree to try next, what that trial may lose, and whether the tree promises to beat the best one."""
         if (first := self._first()) is not None:
             return first, 0.0, True
         others = [choice for choice in range(len(self.menu)) if self._may_be_tried(choice, best)]
@@ -244,26 +246,26 @@ class Pace:
         return trial, self._loss(trial, best), self.promise(trial) > better
 
     def _telling(self, others: Sequence[int], best: int, better: float) -> int | None:
-        """Where a tree that promises more than the best may be too dear for a trial, as it is not known what nodes
-        cost: a smaller one, which tells that."""
+        """A tree to try where a more promising one is too expensive for a trial: the largest untried tree that is
+        affordable, as it tells what nodes cost."""
         unknown = [choice for choice in others if self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT]
         promises = (self.promise(c) > better for c in range(len(self.menu)) if c != best and c not in others)
         return max(unknown, key=lambda c: self.menu[c].most_nodes) if unknown and any(promises) else None
 
     def _may_be_tried(self, choice: int, best: int) -> bool:
-        """Whether a tree beside the best may ever lose no more than can be saved up for it."""
+        """Whether a tree is not the best one and a full budget would cover the loss of trying it."""
         return choice != best and self._loss(choice, best) <= FIRST_TRIALS
 
     def _loss(self, choice: int, best: int) -> float:
-        """What a round over a tree may lose to the best, in plain steps. The only tree is looked at again now and
-        then, however dear it was: devices load kernels in the first rounds that need them."""
+        """What a round over a tree may lose against the best choice, in plain steps. The loss of a menu's only tree is
+        capped, so that it is tried again now and then: devices load kernels in the first rounds that need them."""
         unsure = self.gains.tried[choice].rounds < ROUNDS_BEFORE_A_VERDICT
         lost = max(self.costs.cost(choice, unsure) * self.rate(best) - self.gains.given(choice, self.costs), 0.0)
         return min(lost, FIRST_TRIALS) if len(self.menu) == 1 else lost
 
     def _first(self) -> int | None:
-        """What tells most about all others, and costs little where drafts are worth nothing: a chain of some depth, of
-        every way in which nodes are chosen. Or the only tree there is, of which nothing else tells."""
+        """The tree to try before all others, `None` when these are known: for every way of choosing nodes, a chain of
+        medium depth, which tells most about other trees at little cost. A menu of one tree returns that tree."""
         if len(self.menu) == 1 and self.gains.tried[0].rounds < ROUNDS_BEFORE_A_VERDICT:
             return 0
         chains_of = defaultdict(list)
@@ -281,13 +283,14 @@ class Pace:
     def reach(
         self, choice: int, moods: list[float | None], one_forward: bool = False, open_ended: bool = False
     ) -> Reach | None:
-        """What decides where the chains of the next round end; `None` for trees of which that is settled.
+        """Makes what decides where the chains of the next round end; `None` for trees without variable length.
 
         Args:
-            choice: Place of the tree.
-            moods: How well drafts of every sequence have fared of late; `None` of new ones. Followed in place.
-            one_forward: All draft positions come of one forward of the heads, so that nodes alone cost something.
-            open_ended: As many as are asked for, before it is known where the chain ends: few more than usual.
+            choice: Index of the tree in the menu.
+            moods: How well drafts of each sequence have fared lately; `None` for new sequences. Updated in place.
+            one_forward: The draft head drafts all positions in one forward, so only verifying nodes costs time.
+            open_ended: The number of positions is fixed before it is known where the chain ends, and has no limit of
+                its own; it then stays within [`LEVELS_AHEAD`] of the usual number.
         """
         if choice not in self._ending:
             return None
@@ -304,8 +307,8 @@ class Pace:
         return reach
 
     def _given_otherwise(self, choice: int) -> float:
-        """Tokens that a plain step's time would give instead of links of chains: where these are the best, what they
-        have given until now, not what they may give yet (Dinkelbach's method for ratios)."""
+        """Tokens that the time of a plain step gives if it is not spent on another link. Where the chain itself is the
+        best tree, this is the rate it has had so far, not the one it may reach (Dinkelbach's method for ratios)."""
         tried, usual = self.gains.tried[choice], self.rate(self.best)
         achieves = self.best == choice and tried.rounds >= FIRST_ROUNDS
         return min(usual, tried.tokens / self.costs.own(choice)) if achieves else usual
@@ -331,15 +334,15 @@ class Pace:
         """Adds a round that drafted a tree of the menu.
 
         Args:
-            choice: Place of the tree.
-            seconds: Wall seconds.
-            num_accepted: Accepted tokens per sequence.
-            reach: What decided where its chains ended.
-            text: What is known of the texts at hand.
-            told: What became of the favourites, per sequence; `None` where that is not known.
+            choice: Index of the tree in the menu.
+            seconds: Wall time of the round in seconds.
+            num_accepted: Accepted draft tokens per sequence.
+            reach: What decided where its chains ended; `None` for trees without variable length.
+            text: What is known of the current texts; updated.
+            told: What the round tells about the most probable children, per sequence; `None` where that is unknown.
         """
         if not self.costs.unit:
-            return  # another thread, in a longer context, has just asked for new times: there is no measure
+            return  # another thread has just begun a longer context: no plain step is timed yet to compare with
         best, best_rate = self.best, self.rate(self.best)
         tree, tokens = self.menu[choice], 1 + sum(num_accepted) / len(num_accepted)
         depth = tree.depth if reach is None else reach.levels
@@ -351,8 +354,9 @@ class Pace:
             text.record(tokens, cost * self.rate(choice))
         self._look(0 if choice != best else min(self.rounds // ROUNDS_BETWEEN_LOOKS, MOST_BETWEEN_LOOKS))
         if choice != best:
-            # What a trial loses is told by what such rounds usually cost and give: luck levels out. Next to plain
-            # steps by what it gave: what is usual may be of easier texts, and trials seem to cost nothing for ever.
+            # The loss of a trial is taken from what such rounds usually cost and give, so that luck levels out. Where
+            # plain steps are best it is what this round gave: the usual gain may come from easier texts, and trials
+            # would seem free forever.
             given = tokens if best == PLAIN else self.gains.given(choice, self.costs)
             lost = self.costs.own(choice) * best_rate - given
             self.budget.lose(lost if best == PLAIN else max(lost, 0.0))
@@ -364,8 +368,9 @@ class Pace:
     def record_intake(
         self, choice: int, seconds: float, num_accepted: Sequence[int], text: TextTally | None = None
     ) -> None:
-        """Adds a round that took in a whole prompt: no measure of others; where plain steps are best a loss, but for
-        what is little next to the prompt's own forward. Arguments as in [`record_round`]."""
+        """Adds a round that took in a whole prompt. Its time says nothing of other rounds, so it is not recorded.
+        Where plain steps are best it counts as a loss, except for a small share ([`INTAKE_SHARE`]) of the prompt's
+        prefill time. Arguments as in [`record_round`]."""
         if not self.costs.unit:
             return
         tokens, allowed = 1 + sum(num_accepted) / len(num_accepted), 0.0
@@ -377,8 +382,8 @@ class Pace:
             self.budget.lose(max(lost, 0.0))
 
     def why_plain(self) -> str:
-        """What plain steps were taken for, in one sentence."""
-        enough = 1 if self.budget.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, the few there were were dear enough
+        """Says in one clause why plain steps were taken."""
+        enough = 1 if self.budget.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, even one round was expensive enough
         known = [choice for choice, tried in enumerate(self.gains.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
             return "to time them, for the choice of what to draft, or because drafts did not pay in this text"

@@ -1,4 +1,4 @@
-"""The pace of a call: costs and gains of its pair under its settings, kept with the heads from call to call."""
+"""Finds the pace of a call: costs and gains of its pair under its settings, kept with the heads between calls."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def pace_of(
     """Costs and gains of a pair under the settings of a call; kept with the heads for the next such call.
 
     Args:
-        heads: The heads.
-        target: Their target.
-        options: Of the call.
+        heads: The draft head.
+        target: Its target.
+        options: Options of the call.
         batch_size: Sequences of the call.
         config: How tokens are chosen.
-        active: Sequences that have not ended. Costs are kept by the octave of their number, acceptance for all.
+        active: Sequences that have not ended. Costs are kept per octave of their number; what is known of acceptance
+            is shared by all of them.
     """
     seeded = batch_size == 1 and options.exact_seed  # tokens are then drawn as plain `generate` draws them
     menu, farthest = menu_of(heads, target, options, drawn=bool(config.do_sample) and not seeded)
-    # One that is left of a batch pays for the batch's masks, as two do.
+    # The last sequence left of a batch still pays for the batch's masks, so it counts as two.
     octave = 0 if batch_size == 1 else max(((active or batch_size) - 1).bit_length(), 1)
     settings = (repr(menu), farthest, options.compiled, config.do_sample, config.temperature)
     known = heads.memory.setdefault(target, {})

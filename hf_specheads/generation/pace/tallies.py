@@ -1,4 +1,4 @@
-"""How often drafts were accepted: counts that forget, of chains by depth, and of what siblings add to them."""
+"""How often drafts were accepted: counts that forget, for chains by depth and for what siblings add to chains."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from functools import lru_cache
 
 from ...tree.config import DraftTreeConfig
 
-SHORT, LONG = 1 / 16, 1 / 1024  # of what was seen, forgotten with every round: for texts that change, and that do not
-PLAIN_KEEPS, NEW_TEXT_KEEPS = 1 - 1 / 48, 0.25  # of what the former knows, with a plain step, and in another text
-LONG_SAYS = 4.0  # rounds' worth: what the latter lets expect, next to what the former has seen
-FIT_KEEPS = 1 - 1 / 128  # of how well each of them, or of exponents, has told what came, with every round
-ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about so many
-UNKNOWN = 0.8  # acceptance of drafts before any was seen: high, so that they are seen
-HEARSAY = 0.5  # of a chain's round: what a tree's tells of chains
-OWN_WORD = 2.0  # rounds' worth: what acceptance by position tells of a chain, next to how many rounds it would need
-SURE = 0.99  # that a draft is accepted, or rejected: more than this nothing is taken for
-NEGLIGIBLE = 0.01  # of the weight of the likeliest exponent or memory
-NEVER = 1e-9  # how likely it is, at the least, to come to a position: nothing is divided by less
-HEAVY = 1e9  # weight of a round at which all are made lighter
-# How much k candidates for a position are worth: rejected as often as one is k ** exponent times in a row.
+SHORT, LONG = 1 / 16, 1 / 1024  # share a memory forgets per round: short for texts that change, long for steady ones
+PLAIN_KEEPS, NEW_TEXT_KEEPS = 1 - 1 / 48, 0.25  # share the short memory keeps with a plain step, and with a new text
+LONG_SAYS = 4.0  # weight, in rounds, of the long memory's expectation within the short memory
+FIT_KEEPS = 1 - 1 / 128  # share that the log-likelihood of a memory or an exponent keeps per round
+ROUNDS_OF_A_MEAN = 256  # tokens of a tree's rounds are a running mean over about this many rounds
+UNKNOWN = 0.8  # assumed acceptance of drafts before any was seen: high, so that drafts are tried
+HEARSAY = 0.5  # weight of a tree's round as evidence on chains, against 1 for a chain's round
+OWN_WORD = 2.0  # weight, in rounds, of acceptance by position against counts of the rounds a chain would need
+SURE = 0.99  # highest probability that a draft is ever assumed to be accepted, or rejected, with
+NEGLIGIBLE = 0.01  # exponents and memories below this share of the largest weight are ignored
+NEVER = 1e-9  # least probability of reaching a position, so that nothing is divided by 0
+HEAVY = 1e9  # weight of a round at which all counts are scaled down
+# Candidate exponents: k candidates for a position are all rejected as often as one is k ** exponent times in a row.
 SIBLINGS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-RANKS = (1, 2, 3, 5, 6, 10)  # of children besides favourites: each is where those begin that are not told apart
-BELOW_A_SIBLING = 0.7  # times as often as below a favourite, drafts are accepted below its siblings
-TEXTS_BEFORE = 8.0  # rounds' worth: what texts before tell of the one at hand, next to its own rounds,
-ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # of which so much is forgotten with every round, and every plain step
-# Rounds' worth: what chains and siblings tell of a tree, next to its own rounds. It has those where luck lets more be
-# expected of it than of others, so that they give less than was expected.
+RANKS = (1, 2, 3, 5, 6, 10)  # first rank of each group of siblings (favourites have rank 0) that are not told apart
+BELOW_A_SIBLING = 0.7  # acceptance below a favourite's siblings, relative to that below the favourite
+TEXTS_BEFORE = 8.0  # weight, in rounds, of what is usual in other texts against the current text's own rounds
+ROUND_FADES, STEP_FADES = 1 / 16, 1 / 128  # share of a text's tally forgotten with every round, and every plain step
+# Weight, in rounds, of the estimate from chains and siblings against a tree's own rounds. It is large because trees
+# are drafted most when luck makes their estimate too high, so that their rounds then give less than expected.
 BELIEVED = 256.0
 
 
 class Acceptance:
-    """How often drafts of a chain are accepted, as several memories have it, the better they tell what comes the more.
+    """How often drafts of a chain are accepted: a mean over memories, weighted by how well each predicts rounds.
 
     Args:
-        deepest: Positions of the deepest chain.
+        deepest: Draft positions of the deepest chain.
     """
 
     def __init__(self, deepest: int) -> None:
@@ -50,30 +50,30 @@ class Acceptance:
         """Adds a round of chains, one entry per sequence.
 
         Args:
-            depths: Draft positions.
-            num_accepted: Accepted tokens.
-            then: How likely another one would have been, where chains ended because of that.
+            depths: Depths of the chains.
+            num_accepted: Accepted draft tokens.
+            then: Expected acceptance of one more link, where the chains ended because that was too low.
         """
         for memory in self.memories:
             memory.record(depths, num_accepted, then)
 
     def record_tree(self, tries: Sequence[float], num_accepted: Sequence[int]) -> None:
-        """Adds a round of trees with so many `tries` by position, one entry per sequence: where one of the candidates
-        was accepted, it was the favourite as often as that is to be expected."""
+        """Adds a round of trees, one entry per sequence, with so many `tries` at each position. Where a candidate was
+        accepted, the favourite is credited with its expected share."""
         for memory in self.memories:
             memory.record_tree(tries, num_accepted)
 
     def record_plain(self) -> None:
-        """A plain step: the text may have changed meanwhile. Else a few hard rounds would be the last word on it, as
-        plain steps tell nothing of drafts."""
+        """Adds a plain step, during which the text may have changed. Plain steps tell nothing of drafts, so without
+        this a few hard rounds would be the last word."""
         self.memories[0].fade(PLAIN_KEEPS)
 
     def begin_text(self) -> None:
-        """Another text may be drafted better or worse."""
+        """Begins another text, which may be drafted better or worse."""
         self.memories[0].fade(NEW_TEXT_KEEPS)
 
     def rates(self, depth: int) -> list[float]:
-        """Per position: those at which chains of any depth give, by [`tokens_of`], what is expected of them."""
+        """Acceptance rates by position, such that [`tokens_of`] them gives the expected tokens of chains of any depth."""
         likeliest = max(memory.fit for memory in self.memories)
         weights = [math.exp(memory.fit - likeliest) / math.sqrt(memory.forgets) for memory in self.memories]
         heard = [(weight, memory.rates(depth)) for weight, memory in zip(weights, self.memories, strict=True)
@@ -83,23 +83,24 @@ class Acceptance:
 
 
 class _Memory:
-    """Counts of chains' rounds in which every round weighs more than the one before it.
+    """Counts over rounds of chains in which every round weighs more than the one before it.
 
-    What is easy to guess comes in runs. A deep chain takes a run at once, of which a shallow one would make several
-    rounds, most of them accepted as a whole; so its rounds tell less of a shallow chain by how often their first
-    positions were accepted than by how many rounds that would have needed for the same tokens.
+    Easy tokens come in runs. A deep chain takes a run in one round, where a shallow chain would need several rounds,
+    most of them accepted as a whole. So what a deep chain's round tells of a shallow one is less how often its first
+    positions were accepted than how many rounds the shallow chain would have needed for the same tokens.
 
     Args:
-        forgets: By how much, as a share, a round weighs less than the next.
-        deepest: Positions of the deepest chain.
-        before: What is expected before anything was seen; `None` for [`UNKNOWN`].
+        forgets: Share by which a round weighs less than the next one.
+        deepest: Draft positions of the deepest chain.
+        before: Memory that says what to expect before anything was seen; `None` for [`UNKNOWN`].
 
     Attributes:
         fit: Log-likelihood of the latest rounds, each by what was known before it.
-        weight: Of the latest round.
-        tried, accepted: Rounds that came to a position, and of these, that went on. By position.
-        tokens: What rounds gave.
-        rounds: In how many a chain would have given it, by depth from 1; with what it would have given `beyond` it.
+        weight: Weight of the latest round.
+        tried, accepted: Rounds that came to a position, and those of them that accepted it; by position.
+        tokens: Tokens that the rounds gave.
+        rounds: Rounds that chains of each depth from 1 on would have needed for these tokens.
+        beyond: Tokens that deeper chains are expected to give on top where a chain was accepted as a whole; by depth.
     """
 
     def __init__(self, forgets: float, deepest: int, before: _Memory | None = None) -> None:
@@ -130,10 +131,10 @@ class _Memory:
         self.fit = self.fit * FIT_KEEPS + told / len(num_accepted)
 
     def _go_beyond(self, depth: int, rates: Sequence[float], share: float, then: float | None) -> None:
-        """A chain of a depth was accepted as a whole: deeper ones are expected to give more."""
+        """Credits deeper chains with further tokens where a chain of this depth was accepted as a whole."""
         reached, more = 1.0, 0.0
         for place in range(depth, len(rates)):
-            if place == depth and then is not None:  # else only what is likely would be seen of deep positions
+            if place == depth and then is not None:  # otherwise only likely links would count at deep positions
                 self.tried[place] += share
                 self.accepted[place] += share * then
                 reached *= then
@@ -156,7 +157,7 @@ class _Memory:
                 self.accepted[position] += reached
 
     def fade(self, keeps: float) -> None:
-        """Makes all that was seen count for less, by this factor."""
+        """Multiplies the weight of everything seen so far by this factor."""
         self.weight /= keeps
         if self.weight < HEAVY:
             return
@@ -165,8 +166,8 @@ class _Memory:
         self.tokens, self.weight = self.tokens / self.weight, 1.0
 
     def _by_position(self, depth: int) -> list[float]:
-        """Given that all before were accepted; of a position hardly tried, as before, or close to that of the one
-        above."""
+        """Acceptance by position, given that all positions before were accepted. A position that was hardly tried is
+        as in `before`, or else close to the position above it."""
         if self.before is not None:
             expected, said = self.before._by_position(depth), LONG_SAYS * self.weight
             return [(accepted + rate * said) / (tried + said)
@@ -184,7 +185,7 @@ class _Memory:
         else:
             expected, said = tokens_by_depth(self.before.rates(depth)), LONG_SAYS * self.weight
         rates: list[float] = []
-        given = comes = 1.0  # tokens by all that is known, and how likely it is to come so far
+        given = comes = 1.0  # expected tokens so far, and the probability of coming to the position
         for place, told in enumerate(expected):
             tokens = (self.tokens + self.beyond[place] + said * told) / (self.rounds[place] + said)
             rates.append(min(max((tokens - given) / comes, 1e-3), 1 - 1e-3))
@@ -195,15 +196,15 @@ class _Memory:
 
 @lru_cache(maxsize=512)
 def _rounds_for(depth: int, number: int, deepest: int) -> tuple[float, ...]:
-    """In how many rounds chains of every depth from 1 on would have given the tokens of one of this `depth`, of which
-    a `number` was accepted: what is accepted in one round would be in several, and where all was, it goes on so."""
+    """Rounds that chains of each depth from 1 to `deepest` would have needed for the tokens of a chain of this `depth`
+    with `number` accepted drafts. If all were accepted, the run is assumed to go on, so fractions count."""
     if number < depth:
         return tuple(float(-(-(number + 1) // (chain + 1))) for chain in range(1, deepest + 1))
     return tuple(max((depth + 1) / (chain + 1), 1.0) for chain in range(1, deepest + 1))
 
 
 def tokens_of(rates: Sequence[float]) -> float:
-    """Expected tokens of a round over a chain, the bonus token included, of links accepted at these rates."""
+    """Expected tokens of a round over a chain whose links are accepted at these rates, bonus token included."""
     tokens = reached = 1.0
     for rate in rates:
         reached *= rate
@@ -212,15 +213,15 @@ def tokens_of(rates: Sequence[float]) -> float:
 
 
 def tokens_by_depth(rates: Sequence[float]) -> list[float]:
-    """[`tokens_of`] chains of every depth from 1 to that of the rates."""
+    """[`tokens_of`] chains of each depth from 1 to the number of rates."""
     reached = itertools.accumulate(rates, operator.mul)
     return list(itertools.accumulate(reached, initial=1.0))[1:]
 
 
 def coming_to(rates: Sequence[float], tries: Sequence[float]) -> list[float]:
-    """How likely rounds over a tree are to accept so many drafts, from 1 on, with so many `tries` by position, of
-    which the first is accepted at the rates of a chain. Where that was wrong once, the text is a hard one. With less
-    than one try a position is not always there."""
+    """Probability that a round over a tree accepts at least 1, 2, ... drafts, given the `tries` at each position, the
+    first of which is accepted at the `rates` of a chain. Below a wrong favourite acceptance is lower, as the text is
+    hard there. A position with less than one try is not always in the tree."""
     favourites, others, found = 1.0, 0.0, []
     for rate, here in zip(rates, tries, strict=True):
         either = 1 - (1 - rate) ** here
@@ -232,11 +233,11 @@ def coming_to(rates: Sequence[float], tries: Sequence[float]) -> list[float]:
 
 
 class Siblings:
-    """What siblings add to a chain: how well each of the exponents [`SIBLINGS`] has told which children were right
-    where favourites were not, or what trees gave.
+    """What siblings add to a chain: how well each exponent of [`SIBLINGS`] has predicted which child was right where
+    the favourite was wrong, or how many drafts trees accepted.
 
     Attributes:
-        misses: Favourites that were wrong, of which it was told what was right.
+        misses: Wrong favourites whose right sibling was told.
     """
 
     def __init__(self) -> None:
@@ -262,9 +263,9 @@ class Siblings:
         """Adds a favourite that was wrong.
 
         Args:
-            rate: How often favourites are accepted there.
-            rank: Of the child that was right, from 1 on; the favourite's is 0.
-            at_least: It is that or a higher one.
+            rate: How often favourites are accepted at this position.
+            rank: Rank of the child that was right, from 1 on; the favourite's is 0.
+            at_least: `rank` is a lower bound.
         """
         rejected = 1 - min(max(rate, 1 - SURE), SURE)
         place = bisect.bisect_right(RANKS, rank)
@@ -276,7 +277,7 @@ class Siblings:
 
     @property
     def exponent(self) -> float:
-        """Of which to expect most."""
+        """Mean exponent, weighted by how likely each is."""
         weights = self._weights()
         return sum(weight * exponent for weight, exponent in zip(weights, SIBLINGS, strict=True)) / sum(weights)
 
@@ -297,13 +298,13 @@ class Siblings:
 
 
 def _not_sure(chance: float) -> float:
-    """A chance of which the logarithm is a number, and that of its contrary."""
+    """Clamps a probability so that its logarithm and that of its complement are finite."""
     return min(max(chance, 1e-3), 1 - 1e-3)
 
 
 def candidates_of(tree: DraftTreeConfig, rates: Sequence[float]) -> list[float]:
-    """Nodes of a tree by position, on average: 1 each of a chain. Those of a dynamic tree are where rounds come to, as
-    far as heads know that.
+    """Average number of a tree's nodes at each position; 1 for a chain. A dynamic tree is assumed to distribute its
+    nodes by how often rounds come to each position.
 
     Args:
         tree: The tree.
@@ -321,7 +322,7 @@ def candidates_of(tree: DraftTreeConfig, rates: Sequence[float]) -> list[float]:
 
 
 def _tries(candidates: Sequence[float], exponent: float) -> list[float]:
-    """What so many candidates by position are worth."""
+    """Number of independent tries that the candidates at each position are worth."""
     return [one**exponent if one > 1 else one for one in candidates]
 
 
@@ -331,10 +332,10 @@ class Tried:
 
     Attributes:
         tokens: Tokens per round and sequence, bonus token included, running mean.
-        expected: What was expected of them just before, running mean.
-        rounds: How many there were.
-        sequences: Of those rounds, one with the other: what a round gives is a mean over so many.
-        last: Number of the newest, counted over all rounds.
+        expected: Tokens expected of each round just before it, running mean.
+        rounds: Number of rounds.
+        sequences: Sum over rounds of their sequences: a round's tokens are a mean over its sequences.
+        last: Number of the newest round, counted over all rounds.
         copied: Tokens per round and sequence that were copied from the text after all drafted ones, running mean.
     """
 
@@ -346,17 +347,17 @@ class Tried:
     copied: float = 0.0
 
     def record(self, number: int, tokens: float, expected: float, copied: float, sequences: int = 1) -> None:
-        """Adds a round: its number, and the latest of everything else that is kept."""
+        """Adds a round, given its number and its values of the attributes."""
         self.rounds, self.sequences, self.last = self.rounds + 1, self.sequences + sequences, number
-        # Of the first rounds too much was expected: each counts for more than the one before it.
+        # The first rounds were expected to give too much, so each round counts for more than the one before it.
         share = max(1 / ROUNDS_OF_A_MEAN, 2 / (self.rounds + 1))
         self.tokens += (tokens - self.tokens) * share
         self.expected += (expected - self.expected) * share
         self.copied += (copied - self.copied) * share
 
     def tokens_given(self, expected: float) -> float:
-        """Tokens of a round of which now so many are expected: as many times more or less as there were until now, the
-        more there were."""
+        """Corrects the `expected` tokens of a round by the ratio of given to expected tokens so far, the more the more
+        rounds there were."""
         if not self.rounds:
             return expected
         seen = min(self.sequences, ROUNDS_OF_A_MEAN)
@@ -365,12 +366,11 @@ class Tried:
 
 @dataclass
 class TextTally:
-    """What rounds of the texts at hand have given: how well drafts fare differs from text to text, by more than from
-    tree to tree.
+    """What rounds of the current texts have given. How well drafts fare differs more between texts than between trees.
 
     Attributes:
         tokens: Tokens of the rounds per sequence, bonus tokens included; older rounds count less.
-        usual: What such rounds usually give.
+        usual: Tokens that such rounds usually give; older rounds count less.
         prefill: Seconds of the prompts' forward.
     """
 
@@ -384,11 +384,11 @@ class TextTally:
         self.tokens, self.usual = self.tokens + tokens, self.usual + usual
 
     def record_plain(self) -> None:
-        """Adds a plain step: the text may have changed meanwhile."""
+        """Adds a plain step, during which the text may have changed."""
         self._fade(STEP_FADES)
 
     def times_usual(self, tokens: float) -> float:
-        """How many times as much as usual rounds may be expected to give here, where that is so many tokens."""
+        """Factor by which rounds of these texts are expected to give more than the usual number of `tokens`."""
         before = TEXTS_BEFORE * tokens
         return (self.tokens + before) / (self.usual + before)
 

@@ -1,1 +1,1 @@
-"""Which path of a draft tree the target accepts; one file per rule, and [`rules.RULES`] names them."""
+"""Rules that decide which path of a draft tree the target accepts: one file per rule, named in [`rules.RULES`]."""

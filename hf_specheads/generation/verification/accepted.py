@@ -1,4 +1,4 @@
-"""What all rules of verification share: what was accepted, and walking down a path of a draft tree."""
+"""What all rules of verification share: the result of a round, and walks down a path of a draft tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...tree.draft_tree import DraftTree
 from ..sampling import refuse_no_distribution
 from ..stopping import StopRule
 
-Meanwhile = Callable[[torch.Tensor], None]  # of the tokens chosen at each node, int64 [B, N]
+Meanwhile = Callable[[torch.Tensor], None]  # gets the tokens chosen at each node, int64 [B, N]
 
 
 @dataclass
@@ -20,13 +20,14 @@ class Accepted:
     """What one sequence gains from one round.
 
     Attributes:
-        token_ids: Emitted tokens: accepted draft tokens, then the bonus token; cut where generation stops.
-        nodes: The node each token was chosen at, the root first; as many as tokens. Their cache rows stay.
+        token_ids: Emitted tokens: the accepted draft tokens and then the bonus token, cut where generation stops.
+        nodes: The node at which each token was chosen, the root first. The cache keeps the rows of these nodes.
         scores: Processed scores fp32 [1, V] per emitted token, if asked for.
         stopped: Whether generation ends after the last token.
-        cut: Whether tokens that the target accepted were dropped because generation stops earlier, or because the
+        cut: Whether tokens that the target accepted were dropped, because generation stops earlier or because the
             sequence is too far ahead of the others.
-        host_syncs: Times the host waited for the device; of sequences decided together the first one's.
+        host_syncs: Number of times the host waited for the device. Of sequences that were decided together, only the
+            first one counts it.
     """
 
     token_ids: list[int]
@@ -37,7 +38,7 @@ class Accepted:
     host_syncs: int = 1
 
     def limited(self, most: int | None) -> Accepted:
-        """The same of at most so many tokens: the rest is drafted again."""
+        """The same result with at most `most` tokens (`None` for no limit). Later rounds draft the rest again."""
         if most is None or len(self.token_ids) <= most:
             return self
         tokens, nodes, scores = self.token_ids[:most], self.nodes[:most], self.scores[:most]
@@ -45,7 +46,7 @@ class Accepted:
 
     @property
     def num_accepted(self) -> int:
-        """Accepted draft tokens, the bonus token not counted."""
+        """Number of accepted draft tokens, the bonus token not counted."""
         return len(self.token_ids) - 1
 
 
@@ -57,15 +58,15 @@ def accepted_paths(
     lengths: Sequence[int],
     stop: StopRule,
 ) -> list[Accepted]:
-    """The accepted path of every sequence, cut where generation stops. One host sync for all sequences.
+    """Reads the accepted path of every sequence, cut where generation stops. One host sync for all sequences.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
         best: int64 [B], the last accepted node.
-        bonus: int64 [B], the token after it.
+        bonus: int64 [B], the bonus token after that node.
         scores: [B, N, V], processed scores to keep; `None` to keep none.
         lengths: Tokens committed so far, per sequence.
-        stop: Criteria that need not see every token; others are ignored.
+        stop: Stop rule. Only its length limit and end-of-sequence tokens are used.
     """
     width = tree.max_depth + 1
     path = tree.path_to(best)  # [B, D + 1]
@@ -86,15 +87,17 @@ def agreed_paths(
     stop: StopRule,
     meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
-    """As [`accepted_paths`] where a node is accepted if it is what was chosen at its parent, which is accepted. One
-    host sync for all sequences, and no other work for the device: the host follows the path.
+    """Follows the chosen tokens from the root as far as the tree has them, with results as in [`accepted_paths`].
+
+    A node is accepted if its parent is accepted and its token is the one chosen there. One host sync for all
+    sequences. The host follows the path, so that the device has no other work.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
-        choices: int64 [B, N], token chosen at each node.
+        choices: int64 [B, N], the token chosen at each node.
         scores, lengths, stop: As in [`accepted_paths`].
-        meanwhile: Gives the device more to do, from the choices, before the host waits for them; what it gives need
-            not be done when the host goes on.
+        meanwhile: Called with the choices before the host waits for them, to give the device further work. The host
+            does not wait for that work.
     """
     nodes, packed = tree.num_nodes, choices
     if nodes > 1:
@@ -112,8 +115,7 @@ def agreed_paths(
 
 
 def _sent(numbers: torch.Tensor) -> Callable[[], list]:
-    """Sends numbers to the host, which has what is returned wait for them and for nothing the device gets to do after
-    them."""
+    """Starts to copy numbers to the host. Returns a function that waits for them, but not for later device work."""
     if numbers.device.type != "cuda":
         return numbers.tolist
     landed = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -129,7 +131,7 @@ def _sent(numbers: torch.Tensor) -> Callable[[], list]:
 
 
 def _agreed_path(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The nodes, from the root on, of the longest path of a tree on which everything is what was chosen above it."""
+    """The nodes, root first, of the longest path on which every node has the token chosen at its parent."""
     depths, deepest = {0: 0}, 0
     for node in range(1, len(tokens)):
         above = parents[node]
@@ -149,7 +151,7 @@ def _as_far_as_it_goes(
     lengths: Sequence[int],
     stop: StopRule,
 ) -> list[Accepted]:
-    """What is emitted of accepted paths, one per sequence with its nodes, and the tokens chosen at them."""
+    """Cuts accepted paths where generation stops. Each path has its nodes and the tokens chosen at them."""
     results: list[Accepted] = []
     for sequence, (nodes, emitted) in enumerate(paths):
         refuse_no_distribution(emitted[-1])
@@ -165,7 +167,7 @@ def _as_far_as_it_goes(
 
 
 def accepted_nodes(tree: DraftTree, taken: torch.Tensor) -> torch.Tensor:
-    """bool [B, N]: nodes that are taken with all their ancestors, where `taken` bool [B, N] speaks of single steps."""
+    """Nodes, bool [B, N], that are `taken` (bool [B, N]) and whose ancestors are all taken too."""
     taken = taken.clone()
     taken[:, 0] = True
     return ~(tree.ancestor_mask & ~taken[:, None]).any(-1)
@@ -178,14 +180,14 @@ def walk(
     earlier_scores: tuple[torch.Tensor, ...] | None,
     waits: int = 1,
 ) -> Accepted:
-    """From the root down, one step and one stopping check per emitted token.
+    """Walks down from the root, with one step and one stopping check per emitted token.
 
     Args:
-        input_ids: int64 [1, T].
-        step: From a node and the tokens up to it: the token chosen there, its processed scores [1, V], which may be
-            `None` where nobody asks for them, and the child it leads to, `None` for none.
+        input_ids: int64 [1, T], the committed tokens.
+        step: Takes a node and the tokens up to it. Returns the token chosen there, its processed scores [1, V] (`None`
+            if nobody asks for them), and the child that has this token (`None` if there is none).
         stop, earlier_scores: As in [`verify_token_by_token`].
-        waits: How often the host waits in a step.
+        waits: Number of times the host waits in a step.
     """
     result = Accepted(token_ids=[], nodes=[], host_syncs=0)
     node: int | None = 0
@@ -205,7 +207,7 @@ def walk(
 def stops_after(
     input_ids: torch.Tensor, emitted: Accepted, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
 ) -> bool:
-    """Whether generation ends after the last token of `emitted`, which `input_ids` [1, T'] ends with."""
+    """Whether generation ends after the last token of `emitted`, which is also the last of `input_ids` [1, T']."""
     if stop.per_token:
         return stop.met(input_ids, None if earlier_scores is None else earlier_scores + tuple(emitted.scores))
     return stop.cut(emitted.token_ids[-1:], input_ids.shape[1] - 1)[1]

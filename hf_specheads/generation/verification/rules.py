@@ -1,4 +1,4 @@
-"""The rules of verification by name: what `heads.verification` may be. A new rule is a file here and a row below."""
+"""The rules of verification that `heads.verification` can name. A new rule is a file here and a row in [`RULES`]."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LOSSY = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What a rule may look at: one verified tree, and the call it belongs to.
+    """What a rule may look at: a verified tree and the call to which it belongs.
 
     Attributes:
         tree: Draft tree of the B active sequences and N nodes.
         logits: [B, N, V], raw target logits at the nodes.
-        sequences, sampler, stop, outputs, options: Of the call.
-        meanwhile: What the device is given to do before the host waits for the choices at all nodes, if anything.
+        sequences, sampler, stop, outputs, options: Those of the call.
+        meanwhile: Gives the device further work before the host waits for the choices at all nodes; `None` for none.
     """
 
     tree: DraftTree
@@ -47,20 +47,22 @@ class Verification:
 
     @property
     def token_by_token(self) -> bool:
-        """Whether tokens must be chosen one after the other: for processors or criteria that look at the text, and
-        for draws in plain `generate`'s order."""
+        """Whether tokens must be chosen one after the other.
+
+        Processors or criteria that look at the text need this, and so do draws in plain `generate`'s order.
+        """
         seeded = len(self.sequences.lengths) == 1 and self.sampler.do_sample and self.options.exact_seed
         in_order = seeded and self.tree.sampled is None
         return self.stop.per_token or not self.sampler.row_wise or in_order
 
     def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
-        """All sequences at once, by a function such as [`verify_all_nodes`]."""
+        """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
         lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
         keep_scores = self.outputs.scores is not None
         return verify(self.tree, lengths, self.logits, self.sampler, self.stop, keep_scores)
 
     def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
-        """One sequence after the other, by a function such as [`verify_token_by_token`]."""
+        """Verifies one sequence after the other, with a function such as [`verify_token_by_token`]."""
         results = []
         for index, sequence in enumerate(self.sequences.active):
             results += verify(
@@ -80,9 +82,9 @@ class Rule:
     """One rule of verification.
 
     Attributes:
-        accept: The accepted path and the bonus token of every active sequence.
-        lossless: Whether sampled text has the target's distribution. (Greedy text is the target's with every rule.)
-        problem: Why the rule cannot serve sampling with these options, with the mend; `None` if it can.
+        accept: Returns the accepted path and the bonus token of every active sequence.
+        lossless: Whether sampled text has the target's distribution. Greedy text is the target's with every rule.
+        problem: Says why the rule cannot serve sampling with these options, and the way out; `None` if it can.
     """
 
     accept: Callable[[Verification], list[Accepted]]
@@ -91,7 +93,7 @@ class Rule:
 
 
 def accept_losslessly(verification: Verification) -> list[Accepted]:
-    """The exact rule for the way the tree's children were chosen."""
+    """Applies the exact rule for the way in which the tree's children were chosen."""
     drawn = verification.tree.sampled is not None
     if verification.token_by_token:
         return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
@@ -102,7 +104,7 @@ def accept_losslessly(verification: Verification) -> list[Accepted]:
 
 
 def accept_typically(verification: Verification) -> list[Accepted]:
-    """Typical acceptance where tokens are sampled; greedy decoding is exact as ever."""
+    """Applies typical acceptance if tokens are sampled, and the exact rule in greedy decoding."""
     if not verification.sampler.do_sample:
         return accept_losslessly(verification)
     options = verification.options
@@ -110,7 +112,7 @@ def accept_typically(verification: Verification) -> list[Accepted]:
 
 
 def typical_problem(options: DraftingOptions) -> str | None:
-    """What typical acceptance cannot be combined with."""
+    """Why typical acceptance cannot serve these options; `None` if it can."""
     if options.loop == "transformers":
         return "is not what transformers' own loop does; use `heads.loop = 'own'`"
     if options.tree.children == "sampled":

@@ -1,13 +1,13 @@
-"""Verification of trees whose children were drawn from the draft distribution: Leviathan's rule, and its extension.
+"""Verification of trees whose children were drawn from the draft distribution: Leviathan's rule and its extension.
 
 At a node with target distribution p, and children c1, c2, ... drawn without replacement from q, child cj is accepted
 with probability min(1, g(cj) / qj(cj)), where g and qj start as p and q; after a rejection g becomes the normalised
 max(g - qj, 0), and qj loses the rejected token. If no child is accepted, the token is drawn from what is left of g.
-The token emitted at the node then has exactly the distribution p. With one child this is speculative sampling
-(Leviathan et al. 2023, algorithm 1), with several the rule of SpecInfer, EAGLE-1 and Sequoia.
+The token emitted at the node then has exactly the distribution p. With one child, this is speculative sampling
+(Leviathan et al. 2023, algorithm 1); with several children, it is the rule of SpecInfer, EAGLE-1 and Sequoia.
 
 The rule divides by the probability of having drawn a child, so it is wrong for children that were not drawn, such as
-the most probable ones; those have their own rule (`top_k.py`).
+the most probable ones. These have a rule of their own (`top_k.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def accept_children(
 
     Args:
         target: [..., V], the target's processed distribution p at each node.
-        draft: [..., V], distribution q its children were drawn from, without replacement.
-        tokens: int64 [..., R], children in the order drawn, -1 for none.
+        draft: [..., V], the distribution q from which its children were drawn without replacement.
+        tokens: int64 [..., R], tokens of the children in the order drawn, -1 for none.
         uniforms: [..., R], one uniform random number in [0, 1) per child.
 
     Returns:
-        Rank int64 [...] of the accepted child, -1 for none, and the distribution [..., V] to draw the node's token
-        from if none is accepted.
+        Rank int64 [...] of the accepted child, -1 for none, and the distribution [..., V] from which to draw the
+        node's token if no child is accepted.
     """
     residual = target
     accepted = torch.full_like(tokens[..., 0], -1)
@@ -43,10 +43,10 @@ def accept_children(
         child = tokens[..., rank, None]
         token = child.clamp_min(0)
         target_prob, draft_prob = residual.gather(-1, token), draft.gather(-1, token)
-        # A token of q = 0 fills up a node that had fewer tokens to draw than children; it was never drawn.
+        # A token with q = 0 was never drawn: it only pads a node that had fewer tokens to draw than children.
         tested = (accepted[..., None] < 0) & (child >= 0) & (draft_prob > 0)
         rest, mass = _rest(residual, draft)
-        # No mass is left where p equals q up to rounding: a rejection would have probability 0.
+        # Without mass, p equals q up to rounding, and a rejection would have probability 0.
         takes = tested & ((uniforms[..., rank, None] * draft_prob < target_prob) | (mass <= 0))
         rejects = tested & ~takes
         accepted = torch.where(takes[..., 0], rank, accepted)
@@ -56,14 +56,14 @@ def accept_children(
 
 
 def _rest(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(max(p - q, 0)) and the mass [..., 1] before normalising."""
+    """Normalised max(p - q, 0), and its mass [..., 1] before normalising."""
     rest = (target - draft).clamp_min(0)
     mass = rest.sum(-1, keepdim=True)
     return rest / mass.clamp_min(torch.finfo(rest.dtype).tiny), mass
 
 
 def _without(draft: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """q after `token` [..., 1] has been drawn and not put back."""
+    """The distribution q after `token` [..., 1] has been drawn without replacement."""
     left = draft.scatter(-1, token, 0.0)
     return left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(left.dtype).tiny)
 
@@ -85,15 +85,15 @@ def verify_sampled_at_once(
     stop: StopRule,
     keep_scores: bool,
 ) -> list[Accepted]:
-    """Decides at every node at once, follows the accepted children and draws the bonus token: one host sync.
+    """Decides at all nodes at once, follows the accepted children and draws the bonus token. One host sync in all.
 
     Args:
-        tree: Draft tree of B sequences and N nodes, its children drawn.
+        tree: Draft tree of B sequences and N nodes, with drawn children.
         lengths: Tokens committed so far, per sequence.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
-        keep_scores: Keep the processed scores of the emitted tokens.
+        keep_scores: Whether to keep the processed scores of the emitted tokens.
 
     Raises:
         ValueError: if the tree's children were not drawn.
@@ -120,7 +120,7 @@ def _child_tokens(tree: DraftTree, drawn: SampledChildren) -> torch.Tensor:
 def _bonus_distribution(
     drawn: SampledChildren, scores: torch.Tensor, residual: torch.Tensor, best: torch.Tensor
 ) -> torch.Tensor:
-    """Distribution [B, V] of the token after the last accepted node [B]: p at a leaf, else what rejections left."""
+    """Distribution [B, V] of the bonus token after node `best` [B]: p at a leaf, otherwise what rejections left."""
     rows = torch.arange(len(best), device=best.device)
     slots = torch.full(scores.shape[1:2], -1, device=best.device)
     slots[drawn.parents] = torch.arange(len(drawn.parents), device=best.device)
@@ -136,13 +136,13 @@ def verify_sampled_token_by_token(
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
 ) -> list[Accepted]:
-    """The same rule with one processor call and one stopping check per emitted token, each a host sync.
+    """Applies the same rule with one processor call and one stopping check per emitted token, each a host sync.
 
-    For processors that depend on the tokens so far or have a state, and for any stopping criteria. Arguments as in
-    [`top_k.verify_token_by_token`].
+    This serves processors that depend on the tokens so far or have a state, and any stopping criteria. The arguments
+    are those of [`top_k.verify_token_by_token`].
 
     Raises:
-        ValueError: for more than one sequence, or if the tree's children were not drawn.
+        ValueError: if there is more than one sequence, or the tree's children were not drawn.
     """
     if input_ids.shape[0] != 1:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Verification: which path of a draft tree the target accepts, and the bonus token after it.
+"""Verification of trees with the most probable children: the path that the target accepts, and the bonus token.
 
-Drafted children are the head's top-k, a set that does not depend on the target's randomness. Drawing x from the
-target's processed distribution at a node, and moving to the child x if there is one, therefore emits exactly the
-target's distribution (EAGLE-2's rule without its rejection loop; the total mass of the children is accepted).
-Greedy decoding is the same walk with the argmax. Children drawn from the draft distribution have a rule of their own
-(`sampled.py`), and so has typical acceptance (`typical.py`).
+The children of a node are the draft head's top-k, a set that does not depend on the target's randomness. Drawing x
+from the target's processed distribution at a node, and moving to the child x if there is one, therefore emits exactly
+the target's distribution. (This is EAGLE-2's rule without its rejection loop: the total mass of the children is
+accepted.) Greedy decoding is the same walk with the argmax. Children drawn from the draft distribution have a rule of
+their own (`sampled.py`), and so has typical acceptance (`typical.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def verify_all_nodes(
     keep_scores: bool,
     meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
-    """Chooses a token at every node at once and follows the choices from the root. One host sync for all sequences.
+    """Chooses tokens at all nodes at once and follows the choices from the root. One host sync for all sequences.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
@@ -36,7 +36,7 @@ def verify_all_nodes(
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
         stop: Must not need every token.
-        keep_scores: Keep the processed scores of the emitted tokens.
+        keep_scores: Whether to keep the processed scores of the emitted tokens.
         meanwhile: As in [`agreed_paths`].
     """
     choices, scores = sampler.at_all_nodes(logits) if keep_scores else (sampler.tokens_at_all_nodes(logits), None)
@@ -54,19 +54,19 @@ def verify_token_by_token(
     """Walks from the root with one processor call, one draw and one stopping check per emitted token.
 
     This is plain `generate`'s own sequence of calls, so processors that depend on the tokens so far, processors with
-    state, stopping criteria and seeded draws all behave as without draft heads. One host sync per token, and those of
-    its draw.
+    state, stopping criteria and seeded draws all behave as without draft heads. Each token costs one host sync, and
+    those of its draw.
 
     Args:
-        tree: Draft tree of B sequences and N nodes; B must be 1, because a processor call advances its own state.
-        input_ids: int64 [B, T].
-        logits: [B, N, V].
+        tree: Draft tree of B sequences and N nodes. B must be 1, because a processor call may change its state.
+        input_ids: int64 [B, T], the committed tokens.
+        logits: [B, N, V], raw target logits at the nodes.
         sampler: Any processors.
         stop: Any criteria.
         earlier_scores: Scores of all tokens emitted before, for criteria that read them; `None` if not kept.
 
     Raises:
-        ValueError: for more than one sequence.
+        ValueError: if there is more than one sequence.
     """
     if input_ids.shape[0] != 1:
         raise ValueError(

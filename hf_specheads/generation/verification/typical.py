@@ -1,9 +1,9 @@
 """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1; also Hydra's): **lossy** verification for sampling.
 
 A draft token x is accepted at a node whose processed target distribution is p, with entropy H(p), if
-p(x) > min(threshold, alpha * exp(-H(p))). The longest accepted path wins, and of several the one whose tokens are the
-most probable together; the bonus token is the most probable one. Nothing is drawn: the text does not follow the
-target's distribution, and depends on the temperature and the warpers only through p.
+p(x) > min(threshold, alpha * exp(-H(p))). The longest accepted path wins; among equally long paths, the path with the
+highest joint probability under the target wins. The bonus token is the target's most probable token. Nothing is drawn:
+the text does not follow the target's distribution, and temperature and warpers affect it only through p.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..sampling import TokenSampler, favourite
 from ..stopping import StopRule
 from .accepted import Accepted, accepted_nodes, accepted_paths, stops_after
 
-# Inside the logarithm of the entropy, as in the authors' code; it decides near the threshold.
+# Added inside the logarithm of the entropy, as in the authors' code, because it matters near the threshold.
 ENTROPY_EPSILON = 1e-5
 
 
 def typical_threshold(probs: torch.Tensor, posterior_threshold: float, posterior_alpha: float) -> torch.Tensor:
-    """Probability [...] a token must exceed, from the target's processed distributions [..., V]."""
+    """Probability [...] that a token must exceed, from the target's processed distributions [..., V]."""
     entropy = -(probs * (probs + ENTROPY_EPSILON).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp_max(posterior_threshold)
 
@@ -29,7 +29,7 @@ def typical_threshold(probs: torch.Tensor, posterior_threshold: float, posterior
 def best_typical_node(
     tree: DraftTree, probs: torch.Tensor, posterior_threshold: float, posterior_alpha: float
 ) -> torch.Tensor:
-    """The last node, int64 [B], of the longest path that is accepted; the root if none is.
+    """The last node, int64 [B], of the longest accepted path; the root if no path is accepted.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
@@ -58,14 +58,14 @@ def verify_typical(
     posterior_threshold: float,
     posterior_alpha: float,
 ) -> list[Accepted]:
-    """Typical acceptance over a whole tree; one host sync, and one per level for processors that read the text.
+    """Verifies a whole tree by typical acceptance. One host sync, and one per level for processors that read the text.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
         input_ids: int64 [B, T], committed tokens.
         logits: [B, N, V], raw target logits at the nodes.
-        sampler: Its processors must be path-wise: paths that are not taken are processed as well.
-        stop: Any criteria; those that see every token need B = 1.
+        sampler: Its processors must be path-wise, because paths that are not taken are processed too.
+        stop: Any criteria. Criteria that must see every token need B = 1.
         earlier_scores: Scores of all tokens emitted before; `None` if scores are not kept.
         posterior_threshold, posterior_alpha: See [`DraftHead`].
     """
@@ -88,14 +88,15 @@ def verify_typical(
 def scores_on_paths(
     tree: DraftTree, input_ids: torch.Tensor, logits: torch.Tensor, sampler: TokenSampler
 ) -> torch.Tensor:
-    """Processed scores fp32 [B, N, V], every node's processors seeing the text up to it. One host sync per level.
+    """Processed scores fp32 [B, N, V], where processors see the text up to each node. One host sync per level.
 
-    Arguments as in [`verify_typical`].
+    The arguments are those of [`verify_typical`].
     """
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for depth in range(tree.max_depth + 1):
         row, node = (tree.depths == depth).nonzero(as_tuple=True)
-        # Ancestors precede their descendants, so the true columns in order are the path; the root is committed.
+        # Ancestors precede their descendants, so the true columns in order are the path. The root, their first, is in
+        # `input_ids` already.
         columns = tree.ancestor_mask[row, node].to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         path = columns[:, 1 : depth + 1]
         ids = torch.cat([input_ids[row], tree.token_ids[row].gather(1, path)], dim=1)
@@ -106,7 +107,7 @@ def scores_on_paths(
 def _cut_token_by_token(
     whole: Accepted, input_ids: torch.Tensor, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
 ) -> Accepted:
-    """The accepted tokens up to the one after which a criterion is met."""
+    """The accepted tokens up to the token after which a criterion is met."""
     result = Accepted(token_ids=[], nodes=[], host_syncs=whole.host_syncs)
     for token, node, scores in zip(whole.token_ids, whole.nodes, whole.scores, strict=True):
         input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)

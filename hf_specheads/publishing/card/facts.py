@@ -1,4 +1,4 @@
-"""What a model card says: facts, collected from files and arguments. Nothing is estimated."""
+"""Collects the facts of a model card from files and arguments. Nothing is estimated."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..figures import FIGURES
 
 @dataclass(frozen=True)
 class Published:
-    """What a model card says of a method: its name, and papers as Markdown."""
+    """Published name of a method, and its papers as Markdown, for model cards."""
 
     name: str
     papers: tuple[str, ...] = ()
 
 
-# Files beside the weights.
+# Names of files in the folder of the weights.
 TRAINING_FACTS, EVAL_RESULTS = "training_facts.json", "eval_results.json"
 CUSTOM_GENERATE, CUSTOM_CODE = "custom_generate", "generate.py"
 VERSIONED = ("hf-specheads", "transformers", "torch")
@@ -35,24 +35,24 @@ VERSIONED = ("hf-specheads", "transformers", "torch")
 
 @dataclass
 class CardFacts:
-    """Everything a card says. What is `None` or empty is left out of the card.
+    """All facts of a card. Facts that are `None` or empty are left out of the card.
 
     Attributes:
-        name: Name of the model, usually the repository's.
-        config: The model's `config.json`; `model_type` decides whether these are draft heads or a target.
-        num_parameters: Counted in the weight files.
-        training: Facts of the training run, nested dicts of plain values.
-        evaluations: Results as `specheads eval --json` writes them; each may carry a `task` name.
+        name: Name of the model, usually that of the repository.
+        config: The model's `config.json`; its `model_type` distinguishes draft heads from a target.
+        num_parameters: Number of parameters, counted in the weight files.
+        training: Facts of the training run, as nested dicts of plain values.
+        evaluations: Results as `specheads eval --json` writes them; each may have a `task` name.
         license: Licence id of these weights.
-        target_license: Licence of the target and of the training data, if it says more.
+        target_license: Text on the licence of the target and of the training data, replacing the default text.
         datasets: Hub ids of data sets.
-        language: Language codes, `code` for programs.
-        limits: Known limits, one sentence each, besides those the config tells.
-        tags: Tags besides those the config tells.
+        language: Language codes; `code` for programs.
+        limits: Known limits, one sentence each, in addition to those that follow from the config.
+        tags: Tags in addition to those that follow from the config.
         commit: Commit of the training code.
-        versions: Package versions of the training, if known, else at rendering.
-        figures: Files of figures by title, relative to the card.
-        custom_generate: Whether the repository carries `custom_generate/generate.py`.
+        versions: Package versions of the training run, if known, otherwise those at rendering.
+        figures: Paths of figures relative to the card, by title.
+        custom_generate: Whether the repository contains `custom_generate/generate.py`.
     """
 
     name: str
@@ -73,17 +73,17 @@ class CardFacts:
 
     @property
     def is_heads(self) -> bool:
-        """Whether the card is one of draft heads; otherwise of a target."""
+        """Whether the card describes draft heads; otherwise it describes a target."""
         return str(self.config.get("model_type", "")).startswith("specheads_")
 
     @property
     def method(self) -> str:
-        """Method of draft heads, empty for a target."""
+        """Method of the draft heads; empty for a target."""
         return str(self.config.get("method", "")) if self.is_heads else ""
 
     @property
     def config_class(self) -> type[DraftHeadConfig] | None:
-        """The family's config, as registered with transformers; `None` for a target or an unknown family."""
+        """Config class of the family, as registered with transformers; `None` for a target or an unknown family."""
         model_type = str(self.config.get("model_type"))
         if model_type not in CONFIG_MAPPING:
             return None
@@ -92,25 +92,25 @@ class CardFacts:
 
     @property
     def published(self) -> Published | None:
-        """Name and papers of the method."""
+        """Published name and papers of the method; `None` if unknown."""
         head_class = MODEL_MAPPING.get(self.config_class, None) if self.config_class is not None else None
         methods: Mapping[str, Published] = getattr(head_class, "published", {})
         return methods.get(self.method)
 
     @property
     def method_name(self) -> str:
-        """The method as its paper calls it."""
+        """Name of the method in its paper."""
         return self.published.name if self.published is not None else self.method
 
     @property
     def target_name(self) -> str | None:
-        """Name of the target the heads were made for; of a folder on some machine, only its last part."""
+        """Name of the target that the heads were made for; of a local folder, only the last part."""
         name = (self.config.get("target") or {}).get("name")
         return name if is_hub_id(name) or not name else Path(name).name
 
     @property
     def target_on_hub(self) -> bool:
-        """Whether the target's name is one of a Hub repository, and not of a folder here that looks alike."""
+        """Whether the target's name is a Hub id and not a local folder of the same form."""
         return is_hub_id(self.target_name) and not os.path.isdir(self.target_name)
 
 
@@ -120,14 +120,16 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def collect_facts(folder: str | Path, **known: Any) -> CardFacts:
-    """Facts a saved model's folder tells: `config.json`, weights, `training_facts.json`, `eval_results.json`, figures.
+    """Collects facts from the folder of a saved model.
+
+    They come from `config.json`, the weights, `training_facts.json`, `eval_results.json` and the figures.
 
     Args:
-        folder: As written by `save_pretrained`.
-        **known: Fields of [`CardFacts`] that the folder does not tell, or that replace what it tells.
+        folder: Folder as written by `save_pretrained`.
+        **known: Fields of [`CardFacts`] that the folder lacks, or that override those of the folder.
 
     Raises:
-        FileNotFoundError: if there is no `config.json`.
+        FileNotFoundError: If there is no `config.json`.
     """
     folder = Path(folder)
     facts: dict[str, Any] = {
@@ -147,7 +149,7 @@ def collect_facts(folder: str | Path, **known: Any) -> CardFacts:
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Results of `specheads eval --json`, one or a list of them; empty if there is no such file."""
+    """Reads results of `specheads eval --json`, from a file with one result or a list; empty if there is no file."""
     if not path.exists():
         return []
     results = json.loads(path.read_text(encoding="utf-8"))

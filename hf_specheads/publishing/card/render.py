@@ -1,7 +1,7 @@
-"""Model cards rendered from facts: config, training facts, measured results, versions. Nothing is estimated.
+"""Renders model cards from facts: config, training facts, measured results, versions. Nothing is estimated.
 
-A card is written between two markers; text a user puts outside of them, and metadata a user adds, survive a new
-rendering.
+A card is written between two markers. Text that users write outside of the markers, and metadata that they add, are
+kept when the card is rendered again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ END = "<!-- end of the generated part -->"
 
 
 def render_card(facts: CardFacts, *existing: str | None) -> str:
-    """The card's text.
+    """Renders a card.
 
     Args:
-        facts: What it says.
-        *existing: Earlier READMEs, the one that counts most first; metadata not generated here and text outside of
-            the markers are kept where they were.
+        facts: Facts for the card.
+        *existing: Earlier READMEs, in order of precedence. Their metadata that are not generated here are kept, and so
+            is text outside of the markers, before or after the generated part.
 
     Returns:
         Markdown with YAML metadata.
@@ -64,7 +64,7 @@ def render_card(facts: CardFacts, *existing: str | None) -> str:
 
 
 def write_card(folder: str | Path, **known: Any) -> Path:
-    """Renders the card of a saved model into its folder's README.md; see [`collect_facts`] and [`render_card`]."""
+    """Renders the card of a saved model to README.md in its folder; see [`collect_facts`] and [`render_card`]."""
     path = Path(folder) / "README.md"
     existing = path.read_text(encoding="utf-8") if path.exists() else None
     path.write_text(render_card(collect_facts(folder, **known), existing), encoding="utf-8")
@@ -72,8 +72,11 @@ def write_card(folder: str | Path, **known: Any) -> Path:
 
 
 def save_card(folder: str | Path) -> Path:
-    """Writes the card of a saved model beside it. Where a README lies already its text stays as it is, generated or
-    not, and only metadata it lacks are added, as peft does; [`push_to_hub`] renders it anew."""
+    """Writes the card of a saved model into its folder.
+
+    The text of an existing README is not changed, generated or not. Only missing metadata are added, as peft does.
+    [`push_to_hub`] renders the card again.
+    """
     path = Path(folder) / "README.md"
     if not path.is_file():
         return write_card(folder)
@@ -98,7 +101,7 @@ def save_card(folder: str | Path) -> Path:
 # ------------------------------------------------------------------ what is kept
 @dataclass
 class UserParts:
-    """Metadata and text of earlier READMEs that were not generated, before and after the generated part."""
+    """Metadata and text of earlier READMEs that were not generated; the text is that before and after the markers."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     before: str = ""
@@ -106,7 +109,7 @@ class UserParts:
 
     @classmethod
     def of(cls, *existing: str | None) -> UserParts:
-        """Of several READMEs, the first that has a value, or a section of some heading, is the one that counts."""
+        """Merges several READMEs: each metadata value and each section comes from the first README that has it."""
         parts = cls()
         for text in existing:
             if not text:
@@ -131,7 +134,7 @@ def _split_metadata(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _joined(first: str, second: str) -> str:
-    """`first`, and the sections of `second` whose heading, or text where there is none, it lacks."""
+    """Appends to `first` the sections of `second` whose heading (or text, if without heading) `first` lacks."""
     first = first.strip()
     sections = [part.strip() for part in re.split(r"^(?=#{1,6} )", second, flags=re.MULTILINE)]
     known = set(first.splitlines())
@@ -145,14 +148,14 @@ def _is_heading_of(section: str, lines: set[str]) -> bool:
 
 
 def _merged(earlier: Mapping[str, Any], generated: Mapping[str, Any]) -> dict[str, Any]:
-    """Generated metadata, with the values and tags a user added."""
+    """Merges generated metadata with the values and tags that users added."""
     tags = earlier.get("tags")
     added = [tag for tag in (tags if isinstance(tags, list) else []) if tag not in generated["tags"]]
     return {**earlier, **generated, "tags": [*generated["tags"], *added]}
 
 
 def _metadata(facts: CardFacts) -> dict[str, Any]:
-    """YAML metadata; keys without a value are left out so that an earlier value stays."""
+    """Generates the YAML metadata. Keys without a value are left out, so that an earlier value is kept."""
     tags = ["hf-specheads"]
     if facts.is_heads:
         tags += ["speculative-decoding", "draft-head", facts.method]
@@ -176,7 +179,8 @@ def _eval_results(evaluations: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
             task_type="text-generation",
             dataset_type=str(result.get("dataset") or "prompts"),
             dataset_name=str(result.get("task") or HELD_OUT),
-            # Results of one data set and configuration are taken together: without it, all tasks would be the first.
+            # huggingface_hub groups results by data set and configuration. Without a configuration per task, all
+            # results would appear under the first task.
             dataset_config=str(result.get("task") or HELD_OUT),
             metric_type=metric,
             metric_name=label,

@@ -1,4 +1,4 @@
-"""The sections of a model card: Markdown from facts, and nothing where nothing is known."""
+"""Renders the sections of a model card as Markdown; a section without known facts is empty."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..curves import last_values
 from ..figures import CURVES, POS_ACC, SPEED_UP
 from .facts import CardFacts, is_hub_id
 
-# Of a training run, what a reader of a card wants; the file next to the weights has everything.
+# Training facts that the card omits: they appear elsewhere in the card, or only in `training_facts.json`.
 TRAINING_LEFT_OUT = ("versions", "commit", "target", "method", "parameters", "log_history", "num_specialists", "name",
                      "positions_per_specialist", "right_answers")  # fmt: skip
-# Arguments of a training run that are shown: these, then the weights of all losses, then these.
+# Training arguments that are shown: RUN_ARGUMENTS, then all loss weights, then UNROLL_ARGUMENTS.
 RUN_ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "max_steps",
     "num_train_epochs", "bf16", "seed", "max_length", "packing",
@@ -30,7 +30,7 @@ HELD_OUT = "held-out prompts"
 
 
 def summary(facts: CardFacts) -> str:
-    """What the model is, for which target, in one paragraph."""
+    """Describes the model and its target in one paragraph."""
     size = f"{facts.num_parameters / 1e6:.1f} M parameters" if facts.num_parameters else ""
     if not facts.is_heads:
         layers = facts.config.get("num_hidden_layers")
@@ -50,7 +50,7 @@ def summary(facts: CardFacts) -> str:
 
 
 def target_link(facts: CardFacts) -> str:
-    """The target's name with a link, if it is on the Hub, and the revision it had."""
+    """The target's name, with a link if it is on the Hub, and its revision if known."""
     name = facts.target_name
     if not name:
         return "their target"
@@ -60,12 +60,12 @@ def target_link(facts: CardFacts) -> str:
 
 
 def _place(name: str) -> str:
-    """What loads a model: its Hub id, else a folder that only the reader knows."""
+    """Source to load a model from: its Hub id, or a placeholder path."""
     return name if is_hub_id(name) else f"path/to/{name}"
 
 
 def usage(facts: CardFacts) -> str:
-    """Python lines that load and generate."""
+    """Python code that loads the models and generates."""
     own = _place(facts.name)
     target = _place(facts.target_name or "target") if facts.is_heads else own
     lines = [
@@ -84,8 +84,10 @@ def usage(facts: CardFacts) -> str:
 
 # ------------------------------------------------------------------ measured results
 def results(facts: CardFacts) -> str:
-    """One row per measurement, columns only where something was measured, a row of pos-acc, and the figures; of a
-    target, its shares of right answers."""
+    """Tables of measured results and pos-acc, with figures; columns without any value are left out.
+
+    For a target, the table shows its shares of right answers instead.
+    """
     evaluations = facts.evaluations
     if not facts.is_heads:
         return _right_answers((facts.training or {}).get("right_answers") or {})
@@ -111,7 +113,7 @@ def results(facts: CardFacts) -> str:
 
 
 def _right_answers(shares: Mapping[str, Mapping[str, float]]) -> str:
-    """Shares of right answers by kind of task, one column per way of decoding."""
+    """Table of shares of right answers: one row per kind of task, one column per decoding method."""
     if not shares:
         return ""
     kinds = list(next(iter(shares.values())))
@@ -134,7 +136,7 @@ def _pos_acc(tasks: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> 
 
 
 def figure_links(facts: CardFacts, *titles: str) -> list[str]:
-    """Markdown images of those figures that lie beside the weights."""
+    """Markdown images of the figures that exist."""
     return [f"![{title}]({facts.figures[title]})" for title in titles if title in facts.figures]
 
 
@@ -151,7 +153,7 @@ def _tree_text(tree: Mapping[str, Any] | None) -> str:
 
 # ------------------------------------------------------------------ training, architecture
 def training(facts: CardFacts) -> str:
-    """Curves and last values of the log, and a table of what was trained on what, how long, and to what end."""
+    """Curves and last values of the training log, and a table of the facts of the training run."""
     shown = {key: value for key, value in (facts.training or {}).items() if key not in TRAINING_LEFT_OUT}
     if isinstance(arguments := shown.get("arguments"), Mapping):
         weights = [name for name in arguments if name.endswith(LOSS_WEIGHT)]
@@ -164,7 +166,7 @@ def training(facts: CardFacts) -> str:
 
 def _log(facts: CardFacts) -> list[str]:
     header, rows = last_values((facts.training or {}).get("log_history") or [])
-    if not any(row[3] for row in rows):  # a tau, of anything
+    if not any(row[3] for row in rows):  # the column of tau is empty
         return figure_links(facts, CURVES)
     explanation = (
         "tau: tokens of a round, the target's own included. At draft positions: how probably a token drawn there is "
@@ -189,12 +191,12 @@ def _flattened(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, An
 
 
 def _is_unprintable(value: Any) -> bool:
-    """Long lists, and folders of the machine a model was trained on."""
+    """Whether a value is a long list or a path of the machine that the model was trained on."""
     return (isinstance(value, list) and len(value) > 12) or (isinstance(value, str) and Path(value).is_absolute())
 
 
 def architecture(facts: CardFacts) -> str:
-    """Sizes every model has, then what the family's own config adds."""
+    """Table of the sizes that all models have, followed by the fields of the family's own config."""
     names = ["vocab_size", "hidden_size", "feature_size", "embedding_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "head_dim"]  # fmt: skip
     if (config_class := facts.config_class) is not None:
@@ -206,7 +208,7 @@ def architecture(facts: CardFacts) -> str:
 
 # ------------------------------------------------------------------ limits, licence, provenance
 def limits(facts: CardFacts) -> list[str]:
-    """Known limits: of all heads, of these by their config, and those that were given."""
+    """Known limits: those of all draft heads, those that follow from the config, and those that were given."""
     if not facts.is_heads:
         return facts.limits
     known = [
@@ -222,20 +224,20 @@ def limits(facts: CardFacts) -> list[str]:
 
 
 def licence(facts: CardFacts) -> str:
-    """Licence of the weights, and what is known of the target's."""
+    """Licence of the weights, and what is known about the target's licence."""
     own = f"These weights: {facts.license}." if facts.license else "No licence of these weights was stated."
     target = "The target has its own licence, which binds users of the pair." if facts.is_heads else ""
     return " ".join(part for part in (own, facts.target_license or target) if part)
 
 
 def provenance(facts: CardFacts) -> str:
-    """Versions and commit."""
+    """Package versions, and the commit if known."""
     rows = {**facts.versions, **({"commit": facts.commit} if facts.commit else {})}
     return ", ".join(f"{name} {value}" for name, value in rows.items())
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; bars and line ends inside of cells are made harmless."""
+    """Renders a Markdown table; vertical bars in cells are escaped and line breaks replaced by spaces."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines

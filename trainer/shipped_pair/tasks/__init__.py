@@ -1,7 +1,8 @@
-"""Tasks with right answers: one file per family writes chats and checks answers.
+"""Tasks with known right answers: one file per family writes chats and checks answers.
 
-`examples` gives the chats of a family, the same ones for the same seed everywhere; `answer_problem` says what is wrong
-with an answer, and `score` how many are right. Held-out chats share no slot value and no phrasing with training.
+`examples` yields the chats of a family, which depend on the seed alone. `answer_problem` says what is wrong with an
+answer, and `score` returns the share of right answers. Held-out chats share no slot value and no phrasing with
+training chats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     dialogue.FAMILY,
     tool_call.FAMILY,
 )
-# A system prompt says nothing a task depends on; a share of the chats has none.
+# No task depends on its system prompt. A share of the chats has none.
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a small assistant that answers exactly.",
@@ -53,13 +54,13 @@ WITHOUT_SYSTEM = 0.4
 
 
 def example_at(family: Family, index: int, seed: int = 0, held_out: bool = False) -> Example:
-    """The chat at one place of a family's endless list.
+    """Returns one chat of a family's endless list.
 
     Args:
-        family: Who writes it.
-        index: Place, from 0.
-        seed: Lists of different seeds have nothing to do with each other.
-        held_out: Whether values and phrasings are the held-out ones, or none of them.
+        family: Family that writes the chat.
+        index: Index in the list, from 0.
+        seed: Seed of the list; lists of different seeds are independent.
+        held_out: Whether values and phrasings come from the held-out split or from the training split.
     """
     draw = Draw(f"{family.name}/{'held out' if held_out else 'train'}/{seed}/{index}", held_out)
     written = family.write(draw)
@@ -71,15 +72,15 @@ def example_at(family: Family, index: int, seed: int = 0, held_out: bool = False
 
 
 def examples(family: Family, seed: int = 0, held_out: bool = False) -> Iterator[Example]:
-    """All chats of a family in order, without end; see [`example_at`]."""
+    """Yields all chats of a family in order, without end; see [`example_at`]."""
     return (example_at(family, index, seed, held_out) for index in count())
 
 
 def family_named(name: str) -> Family:
-    """A family by its name.
+    """Returns a family by its name.
 
     Raises:
-        ValueError: for a name that none has.
+        ValueError: for an unknown name.
     """
     for family in FAMILIES:
         if family.name == name:
@@ -88,11 +89,11 @@ def family_named(name: str) -> Family:
 
 
 def answer_problem(example: Example, answer: str) -> str | None:
-    """What is wrong with an answer, or `None` for a right one.
+    """Returns what is wrong with an answer, or `None` for a right one.
 
     Args:
         example: The chat that was answered.
-        answer: Text that the target generated, up to its end of turn: think block and tool call as they stand.
+        answer: Text that the target generated, up to its end of turn, including think block and tool call.
     """
     text = visible(answer, example.thinking)
     if text is None:
@@ -101,7 +102,7 @@ def answer_problem(example: Example, answer: str) -> str | None:
 
 
 def score(family: Family, asked: Sequence[Example], answers: Sequence[str]) -> float:
-    """Share of right answers.
+    """Returns the share of right answers.
 
     Args:
         family: Family of all the examples.
@@ -109,7 +110,7 @@ def score(family: Family, asked: Sequence[Example], answers: Sequence[str]) -> f
         answers: One text per chat, see [`answer_problem`].
 
     Raises:
-        ValueError: for no chats, another number of answers, or a chat of another family.
+        ValueError: if there are no chats, if the numbers of chats and answers differ, or for a chat of another family.
     """
     if not asked or len(asked) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(asked)} chats; give one to each of at least one.")

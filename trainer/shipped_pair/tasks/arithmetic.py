@@ -1,4 +1,4 @@
-"""Word problems solved step by step: every equation is recomputed."""
+"""Word problems solved step by step; the checker recomputes every equation."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from .example import Family, Written, chat
 from .words import FIRST_NAMES, THINGS
 
 EQUATION = re.compile(r"(\d+) ([+*-]) (\d+) = (\d+)")
-# Each story: how it goes, the question, the operations on the running number, and what each step finds.
+# Each story has a text, a question, the operations on the running number, and a text for each step and the answer.
 STORIES: tuple[dict[str, Any], ...] = (
     {
         "told": "{name} has {0} {things}. {name} buys {1} more and then gives away {2}.",
@@ -70,7 +70,7 @@ APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a *
 
 
 def equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int, int]]:
-    """Left side, operation, right side and result of every step."""
+    """Returns left operand, operation, right operand and result of every step."""
     running, found = numbers[0], []
     for operation, number in zip(operations, numbers[1:], strict=True):
         result = APPLY[operation](running, number)
@@ -80,7 +80,7 @@ def equations(operations: str, numbers: list[int]) -> list[tuple[int, str, int, 
 
 
 def draw_numbers(operations: str, rng: random.Random) -> tuple[int, ...]:
-    """Numbers whose steps stay between 1 and 99: every equation has a number below ten, as in a first book of sums."""
+    """Draws numbers whose results stay between 1 and 99; every equation has an operand below ten, to keep it easy."""
     while True:
         first = rng.randint(2, 9) if operations[0] == "*" else rng.randint(11, 95)
         numbers = (first, rng.randint(2, 9), rng.randint(2, 9))
@@ -89,7 +89,7 @@ def draw_numbers(operations: str, rng: random.Random) -> tuple[int, ...]:
 
 
 def _solution(facts: dict[str, Any]) -> tuple[list[str], str, str]:
-    """The lines of the steps, the line of the last equation alone, and the line of the answer."""
+    """Returns the lines of the steps, the line of the last equation alone, and the line of the answer."""
     story, words = STORIES[facts["story"]], facts["words"]
     found = equations(story["operations"], facts["numbers"])
     steps = [
@@ -102,7 +102,8 @@ def _solution(facts: dict[str, Any]) -> tuple[list[str], str, str]:
 
 
 def write(draw: Draw) -> Written:
-    """One problem; every third time the steps stand in a think block and the answer repeats the last one."""
+    """Writes one problem. In a third of them, the steps are in a think block and the answer repeats only the last
+    equation."""
     place = draw.random.randrange(len(STORIES))
     story = STORIES[place]
     numbers = list(draw.numbers(lambda rng: draw_numbers(story["operations"], rng)))
@@ -118,7 +119,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Recomputes every equation of the answer, then compares its lines with the story's steps."""
+    """Recomputes every equation of the answer, then compares the lines of the answer with the story's steps."""
     for a, operation, b, result in EQUATION.findall(answer):
         if APPLY[operation](int(a), int(b)) != int(result):
             return f"{a} {operation} {b} is not {result}."

@@ -1,4 +1,4 @@
-"""Short dialogues: the last question is about earlier turns."""
+"""Short dialogues whose last question is about earlier turns."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def _joined(items: list[str]) -> str:
 
 
 def _list(draw: Draw) -> tuple[Turns, str, str]:
-    """A list that is begun, changed twice and read back."""
+    """Writes a dialogue about a list that is started, changed twice and read back."""
     names = [f"{draw.number(2, 20)} {word}s" for word in draw.words(THINGS, 7)]
     items, added = names[:5], names[5:]
     changes = []
@@ -64,7 +64,7 @@ def _list(draw: Draw) -> tuple[Turns, str, str]:
 
 
 def _who(draw: Draw) -> tuple[Turns, str, str]:
-    """Three people's parts, told in two turns."""
+    """Writes a dialogue about the tasks of three people, told in two turns."""
     parts = []
     for name in draw.words(FIRST_NAMES, 3):
         day, time = draw.choice(DAYS), time_of_day(draw)
@@ -79,7 +79,7 @@ def _who(draw: Draw) -> tuple[Turns, str, str]:
 
 
 def _first(draw: Draw) -> tuple[Turns, str, str]:
-    """Questions that the text itself answers; the first comes back."""
+    """Writes two questions that contain their answers, and a last question about the first."""
     turns = []
     names = draw.words(FIRST_NAMES, 2)
     for name in names:
@@ -101,7 +101,7 @@ KINDS = (_list, _who, _first)
 
 
 def write(draw: Draw) -> Written:
-    """Two or three turns and a question about them."""
+    """Writes two or three turns and a question about them."""
     turns, question, answer = draw.choice(KINDS)(draw)
     messages: list[dict[str, Any]] = []
     for asked, replied in [*turns, (question, answer)]:
@@ -112,7 +112,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """The answer says what the earlier turns say, to the letter."""
+    """Checks that the answer repeats the earlier turns literally."""
     return wording_problem(facts["parts"], answer)
 
 

@@ -1,8 +1,8 @@
-"""Random choices of one example: reproducible, within its split, and remembered.
+"""Random choices for one example: reproducible, restricted to its split, and recorded.
 
-Values (words, and the numbers of a calculation) are split by a hash of the value itself, phrasings by their place in a
-list. Both hold in every family alike. Digits, units, weekdays and the verbs of a family are its alphabet and not
-values.
+Values (words, and the numbers of a calculation) are split by a hash of the value itself, phrasings by their index in a
+list. The rules are the same in every family. Digits, units, weekdays and the verbs of a family are a fixed alphabet
+that is not split.
 """
 
 import hashlib
@@ -14,15 +14,16 @@ from typing import TypeVar, cast
 from .words import ANY_WORDS, CITIES, FIRST_NAMES, SURNAMES, invented, spliced
 
 HELD_OUT_PERCENT = 12
-PHRASINGS_PER_HELD_OUT = 5  # the fifth, tenth, ... phrasing of a list
-INVENTED_SHARE = 0.6  # of the words in training: copying must not depend on having seen the word
+PHRASINGS_PER_HELD_OUT = 5  # the fifth, tenth, ... phrasing of a list is held out
+INVENTED_SHARE = 0.6  # share of invented words in training, so that copying does not depend on known words
 CAPITALISED = (FIRST_NAMES, SURNAMES, CITIES)
 
-# Phrasings in training are now and then reworded at random: with eight of them known by heart, a ninth would puzzle.
-REWORDED_SHARE = 0.35  # of the phrasings
-REPLACED_SHARE = 0.3  # of the words of a reworded one
-OPENED_SHARE = 0.2  # of the phrasings have a sentence in front that says nothing
-SLOTS_OR_WORDS = re.compile(r"\{[^}]*\}|[A-Za-z]{5,}")  # short words say who is who: to, from, for
+# Training phrasings are sometimes reworded at random. A target that only knows a few fixed phrasings would fail on new
+# ones.
+REWORDED_SHARE = 0.35  # share of phrasings that are reworded
+REPLACED_SHARE = 0.3  # share of words that are replaced in a reworded phrasing
+OPENED_SHARE = 0.2  # share of phrasings that get a meaningless sentence in front
+SLOTS_OR_WORDS = re.compile(r"\{[^}]*\}|[A-Za-z]{5,}")  # short words (to, from, for) carry roles and must stay
 
 Item = TypeVar("Item")
 
@@ -34,22 +35,22 @@ def value_is_held_out(value: str) -> bool:
 
 
 def phrasings_of(options: Sequence[Item], held_out: bool) -> list[tuple[int, Item]]:
-    """The phrasings of one split with their places in the list."""
+    """Returns the phrasings of one split with their indices in the list."""
     last = PHRASINGS_PER_HELD_OUT - 1
     return [(i, option) for i, option in enumerate(options) if (i % PHRASINGS_PER_HELD_OUT == last) == held_out]
 
 
 class Draw:
-    """What one example is drawn with.
+    """Source of the random choices for one example.
 
     Args:
-        seed: Text that decides every choice.
-        held_out: Draw held-out values and phrasings only, or none of them.
+        seed: Text that determines every choice.
+        held_out: Whether to draw only held-out values and phrasings, or only those for training.
 
     Attributes:
-        random: For choices that belong to no split, such as digits, or the wording of an answer.
+        random: Generator for choices that belong to no split, such as digits, or the wording of an answer.
         values: Slot values drawn so far.
-        phrasings: Phrasings drawn so far, such as `ask3`.
+        phrasings: Names of the phrasings drawn so far, such as `ask3`.
     """
 
     def __init__(self, seed: str, held_out: bool):
@@ -59,7 +60,7 @@ class Draw:
         self.phrasings: list[str] = []
 
     def words(self, slot: Sequence[str], count: int) -> list[str]:
-        """`count` different words of a slot, in this split; a share of training words is invented."""
+        """Draws `count` different words of a slot from this split; in training, a share of them is invented."""
         chosen: list[str] = []
         while len(chosen) < count:
             word = self._invented(slot) if self._invents() else self.random.choice(slot)
@@ -69,11 +70,11 @@ class Draw:
         return chosen
 
     def word(self, slot: Sequence[str]) -> str:
-        """One word of a slot."""
+        """Draws one word of a slot."""
         return self.words(slot, 1)[0]
 
     def firm(self) -> str:
-        """The invented name of a company."""
+        """Invents the name of a company."""
         while True:
             name = invented(self.random)
             if value_is_held_out(name) == self.held_out:
@@ -81,18 +82,18 @@ class Draw:
                 return name.capitalize()
 
     def person(self) -> str:
-        """First name and surname."""
+        """Draws a first name and a surname."""
         return f"{self.word(FIRST_NAMES)} {self.word(SURNAMES)}"
 
     def persons(self, count: int) -> list[str]:
-        """First names and surnames, no first name twice."""
+        """Draws first names and surnames; no first name occurs twice."""
         return [f"{first} {self.word(SURNAMES)}" for first in self.words(FIRST_NAMES, count)]
 
     def numbers(self, make: Callable[[random.Random], tuple[int, ...]]) -> tuple[int, ...]:
-        """The numbers of a calculation, in this split as a whole.
+        """Draws the numbers of a calculation, which belong to this split as a tuple.
 
         Args:
-            make: Draws numbers; called until they belong to the split.
+            make: Draws numbers; called until the tuple belongs to the split.
         """
         while True:
             numbers = make(self.random)
@@ -102,10 +103,10 @@ class Draw:
                 return numbers
 
     def phrasing(self, name: str, options: Sequence[Item]) -> Item:
-        """One way to say it, in this split; remembered as `name` and its place in the list.
+        """Draws a phrasing from this split, and records it as `name` with its index in the list.
 
         Raises:
-            ValueError: for fewer phrasings than hold one out.
+            ValueError: for fewer than `PHRASINGS_PER_HELD_OUT` phrasings, of which none would be held out.
         """
         if len(options) < PHRASINGS_PER_HELD_OUT:
             raise ValueError(f"`{name}` has {len(options)} phrasings; {PHRASINGS_PER_HELD_OUT} hold one out.")
@@ -114,15 +115,15 @@ class Draw:
         return cast(Item, self._reworded(option)) if isinstance(option, str) and not self.held_out else option
 
     def choice(self, options: Sequence[Item]) -> Item:
-        """One of several, whatever the split."""
+        """Draws one of several options, independently of the split."""
         return self.random.choice(options)
 
     def number(self, low: int, high: int) -> int:
-        """An incidental number from `low` to `high`, both included."""
+        """Draws an incidental number from `low` to `high`, both included, independently of the split."""
         return self.random.randint(low, high)
 
     def _reworded(self, phrasing: str) -> str:
-        """A phrasing for training: as it stands, with other words here and there, or behind an idle sentence."""
+        """Varies a phrasing for training: may replace some words, and may put a meaningless sentence in front."""
         rng = self.random
         if rng.random() < REWORDED_SHARE:
             phrasing = SLOTS_OR_WORDS.sub(self._other_word, phrasing)

@@ -1,4 +1,4 @@
-"""One chat with a known right answer, and what a family of such chats consists of."""
+"""Chats with a known right answer, and families of such chats."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ class Example:
     """A chat whose last message is a right answer.
 
     Attributes:
-        family: Name of the family that wrote it.
-        template: Phrasings it is made of.
+        family: Name of the family that wrote the chat.
+        template: Names of the phrasings in the chat.
         messages: System, user, assistant and tool messages; the last is the assistant's right answer.
-        facts: What the family's checker needs to know; JSON values only.
-        values: Slot values in it.
-        tools: JSON schemas of the tools offered, or `None`.
+        facts: Facts that the family's checker needs, as JSON values.
+        values: Slot values in the chat.
+        tools: JSON schemas of the offered tools, or `None`.
         thinking: Whether the chat asks for a think block; then the last message has a `reasoning_content`.
     """
 
@@ -39,13 +39,13 @@ class Example:
         return self.messages[:-1]
 
     def to_row(self) -> dict[str, Any]:
-        """A JSON object; `thinking` stands where chat templates look for it."""
+        """Returns the example as a JSON object, with `thinking` where chat templates look for it."""
         row = asdict(self)
         return {**row, "chat_template_kwargs": {"enable_thinking": row.pop("thinking")}}
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> "Example":
-        """The example that [`to_row`] wrote."""
+        """Rebuilds an example from a row made by [`to_row`]."""
         rest = {name: value for name, value in row.items() if name != "chat_template_kwargs"}
         rest.pop("thinking", None)
         return cls(**rest, thinking=row["chat_template_kwargs"]["enable_thinking"])
@@ -53,7 +53,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Written:
-    """What a family writes: the chat without its system prompt.
+    """A chat as a family writes it, without a system prompt.
 
     Attributes:
         messages: As in [`Example`].
@@ -75,8 +75,9 @@ class Family:
     Attributes:
         name: Name in files and tables.
         write: Writes one chat with a right answer.
-        problem: What is wrong with the visible text of an answer, given the facts, or `None`.
-        weight: How often the target trains on it, against 1 of most families: what is learnt last comes oftener.
+        problem: Given the facts and the visible text of an answer, returns what is wrong, or `None`.
+        weight: Relative frequency in the target's training, 1 for most families; higher for families that are learnt
+            late.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Family:
 
 
 def chat(question: str, answer: str, reasoning: str | None = None) -> list[dict[str, Any]]:
-    """A question and its answer as messages."""
+    """Returns a question and its answer as messages."""
     reply = {"role": "assistant", "content": answer}
     if reasoning is not None:
         reply["reasoning_content"] = reasoning
@@ -94,7 +95,7 @@ def chat(question: str, answer: str, reasoning: str | None = None) -> list[dict[
 
 
 def visible(answer: str, thinking: bool) -> str | None:
-    """An answer without its think block; `None` where it has one unasked, lacks it, or never closes it."""
+    """Returns an answer without its think block; `None` if the block is unasked for, missing, or not closed."""
     if not thinking:
         return None if "<think>" in answer or "</think>" in answer else answer.strip()
     opened, closed, rest = answer.partition(THINK_CLOSE)
@@ -103,7 +104,7 @@ def visible(answer: str, thinking: bool) -> str | None:
 
 
 def fenced(answer: str, language: str) -> str | None:
-    """The one fenced block of an answer, if it is in that language; `None` for no block, several or another one."""
+    """Returns the only fenced block of an answer; `None` if there is no block, several, or one in another language."""
     blocks = FENCED.findall(answer)
     return blocks[0][1] if len(blocks) == 1 and blocks[0][0] == language else None
 
@@ -112,12 +113,12 @@ Parts = Sequence[str | Sequence[str]]
 
 
 def say(draw: Draw, parts: Parts) -> str:
-    """One wording of an answer: every part as it stands, or one of its wordings."""
+    """Chooses a wording of an answer; a part that is a list of wordings contributes one of them at random."""
     return "".join(part if isinstance(part, str) else draw.choice(part) for part in parts)
 
 
 def wording_problem(parts: Parts, answer: str) -> str | None:
-    """A sentence unless `answer` is one of the wordings that [`say`] can choose."""
+    """Returns `None` if `answer` is a wording that [`say`] can choose, else a sentence that says what was expected."""
     options = ([part] if isinstance(part, str) else part for part in parts)
     pattern = "".join(f"(?:{'|'.join(map(re.escape, option))})" for option in options)
     if re.fullmatch(pattern, answer):

@@ -1,4 +1,4 @@
-"""Fields in a sentence, or lines, to a JSON object."""
+"""Fields extracted from sentences or lines into JSON objects."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ OPENINGS = ("Here is the JSON:", "As JSON:", "The fields as JSON:")
 
 
 def write(draw: Draw) -> Written:
-    """One record as sentence or as lines in another order; two records every third time."""
+    """Writes one record, or two in a third of the tasks, as sentences or as lines in random order."""
     kind = draw.choice(records.KINDS)
     rows = [kind.draw(draw) for _ in range(draw.choice((1, 1, 2)))]
     as_lines = draw.random.random() < 0.4
@@ -36,7 +36,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Parses the JSON and compares values with their types."""
+    """Parses the JSON and compares its values, including their types."""
     body = fenced(answer, "json")
     if body is None:
         return "the answer has not exactly one fenced block of JSON."

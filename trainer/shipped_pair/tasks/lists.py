@@ -1,4 +1,4 @@
-"""Lists with numbers or colours: sorted, or filtered, and counted."""
+"""Lists with numbers or colours that are sorted or filtered, and counted."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from .example import Family, Written, chat
 from .words import CITIES, COLOURS, FIRST_NAMES, THINGS
 
 SLOTS = {"people": FIRST_NAMES, "places": CITIES, "goods": THINGS}
-# What is asked of the list; each has an opening of its own, so that any phrasing around it is understood.
+# Tasks, each with the first line of its answer.
 TASKS = {
     "up": ("sort by number, smallest first", "Sorted from smallest to largest:"),
     "down": ("sort by number, largest first", "Sorted from largest to smallest:"),
@@ -30,7 +30,7 @@ ASKS = (
 
 
 def _result(facts: dict[str, Any]) -> list[list[Any]]:
-    """Keys (numbers or colours) and names of the right answer, in its order."""
+    """Returns the keys (numbers or colours) and names of the right answer, in order."""
     items, task, limit = facts["items"], facts["task"], facts["limit"]
     if task in ("up", "down"):
         return sorted(items, reverse=task == "down")
@@ -39,7 +39,7 @@ def _result(facts: dict[str, Any]) -> list[list[Any]]:
 
 
 def _lines(pairs: list[list[Any]]) -> list[str]:
-    """The key stands in front: once it is found, its name follows as it does in the question."""
+    """Returns list lines with the key in front, so that the name after it can be copied from the question."""
     return [f"- {key} {name}" for key, name in pairs]
 
 
@@ -48,7 +48,7 @@ def _closing(facts: dict[str, Any]) -> str:
 
 
 def _draw_facts(draw: Draw) -> dict[str, Any]:
-    """Items and task; a filter keeps two or more of them."""
+    """Draws items and task; a filter keeps at least three items."""
     name, task = draw.choice(tuple(SLOTS)), draw.choice(tuple(TASKS))
     words = draw.words(SLOTS[name], draw.number(5, 6))
     facts: dict[str, Any] = {"name": name, "task": task, "limit": None}
@@ -57,17 +57,17 @@ def _draw_facts(draw: Draw) -> dict[str, Any]:
         kept = draw.random.sample(range(len(words)), draw.number(3, 4))
         keys = [wanted if place in kept else draw.choice(others) for place in range(len(words))]
         return {**facts, "items": [list(pair) for pair in zip(keys, words, strict=True)], "limit": wanted}
-    # No two begin with the same digit, so a glance at the first digits sorts them.
+    # No two numbers begin with the same digit, so their first digits determine the order.
     values = [10 * tens + draw.number(1, 9) for tens in draw.random.sample(range(1, 10), len(words))]
     facts["items"] = [list(pair) for pair in zip(values, words, strict=True)]
     if task in ("above", "below"):
-        last = draw.number(1, 2)  # to be left out, from one end of the numbers
+        last = draw.number(1, 2)  # number of smallest or largest items to leave out
         facts["limit"] = sorted(values)[last] // 10 * 10 if task == "above" else sorted(values)[~last] // 10 * 10 + 10
     return facts
 
 
 def _reasoning(facts: dict[str, Any]) -> str:
-    """Each item with a decision about it; for sorting, the numbers in order."""
+    """Returns the think block: a decision about each item, or, for sorting, the numbers in order."""
     if facts["task"] in ("up", "down"):
         numbers = ", ".join(str(value) for value, _ in _result(facts))
         return f"The numbers in order are {numbers}.\nNow each name follows its number."
@@ -76,7 +76,7 @@ def _reasoning(facts: dict[str, Any]) -> str:
 
 
 def write(draw: Draw) -> Written:
-    """One list; every fourth time with a think block."""
+    """Writes one list task; a quarter of them with a think block."""
     facts = _draw_facts(draw)
     asked, opening = (text.format(**facts) for text in TASKS[facts["task"]])
     items = "\n".join(_lines(facts["items"]))
@@ -88,7 +88,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Sorts, filters or counts the list anew and compares line by line."""
+    """Computes the right answer again and compares it line by line."""
     first, *lines = answer.splitlines() or [""]
     opening = TASKS[facts["task"]][1].format(**facts)
     if first != opening or not lines or lines[-1] != _closing(facts):

@@ -1,4 +1,4 @@
-"""An e-mail from bullet points."""
+"""E-mails written from bullet points."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,7 @@ POINTS: tuple[Callable[[Draw], tuple[str, list[str]]], ...] = (_moved, _missing,
 
 
 def write(draw: Draw) -> Written:
-    """An e-mail of two to four points."""
+    """Writes a request for an e-mail of two to four points, and the e-mail."""
     sender, receiver = draw.words(FIRST_NAMES, 2)
     topic = draw.word(TOPICS)
     points = [point(draw) for point in draw.random.sample(POINTS, draw.number(2, 4))]
@@ -89,7 +89,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Subject, greeting, one right sentence per point in order, and the sender's name."""
+    """Checks subject, greeting, one right sentence per point in order, and the sender's name."""
     return wording_problem(facts["parts"], answer)
 
 

@@ -1,4 +1,4 @@
-"""Units, dates and times: each answer shows its steps."""
+"""Conversions of units, dates and times, with answers that show their steps."""
 
 from datetime import date, timedelta
 from typing import Any
@@ -8,7 +8,7 @@ from .example import Family, Parts, Written, chat, say, wording_problem
 from .records import DAYS, MONTHS
 from .words import FIRST_NAMES, THINGS, TOPICS
 
-# Larger unit, smaller unit, how many of it: the alphabet of this family.
+# (larger unit, smaller unit, factor). Units are not split into training and held-out.
 UNITS = (
     ("kilometres", "metres", 1000), ("metres", "centimetres", 100), ("kilograms", "grams", 1000),
     ("litres", "millilitres", 1000), ("hours", "minutes", 60), ("minutes", "seconds", 60), ("weeks", "days", 7),
@@ -65,7 +65,7 @@ DATE_ASKS = (
     "{name} waits {later} days for the {thing}, from {day}, {number} {month}. Which weekday is it then?",
     "The {thing} comes to {name} {later} days after {day}, {number} {month}. Tell me day and date.",
 )
-YEAR = 2026  # any without a leap day: only differences matter, and months are not left
+YEAR = 2026  # any year without a leap day works: only differences matter, and no date leaves its month
 
 
 def _units(draw: Draw) -> tuple[str, dict[str, Any]]:
@@ -77,7 +77,7 @@ def _units(draw: Draw) -> tuple[str, dict[str, Any]]:
 
 
 def _times(draw: Draw) -> tuple[str, dict[str, Any]]:
-    hour, minute, minutes = draw.numbers(  # five minutes are the step of every clock face
+    hour, minute, minutes = draw.numbers(  # minutes are multiples of five, as on a clock face
         lambda rng: (rng.randint(6, 20), 5 * rng.randrange(12), 5 * rng.randint(1, 35))
     )
     words = {"name": draw.word(FIRST_NAMES), "topic": draw.word(TOPICS)}
@@ -137,20 +137,21 @@ KINDS = {"units": (_units, _unit_steps), "times": (_times, _time_steps), "dates"
 
 
 def _parts(facts: dict[str, Any]) -> tuple[list[str], Parts]:
-    """Steps, and the answer in its wordings: the last step and the result after a think block, else all steps."""
+    """Returns the steps, and the wordings of the answer: after a think block the last two steps and the result, else
+    all steps and the result."""
     steps, results = KINDS[facts["kind"]][1](facts)
     shown = ["So:", *steps[-2:]] if facts["thinking"] else steps
     return steps, ["\n".join(shown), "\n", [f"Result: {result}" for result in results]]
 
 
 def steps_of(draw: Draw) -> list[str]:
-    """The steps of one problem, without what the answer makes of them."""
+    """Draws one problem and returns its steps."""
     asked, steps = KINDS[draw.choice(tuple(KINDS))]
     return steps(asked(draw)[1])[0]
 
 
 def write(draw: Draw) -> Written:
-    """One conversion, end time or date; every fourth time with a think block."""
+    """Writes a conversion, end time or date; a quarter of them with a think block."""
     question, facts = KINDS[draw.choice(tuple(KINDS))][0](draw)
     facts["thinking"] = draw.random.random() < 0.25
     steps, parts = _parts(facts)
@@ -159,7 +160,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Computes steps and result anew from the numbers of the question."""
+    """Checks the answer against steps and result computed from the numbers of the question."""
     return wording_problem(_parts(facts)[1], answer)
 
 

@@ -1,7 +1,7 @@
-"""Small Python functions by their description: the code, how it is said, and near misses of it.
+"""Small Python functions: their description, their code, and near misses of them.
 
-A function is a dictionary of JSON values (`kind`, `name`, `arguments`, constants), so that it can stand in the facts
-of an example; the rest is computed from it.
+A function is a dictionary of JSON values (`kind`, `name`, `arguments`, constants), so that the facts of an example can
+hold it. Everything else is computed from the dictionary.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ VERBS = (
     "select",
     "update",
 )
-# How numbers are kept: the condition as code, and as it is said.
+# Conditions for keeping numbers, as code and in words.
 CONDITIONS = {
     "above": ("value > {limit}", "greater than {limit}"),
     "below": ("value < {limit}", "less than {limit}"),
@@ -39,9 +39,9 @@ FACTORS = (2, 5, 10)
 
 
 def draw_function(draw: Draw) -> dict[str, Any]:
-    """A function of one of four kinds: `keep` and `count` (numbers that hold a condition), `change` (every number),
-    `formula` (of two numbers). What it returns takes one small step per number: nothing is filtered and then changed,
-    and a glance at the tens decides a condition, save next to the limit."""
+    """Draws a function of one of four kinds: `keep` and `count` (numbers that meet a condition), `change` (every
+    number), `formula` (of two numbers). Its result takes one small step per number: nothing is both filtered and
+    changed, and the tens digit decides a condition except next to the limit."""
     kind = draw.choice(("keep", "count", "change", "formula"))
     name = f"{draw.choice(VERBS)}_{draw.word(THINGS)}s"
     if kind == "formula":
@@ -54,7 +54,7 @@ def draw_function(draw: Draw) -> dict[str, Any]:
 
 
 def draw_inputs(draw: Draw, function: dict[str, Any], count: int) -> list[list[Any]]:
-    """Arguments of `count` different calls."""
+    """Draws the arguments of `count` different calls."""
     inputs: list[list[Any]] = []
     while len(inputs) < count:
         if function["kind"] == "formula":
@@ -70,7 +70,7 @@ def draw_inputs(draw: Draw, function: dict[str, Any], count: int) -> list[list[A
 
 
 def description(function: dict[str, Any]) -> str:
-    """What the function does, as the first line of its docstring says it."""
+    """Returns a description of the function, which is the first line of its docstring."""
     if function["kind"] == "formula":
         first, second = function["arguments"]
         return f"Return {function['factor']} times {first} plus {second}."
@@ -81,7 +81,7 @@ def description(function: dict[str, Any]) -> str:
 
 
 def expression(function: dict[str, Any]) -> str:
-    """What the function returns, as code."""
+    """Returns the expression that the function returns, as code."""
     if function["kind"] == "formula":
         first, second = function["arguments"]
         return f"{function['factor']} * {first} + {second}"
@@ -95,22 +95,22 @@ def expression(function: dict[str, Any]) -> str:
 
 
 def head(function: dict[str, Any]) -> str:
-    """The `def` line."""
+    """Returns the `def` line."""
     return f"def {function['name']}({', '.join(function['arguments'])}):"
 
 
 def code(function: dict[str, Any]) -> str:
-    """The function without a docstring."""
+    """Returns the code of the function, without a docstring."""
     return f"{head(function)}\n    return {expression(function)}\n"
 
 
 def call(function: dict[str, Any], arguments: list[Any]) -> str:
-    """A call of the function."""
+    """Returns a call of the function, as code."""
     return f"{function['name']}({', '.join(map(str, arguments))})"
 
 
 def value(function: dict[str, Any], arguments: list[Any]) -> Any:
-    """What a call returns."""
+    """Computes the result of a call."""
     if function["kind"] == "formula":
         x, y = arguments
         return function["factor"] * x + y
@@ -129,7 +129,7 @@ def value(function: dict[str, Any], arguments: list[Any]) -> Any:
 
 
 def near_misses(function: dict[str, Any]) -> list[dict[str, Any]]:
-    """Functions of the same name that differ in one place."""
+    """Returns functions of the same name that differ in one place."""
     if function["kind"] == "formula":
         return [{**function, "factor": function["factor"] + 1}, {**function, "factor": function["factor"] - 1}]
     if function["kind"] == "change":

@@ -1,4 +1,4 @@
-"""A small Python function with its doctest, from a description."""
+"""Small Python functions with a doctest, written from a description."""
 
 import ast
 from typing import Any
@@ -23,7 +23,7 @@ OPENINGS = ("Here is the function:", "This does it:", "The function with its doc
 
 
 def write(draw: Draw) -> Written:
-    """One function; its doctest is the first of six calls that the checker compares."""
+    """Writes one function task; the doctest is the first of the six calls that the checker compares."""
     function = programs.draw_function(draw)
     inputs = programs.draw_inputs(draw, function, 6)
     call, said = programs.call(function, inputs[0]), programs.description(function)
@@ -37,7 +37,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Runs the doctests, and compares six calls with the function described."""
+    """Runs the doctests, and compares the results of six calls with those of the described function."""
     code = fenced(answer, "python")
     if code is None:
         return "the answer has not exactly one fenced block of Python."

@@ -1,4 +1,4 @@
-"""Kinds of records: fields with values of a kind, and the sentence that tells them."""
+"""Kinds of records: typed fields, and a sentence that states their values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augus
 
 
 def time_of_day(draw: Draw) -> str:
-    """A time such as 09:35, in steps of five minutes."""
+    """Draws a time such as 09:35, in steps of five minutes."""
     return f"{draw.number(7, 20):02}:{5 * draw.number(0, 11):02}"
 
 
 def code(draw: Draw) -> str:
-    """A code such as KX-482: letters and digits, nothing to know."""
+    """Draws a code such as KX-482, random letters and digits that can only be copied."""
     return "".join(draw.random.choice("ABCDEFGHKLMNPRSTVWXYZ") for _ in range(2)) + f"-{draw.number(100, 999)}"
 
 
@@ -44,13 +44,13 @@ VALUES: dict[str, Callable[[Draw], Any]] = {
 
 @dataclass(frozen=True)
 class RecordKind:
-    """Records of one kind.
+    """A kind of record.
 
     Attributes:
-        name: What one is, in the plural.
-        fields: Kind of value, by key.
-        told: The sentence that tells all fields, with `{key}` in their places.
-        yes, no: How a `flag` is said.
+        name: Plural name of the records.
+        fields: Kinds of values by key, see [`VALUES`].
+        told: Sentence that states all fields, with `{key}` placeholders.
+        yes, no: Wordings of a `flag` in the sentence.
     """
 
     name: str
@@ -65,21 +65,21 @@ class RecordKind:
         return list(self.fields)
 
     def draw(self, draw: Draw) -> dict[str, Any]:
-        """One record."""
+        """Draws one record."""
         return {key: VALUES[kind](draw) for key, kind in self.fields.items()}
 
     def said(self, value: Any) -> str:
-        """A field's value as text."""
+        """Returns a field's value as text."""
         if isinstance(value, bool):
             return self.yes if value else self.no
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
     def sentence(self, row: dict[str, Any]) -> str:
-        """The record as a sentence."""
+        """Returns the record as a sentence."""
         return self.told.format(**{key: self.said(value) for key, value in row.items()})
 
     def lines(self, draw: Draw, row: dict[str, Any]) -> str:
-        """The record as lines `key: value`, in any order."""
+        """Returns the record as lines `key: value`, in random order."""
         said = {True: "yes", False: "no"}
         lines = [
             f"{key}: {said[value] if isinstance(value, bool) else self.said(value)}" for key, value in row.items()

@@ -1,4 +1,4 @@
-"""A few sentences, rewritten: another tense, another person, another tone."""
+"""A few sentences rewritten in another tense, person or tone."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ from .example import Family, Parts, Written, chat, say, wording_problem
 from .records import DAYS
 from .words import CITIES, COLOURS, FIRST_NAMES, THINGS, TOPICS
 
-# Verbs are this family's alphabet: I-form, he-and-she-form, past; each with what follows it.
+# Verbs in first person, third person and past tense, and the words that follow. They are not split into training and
+# held-out.
 ACTIONS = (
     ("buy", "buys", "bought", "a {colour} {thing} in {city}"),
     ("write", "writes", "wrote", "a note about {topic}"),
@@ -73,7 +74,7 @@ TONE_ASKS = (
 
 
 def _told(draw: Draw) -> tuple[str, list[str], list[tuple[str, str, str, str]]]:
-    """A name, times and actions of four or five sentences."""
+    """Draws a name, and days and actions of four or five sentences."""
     count = draw.number(4, 5)
     name, *others = draw.words(FIRST_NAMES, count + 1)
     days = [f"On {day}" for day in draw.random.sample(DAYS, count)]
@@ -123,13 +124,13 @@ KINDS = {"tense": _tense, "person": _person, "tone": _tone}
 
 
 def write(draw: Draw) -> Written:
-    """Four or five sentences to rewrite."""
+    """Writes four or five sentences to rewrite."""
     question, parts = KINDS[draw.choice(tuple(KINDS))](draw)
     return Written(chat(question, say(draw, parts)), {"parts": parts})
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """The answer is one of the right wordings, to the letter."""
+    """Checks that the answer is literally one of the right wordings."""
     return wording_problem(facts["parts"], answer)
 
 

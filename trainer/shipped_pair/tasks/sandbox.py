@@ -1,7 +1,8 @@
-"""Runs Python that a model wrote: checked first, then in a process of its own with limits.
+"""Runs Python code written by a model, after a check, in a separate process with limits.
 
-The check refuses whatever small functions on numbers and texts do not need: imports, dunder names, names that reach
-files or the interpreter. The process has no environment, an empty folder, and limits on time, memory and file size.
+The check refuses everything that small functions on numbers and texts do not need: imports, dunder names, and names
+that reach files or the interpreter. The process has an empty environment, an empty folder, and limits on time, memory
+and file size.
 """
 
 import ast
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-TIME_LIMIT = 5.0  # seconds, start of the interpreter included
+TIME_LIMIT = 5.0  # seconds, including the start of the interpreter
 REFUSED_NODES = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.Global, ast.Nonlocal, ast.While, ast.Pow, ast.LShift)
 REFUSED_NAMES = {"breakpoint", "compile", "delattr", "eval", "exec", "exit", "getattr", "globals", "help", "input",
                  "locals", "memoryview", "open", "quit", "setattr", "super", "type", "vars"}  # fmt: skip
@@ -40,7 +41,7 @@ json.dump([run(job) for job in json.load(sys.stdin)], answer)
 
 
 def doctests(code: str) -> list[tuple[str, str]]:
-    """Expressions and expected results of all doctests in the strings of `code`.
+    """Returns the expressions and expected results of all doctests in the strings of `code`.
 
     Raises:
         SyntaxError, ValueError, RecursionError: for code or doctests that cannot be read.
@@ -51,7 +52,7 @@ def doctests(code: str) -> list[tuple[str, str]]:
 
 
 def code_problem(code: str) -> str | None:
-    """A sentence if `code`, or a doctest in it, does not parse or uses what an answer may not."""
+    """Returns why `code` or a doctest in it is refused (parse errors or forbidden features), else `None`."""
     try:
         trees = [ast.parse(code), *(ast.parse(call, mode="eval") for call, _ in doctests(code))]
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -66,15 +67,15 @@ def code_problem(code: str) -> str | None:
 
 
 def job(code: str, calls: Sequence[str], doctests: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """One program to run: its code, doctests that must hold, and expressions to evaluate after it."""
+    """Describes one program to run: its code, doctests that must hold, and expressions to evaluate afterwards."""
     return {"code": code, "doctests": doctests, "calls": calls}
 
 
 def run_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs programs that [`code_problem`] has passed, one after another in one restricted process.
+    """Runs programs that passed [`code_problem`] one after another in one restricted process.
 
     Returns:
-        Per job `{"results": [repr, ...]}` or `{"error": sentence}`.
+        Per job, `{"results": [repr, ...]}` or `{"error": sentence}`.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:

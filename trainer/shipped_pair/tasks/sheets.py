@@ -1,7 +1,7 @@
-"""Exercise sheets: the small steps that answers are made of, many to a page.
+"""Exercise sheets: pages of the small steps that answers consist of.
 
-A chat holds two sums among eighty tokens, so a small model would need a hundred thousand of them to learn adding.
-Sheets are for training alone. Numbers that belong together are of the same split as in the families.
+A chat holds two sums among eighty tokens, so a small model would need a hundred thousand chats to learn addition.
+Sheets are used for training only. Numbers of one calculation are split as in the families.
 """
 
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from collections.abc import Callable
 from . import arithmetic, measures, programs
 from .draw import Draw
 
-Line = tuple[str, str]  # what stands there, and what is to be found
+Line = tuple[str, str]  # given text, and text to predict
 
 
 def _sums(draw: Draw) -> list[Line]:
-    """The equations of a word problem."""
+    """Draws the equations of a word problem."""
     operations = draw.choice([story["operations"] for story in arithmetic.STORIES])
     numbers = draw.numbers(lambda rng: arithmetic.draw_numbers(operations, rng))
     return [(f"{a} {sign} {b} =", f" {result}") for a, sign, b, result in arithmetic.equations(operations, [*numbers])]
 
 
 def _steps(draw: Draw) -> list[Line]:
-    """The steps of a conversion, an end time or a date."""
+    """Draws the steps of a conversion, an end time or a date."""
     return [_cut(step) for step in measures.steps_of(draw)]
 
 
 def _cut(step: str) -> Line:
-    """A step in front of and behind its last verb or equals sign."""
+    """Splits a step after its equals sign or verb, at the last occurrence of the first separator found."""
     for word in (" = ", " are ", " is ", " makes "):
         told, found, rest = step.rpartition(word)
         if found:
@@ -34,7 +34,7 @@ def _cut(step: str) -> Line:
 
 
 def _calls(draw: Draw) -> list[Line]:
-    """Values of what a function returns, with the arguments put in."""
+    """Draws calls of a function: its expression with the arguments filled in, and the value."""
     function = programs.draw_function(draw)
     lines = []
     for arguments in programs.draw_inputs(draw, function, 2):
@@ -46,7 +46,7 @@ def _calls(draw: Draw) -> list[Line]:
 
 
 def _orders(draw: Draw) -> list[Line]:
-    """Numbers sorted, and compared with a limit."""
+    """Draws numbers to sort, to compare with a limit, and to count."""
     numbers = [10 * tens + draw.number(1, 9) for tens in draw.random.sample(range(1, 10), draw.number(4, 7))]
     limit, told = 10 * draw.number(2, 8), draw.choice((", ", "\n- ")).join(map(str, numbers))
     above = ", ".join(str(number) for number in numbers if number > limit)
@@ -64,7 +64,7 @@ KINDS: tuple[Callable[[Draw], list[Line]], ...] = (_sums, _steps, _calls, _order
 
 
 def sheet(draw: Draw) -> list[Line]:
-    """The exercises of one page of one kind, some hundred: take as many as there is room for."""
+    """Returns the exercises of one page, a hundred or slightly more of one kind; callers use as many as fit."""
     kind = draw.choice(KINDS)
     lines: list[Line] = []
     while len(lines) < 100:

@@ -1,4 +1,4 @@
-"""A shell command with an explanation of its parts."""
+"""Shell commands with an explanation of their parts."""
 
 import shlex
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ASKS = (
 )
 SUFFIXES = ("txt", "csv", "log", "json", "py", "md", "html", "xml")
 
-Command = tuple[str, list[str], list[tuple[str, str]]]  # the task, the command's words, and parts with explanations
+Command = tuple[str, list[str], list[tuple[str, str]]]  # task, words of the command, (part, explanation) pairs
 
 
 def _find(draw: Draw) -> Command:
@@ -95,7 +95,7 @@ COMMANDS: tuple[Callable[[Draw], Command], ...] = (_find, _count, _pack, _first,
 
 
 def write(draw: Draw) -> Written:
-    """One command with an explanation of each part."""
+    """Writes one command task; the answer explains each part."""
     task, words, parts = draw.choice(COMMANDS)(draw)
     question = draw.phrasing("ask", ASKS).format(task=task)
     explained = [f"- `{part}` {meaning}." for part, meaning in parts]
@@ -104,10 +104,10 @@ def write(draw: Draw) -> Written:
 
 
 def _parsed(command: str) -> list[tuple[str, list[tuple[str, ...]], list[str]]]:
-    """Per command of a pipe: its name, its options with their values in any order, and its other words in order.
+    """Parses a pipe into commands: name, sorted options with their values, and other words in order.
 
     Raises:
-        ValueError: for a command that a shell could not read.
+        ValueError: for a command that a shell cannot parse, or that uses operators other than pipes.
     """
     found = []
     words = list(shlex.shlex(command, posix=True, punctuation_chars="|;&<>"))
@@ -120,7 +120,7 @@ def _parsed(command: str) -> list[tuple[str, list[tuple[str, ...]], list[str]]]:
     return found
 
 
-# Options that take a value; bundles of letters are read apart for commands that allow them.
+# Options that take a value. Bundled letters such as `-czf` are separated, except for `find`, which has no bundles.
 VALUED = {"find": {"-name", "-mtime"}, "tar": {"-f"}, "head": {"-n"}, "du": {"-d"}}
 
 
@@ -140,7 +140,7 @@ def _options(name: str, words: list[str]) -> tuple[list[tuple[str, ...]], list[s
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Reads the command as a shell does, options in any order, and compares the explanation line by line."""
+    """Parses the command as a shell does, with options in any order, and compares the explanation line by line."""
     command = fenced(answer, "sh")
     if command is None or not answer.startswith("```"):
         return "the answer does not begin with exactly one fenced block of sh."

@@ -1,4 +1,4 @@
-"""A question to a table of a given schema, to SQL and a sentence about it."""
+"""Questions about a table with a given schema, answered with SQL and a sentence about the query."""
 
 import random
 import sqlite3
@@ -8,7 +8,7 @@ from .draw import Draw
 from .example import Family, Written, chat, fenced, wording_problem
 from .words import CITIES, COLOURS, FIRST_NAMES, THINGS
 
-# A thing and one of these make a column's name.
+# A column's name is a thing followed by one of these.
 TEXTS = {"owner": FIRST_NAMES, "city": CITIES, "colour": COLOURS, "buyer": FIRST_NAMES, "origin": CITIES}
 NUMBERS = ("price", "weight", "stock", "height", "cost", "rating", "length", "age", "sales")
 ASKS = (
@@ -24,13 +24,13 @@ ASKS = (
     "SQL, please, for this request on the table below. {asked}\n\n{schema}",
 )
 CONDITIONS = {">": "is above", "<": "is below", "=": "is"}
-ROWS = 60  # of each generated table: more than a LIMIT on both sides of a condition
-BELOW = (30, 58, 1)  # rows below a condition's number, per generated table: no LIMIT hides a wrong number in all
-MAX_STEPS = 200  # thousands of steps of SQLite's machine
+ROWS = 60  # rows of each generated table, enough to exceed a LIMIT on both sides of a condition
+BELOW = (30, 58, 1)  # rows below the condition's number, per table, so that LIMIT cannot hide a wrong number in all
+MAX_STEPS = 200  # thousands of steps of SQLite's virtual machine
 
 
 def _condition(draw: Draw, query: dict[str, Any]) -> list[Any]:
-    """A column, an operator and a value."""
+    """Draws a column, an operator and a value."""
     if draw.random.random() < 0.5:
         column = draw.choice(query["texts"])
         return [column, "=", draw.word(TEXTS[column.rsplit("_", 1)[1]])]
@@ -38,7 +38,7 @@ def _condition(draw: Draw, query: dict[str, Any]) -> list[Any]:
 
 
 def _draw_query(draw: Draw) -> dict[str, Any]:
-    """Schema and query as values: `kind` is `rows`, `count` or `groups`."""
+    """Draws a schema and a query as plain values; `kind` is `rows`, `count` or `groups`."""
     table, *stems = draw.words(THINGS, 5)
     texts = [f"{stem}_{column}" for stem, column in zip(stems[:2], draw.random.sample(list(TEXTS), 2), strict=True)]
     numbers = [f"{stem}_{column}" for stem, column in zip(stems[2:], draw.random.sample(NUMBERS, 2), strict=True)]
@@ -55,7 +55,7 @@ def _draw_query(draw: Draw) -> dict[str, Any]:
 
 
 def _said(query: dict[str, Any]) -> tuple[str, list[str]]:
-    """The question, and the sentence after the query in two wordings."""
+    """Returns the question, and two wordings of the sentence that follows the query."""
     column, operator, value = query["condition"]
     where = f"{column} {CONDITIONS[operator]} {value}"
     if query["kind"] == "count":
@@ -102,7 +102,7 @@ def _reasoning(query: dict[str, Any]) -> str:
 
 
 def write(draw: Draw) -> Written:
-    """One query; every fourth time with a think block."""
+    """Writes one query task; a quarter of them with a think block."""
     query = _draw_query(draw)
     types = {**dict.fromkeys(query["texts"], "TEXT"), **dict.fromkeys(query["numbers"], "INTEGER")}
     columns = ", ".join(f"{column} {types[column]}" for column in query["columns"])
@@ -115,10 +115,10 @@ def write(draw: Draw) -> Written:
 
 
 def _table(query: dict[str, Any], seed: int) -> sqlite3.Connection:
-    """A generated table in memory, then read-only.
+    """Generates a table in memory and makes it read-only.
 
-    A column's numbers are consecutive and lie around the condition's; texts repeat, and some groups hold no row that
-    meets the condition.
+    The numbers of a column are consecutive; those of the condition's column lie around the condition's number. Texts
+    repeat, and some groups hold no row that meets the condition.
     """
     rng = random.Random(seed)
     column, _, wanted = query["condition"]
@@ -147,7 +147,8 @@ def _result(base: sqlite3.Connection, sql: str, ordered: bool) -> list[tuple[Any
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Runs the query on generated tables and compares the rows with the right query's; then reads the sentence."""
+    """Runs the query on generated tables and compares its rows with those of the right query; then checks the
+    sentence."""
     sql, query = fenced(answer, "sql"), facts["query"]
     if sql is None:
         return "the answer has not exactly one fenced block of SQL."

@@ -1,4 +1,4 @@
-"""A table to sentences, and sentences to a table."""
+"""Tables turned into sentences, and sentences turned into tables."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ TO_TABLE = (
 
 
 def _table(kind: records.RecordKind, rows: list[dict[str, Any]]) -> str:
-    """A Markdown table."""
+    """Returns records as a Markdown table."""
     cells = [kind.keys, ["---"] * len(kind.keys), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
@@ -37,7 +37,7 @@ def _cell(value: Any) -> str:
 
 
 def write(draw: Draw) -> Written:
-    """Two or three records, in one of the two directions."""
+    """Writes two or three records as a task in one of the two directions."""
     kind = draw.choice(records.KINDS)
     rows = [kind.draw(draw) for _ in range(draw.number(2, 3))]
     text, table = "\n".join(map(kind.sentence, rows)), _table(kind, rows)
@@ -53,7 +53,7 @@ def _cells(line: str) -> list[str]:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Reads the table back cell by cell, or compares the sentences in order."""
+    """Parses the table and compares its cells, or compares the sentences in order."""
     kind = next(kind for kind in records.KINDS if kind.name == facts["kind"])
     lines = answer.splitlines()
     if facts["to"] == "sentences":

@@ -1,4 +1,4 @@
-"""A tool call from a question, or the answer from the tool's result."""
+"""Tool calls written from a question, or answers written from a tool's result."""
 
 import json
 import re
@@ -16,14 +16,14 @@ TYPES = {"age": "integer", "few": "integer", "count": "integer", "price": "numbe
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that questions are about.
+    """A tool, with questions that need it.
 
     Attributes:
-        name, description: As the schema gives them.
-        arguments: Kind of value, by argument; see `records.VALUES`.
-        result: Kind of value, by key of the result.
-        asks: Questions with `{argument}` in their places.
-        told: The answer from arguments and result, in its wordings.
+        name, description: Name and description in the schema.
+        arguments: Kinds of values by argument; see `records.VALUES`.
+        result: Kinds of values by key of the result.
+        asks: Questions, with `{argument}` placeholders.
+        told: Wordings of the answer, with placeholders for arguments and result.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of a function, as chat templates take it."""
+        """JSON schema of the function, in the format of chat templates."""
         properties = {name: {"type": TYPES.get(kind, "string")} for name, kind in self.arguments.items()}
         parameters = {"type": "object", "properties": properties}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
@@ -161,7 +161,8 @@ def _said(value: Any) -> str:
 
 
 def write(draw: Draw) -> Written:
-    """The right call of one of two tools, or the answer once a tool's result is there."""
+    """Writes a question whose answer is a call of one of two tools, or the answer to a question after the tool's
+    result."""
     tool, other = draw.random.sample(TOOLS, 2)
     answers = draw.random.random() < 0.5
     tools = [tool.schema] if answers else draw.random.sample([tool.schema, other.schema], 2)
@@ -182,7 +183,7 @@ def write(draw: Draw) -> Written:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """Parses the call and compares name and arguments; or reads the answer, which holds arguments and result."""
+    """Parses the call and compares name and arguments, or checks that the answer states arguments and result."""
     if "parts" in facts:
         return wording_problem(facts["parts"], answer)
     match = CALL.fullmatch(answer)

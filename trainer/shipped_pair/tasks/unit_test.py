@@ -23,7 +23,7 @@ OPENINGS = ("Here is the test:", "This test covers the calls:", "A test for pyte
 
 
 def write(draw: Draw) -> Written:
-    """One function and the three calls to test."""
+    """Writes a function and three calls to test."""
     function = programs.draw_function(draw)
     inputs = programs.draw_inputs(draw, function, 3)
     calls = [programs.call(function, arguments) for arguments in inputs]
@@ -37,7 +37,7 @@ def write(draw: Draw) -> Written:
 
 
 def _missed(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Near misses that the given inputs tell from the function."""
+    """Returns the near misses of the function that give other results for the given inputs."""
     function, inputs = facts["function"], facts["inputs"]
     right = [programs.value(function, arguments) for arguments in inputs]
     candidates = programs.near_misses(function)
@@ -45,7 +45,8 @@ def _missed(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def problem(facts: dict[str, Any], answer: str) -> str | None:
-    """The test holds for the function, makes every call asked for, and fails for every near miss it could catch."""
+    """Checks that the test passes for the function, makes every requested call, and fails for every near miss that the
+    calls can detect."""
     test = fenced(answer, "python")
     if test is None:
         return "the answer has not exactly one fenced block of Python."

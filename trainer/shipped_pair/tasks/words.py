@@ -1,6 +1,6 @@
-"""Words that fill the slots of examples: some two hundred per slot, and invented ones.
+"""Words that fill the slots of examples: some two hundred per slot, and functions that invent more.
 
-Single words, so that each is either held out or not (`draw.value_is_held_out`), wherever it is used.
+All are single words, so that each word is either held out or not (`draw.value_is_held_out`), wherever it is used.
 """
 
 import random
@@ -63,7 +63,7 @@ Tbilisi Tehran Tirana Tokyo Toledo Toronto Toulouse Trieste Tripoli Tromso Trond
 Utrecht Valencia Vancouver Venice Verona Vienna Vilnius Warsaw Weimar Wellington Winnipeg Wroclaw Yerevan York Zagreb
 Zaragoza Zurich
 """)
-# Things that can be counted; their plural ends in `s`.
+# Countable things whose plural is formed with `s`.
 THINGS = _words("""
 acorn anchor apron armchair atlas backpack badge bagel balloon banana bandage banner barrel basin basket battery
 beaker bell belt bicycle blanket blender boiler bolt bonnet bookcase bottle bracelet brick bridle broom bucket buckle
@@ -83,7 +83,7 @@ stapler statue stool stove strainer sweater syringe tambourine teapot telescope 
 tomato torch towel tractor tray tripod trombone trivet trowel trumpet tube tulip turbine umbrella urn valve vase vest
 violin wagon waffle wallet wardrobe wheelbarrow whistle wig windmill wrench yacht zipper
 """)
-# What people plan, write about and meet for.
+# Topics that people plan, write about and meet for.
 TOPICS = _words("""
 aviation bakery beekeeping botany bridge budgeting calligraphy canal carpentry catering ceramics choir cinema climate
 cloister compost concert conservation cooking costume cottage cricket crossing cycling dairy dancing debate dentistry
@@ -121,7 +121,7 @@ vanilla verdigris vermilion walnut wheat willow wine wisteria zinc zircon
 """)
 
 SLOTS = (FIRST_NAMES, SURNAMES, CITIES, THINGS, TOPICS, COLOURS)
-# Nobody's slot: what rewords phrasings.
+# Words that fill no slot; they replace words when a phrasing is reworded.
 ANY_WORDS = _words("""
 add again all any ask assume below bring build call carefully change check clear complete consider copy day decide
 describe draw each easy either email enter every example explain fast few fill find first follow form from get give
@@ -138,13 +138,13 @@ _ENDS = _words("b ck d ft g l ld m n nd nt p r rd rk rn s sk st t th x")
 
 
 def invented(random_: random.Random) -> str:
-    """A word that is in no dictionary, lower case: what it says can be copied, and not known."""
+    """Invents a lower-case word that is in no dictionary, so that it can be copied but not known."""
     syllables = [random_.choice(_STARTS) + random_.choice(_VOWELS) for _ in range(random_.randint(2, 3))]
     return "".join(syllables) + random_.choice(_ENDS)
 
 
 def spliced(random_: random.Random, words: Sequence[str]) -> str:
-    """The beginning of one word with the end of another, lower case: looks like its kind, and is none of it."""
+    """Joins the beginning of one word to the end of another, in lower case; the result resembles both."""
     first, second = random_.choice(words), random_.choice(words)
     start, end = random_.randint(2, max(2, len(first) - 2)), random_.randint(1, max(1, len(second) - 2))
     return (first[:start] + second[end:]).lower()

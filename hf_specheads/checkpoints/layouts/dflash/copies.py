@@ -1,4 +1,4 @@
-"""Copies of a target's embedding and `lm_head`, which belong to some layouts of block drafters."""
+"""Copies of the target's embedding and `lm_head`, which some layouts of block drafters include."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..keys import D2T, EMBEDDING, LM_HEAD, T2D
 
 
 def copied_target(heads: BlockHead, target: PreTrainedModel | None, elsewhere: str) -> PreTrainedModel:
-    """The target to copy from.
+    """Returns the target to copy from, after checks.
 
     Args:
         heads: Block drafters.
         target: The loaded target.
-        elsewhere: Where heads can go that scale what they read and draft.
+        elsewhere: Advice for heads that scale or cap embeddings or logits, for the error message.
 
     Raises:
-        ExportError: without a target, or if the heads draft with more than its plain matrices.
-        WrongTargetError: if it is not theirs.
+        ExportError: If there is no target, or the heads scale embeddings or logits or cap the latter, for which the
+            layout has no fields.
+        WrongTargetError: If the heads were made for another target.
     """
     if target is None:
         raise ExportError("the layout has copies of the target's embedding and `lm_head`; pass the loaded `target=`.")
@@ -38,12 +39,12 @@ def copied_target(heads: BlockHead, target: PreTrainedModel | None, elsewhere: s
 
 @torch.no_grad()
 def copies_of(heads: BlockHead, target: PreTrainedModel, kept: torch.Tensor | None) -> Tensors:
-    """Copies of the target's weights, and which tokens are drafted.
+    """Copies the target's embedding and the drafted rows of its `lm_head`; adds `d2t` and `t2d` if `kept` is given.
 
     Args:
-        heads: Heads, whose type the copies get.
-        target: Their target.
-        kept: int64 [Vd], drafted tokens; `None` for all.
+        heads: Block drafters; the copies get their dtype.
+        target: The target of the heads.
+        kept: int64 [Vd], token ids that are drafted; `None` for all.
     """
     weight, ids = output_weight(target), torch.arange(heads.config.vocab_size, device=target.device)
     copies = {EMBEDDING: target.get_input_embeddings()(ids).to(heads.dtype)}

@@ -1,10 +1,10 @@
-"""The layout of block drafters, written by z-lab's, DeepSpec's, SpecForge's, JetSpec's and NeMo's code.
+"""Reads the layout of block drafters, which z-lab's, DeepSpec's, SpecForge's, JetSpec's and NeMo's code write.
 
     fc.weight [h, n H]   hidden_norm.weight [h]   layers.{i}.*, a Qwen 3 layer each   norm.weight [h]
 
-The config looks like an ordinary Qwen 3's; only `fc` and `hidden_norm` tell. `target_layer_ids` count *outputs* of
-layers: id i is what transformers has at `hidden_states[i + 1]`. Some files carry copies of the target's embedding and
-`lm_head`, which are left out, and `d2t`, which says of which tokens the rows of such a copy are.
+The config looks like an ordinary Qwen 3's; the layout is recognised by `fc` and `hidden_norm`. `target_layer_ids`
+count *outputs* of layers: id i is transformers' `hidden_states[i + 1]`. Some files contain copies of the target's
+embedding and `lm_head`, which are ignored, and `d2t`, which says which tokens the rows of such an `lm_head` belong to.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from ..keys import (
 from ..vocabulary import draft_vocabulary_of
 from . import keys
 
-# Fields of ropes that the authors' trainers leave out of account, although configs copied from a target have them.
+# Rope fields that the authors' trainers ignore, although configs that were copied from a target contain them.
 IGNORED_ROPE_FIELDS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -73,11 +73,11 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of block drafters.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        CheckpointValueError: if `d2t` is no draft vocabulary.
-        HeadConfigError: if a field is missing or impossible, or an argument contradicts the file.
-        UnknownFormatError: for block drafters of other methods.
+        CheckpointKeysError: If keys are missing or unknown.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        CheckpointValueError: If `d2t` does not describe a draft vocabulary.
+        HeadConfigError: If a field is missing or impossible, or an argument contradicts the file.
+        UnknownFormatError: If these are block drafters of another method.
     """
     raw_config, notes = with_nested(source.raw_config), list[str]()
     tensors, borrowed = _apart(source.tensors)
@@ -106,11 +106,11 @@ def convert(source: Source) -> Conversion:
 
 # ------------------------------------------------------------------ config.json
 def with_nested(raw_config: RawConfig) -> RawConfig:
-    """The fields of the method beside the layer's, wherever they stood.
+    """Merges the nested fields of the method into the top level.
 
     Raises:
-        HeadConfigError: if a field is said twice, and not the same.
-        UnknownFormatError: for other methods that name themselves.
+        HeadConfigError: If a field has two different values.
+        UnknownFormatError: If the config names another method.
     """
     nested = raw_config.get(keys.NESTED) or {}
     if not isinstance(nested, dict):
@@ -127,7 +127,7 @@ def with_nested(raw_config: RawConfig) -> RawConfig:
 
 
 def block_fields(raw_config: RawConfig, source: Source, notes: list[str]) -> dict[str, Any]:
-    """Fields of the block, of what it reads and of who sees whom in it."""
+    """Config fields of the block: its size, what it reads, its scales, and attention within the block."""
     cap, multiplier = raw_config.get(keys.SOFTCAP), raw_config.get(keys.MULTIPLIER)
     scale = raw_config.get(keys.EMBEDDING_SCALE)
     return {
@@ -152,7 +152,7 @@ def _mask_token(raw_config: RawConfig) -> int:
 
 
 def _levels(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> list[int]:
-    """Hidden states the heads read, from ids that count outputs of layers (-1: of the embedding)."""
+    """Indices of the hidden states that the heads read, from ids that count outputs of layers (-1: the embedding)."""
     width, inputs = matrix_shape(tensors, FC)
     count, outputs = inputs // width, raw_config.get(keys.TAPS)
     depth = None
@@ -178,7 +178,7 @@ def _levels(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> list[i
 
 
 def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> str:
-    """Whether the slot of the root drafts; no weight tells."""
+    """Decides whether the root's slot drafts, which no weight reveals."""
     if asked not in (None, *ANCHOR_SLOTS):
         raise HeadConfigError(f"`anchor_slot` must be one of {list(ANCHOR_SLOTS)}, got {asked!r}.")
     architectures = raw_config.get("architectures")
@@ -202,7 +202,7 @@ def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> 
 
 
 def _sliding_fields(raw_config: RawConfig, notes: list[str]) -> dict[str, Any]:
-    """Which layers slide, how far, and whether their blocks are read both ways."""
+    """Config fields of sliding attention: its layers, its window, and whether their blocks attend both ways."""
     kinds = raw_config.get(keys.LAYER_TYPES) or []
     if not isinstance(kinds, list) or not set(kinds) <= {keys.SLIDING, keys.FULL}:
         raise HeadConfigError(f"config.json has {keys.LAYER_TYPES}={kinds!r}, expected {[keys.FULL, keys.SLIDING]}.")
@@ -226,7 +226,7 @@ def _sliding_fields(raw_config: RawConfig, notes: list[str]) -> dict[str, Any]:
 
 
 def _without_ignored_rope(raw_config: RawConfig, notes: list[str]) -> RawConfig:
-    """Fields of the target's rope that the drafter was trained without, although its config repeats them."""
+    """Drops rope fields that come from the target's config and were not in force when the drafter was trained."""
     ignored = set()
     config = dict(raw_config)
     for name in ("rope_parameters", "rope_scaling"):
@@ -241,7 +241,7 @@ def _without_ignored_rope(raw_config: RawConfig, notes: list[str]) -> RawConfig:
 
 # ------------------------------------------------------------------ tensors
 def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """The heads' own tensors, and copies of the target's with what goes with them."""
+    """Splits the tensors into the heads' own, and copies of the target's with `d2t` and `t2d`."""
     names = (EMBEDDING, LM_HEAD, D2T, T2D)
     return (
         {key: tensor for key, tensor in tensors.items() if key not in names},
@@ -252,7 +252,7 @@ def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
 def _method(
     raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
 ) -> tuple[type[BlockHeadConfig], dict[str, Any], set[str]]:
-    """Config class of the method, its fields, and the tensors it has besides DFlash's."""
+    """Config class of the method, its own fields, and the tensors it has in addition to DFlash's."""
     if any(key.startswith((keys.MARKOV, keys.CONFIDENCE)) for key in tensors):
         return (DSparkHeadConfig, *_markov(raw_config, tensors, sizes))
     if any(key.startswith(keys.SELECTOR) for key in tensors):
@@ -268,7 +268,7 @@ def _method(
 def _selector(
     raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Fields of DFlash 2's selector and convolutions, and the tensors they have."""
+    """Config fields of DFlash 2's selector and convolutions, and the names of their tensors."""
     parts = {f"layers.{i}.{part}" for i in range(sizes["num_hidden_layers"]) for part in keys.CONVOLUTION_PARTS}
     parts |= set(keys.SELECTOR_PARTS)
     refuse_wrong_keys(missing=parts - set(tensors), unknown=set())
@@ -285,7 +285,7 @@ def _selector(
 def _recurrent(
     raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int], notes: list[str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Fields of Domino's recurrent correction, and the tensors it has."""
+    """Config fields of Domino's recurrent correction, and the names of its tensors."""
     parts = {*keys.GRU_PARTS, *keys.PROJECTION_PARTS}
     refuse_wrong_keys(missing=parts - set(tensors), unknown=set())
     rank, inputs = matrix_shape(tensors, keys.PROJECTION_PARTS[0])
@@ -298,7 +298,7 @@ def _recurrent(
 
 
 def _markov(raw_config: RawConfig, tensors: Tensors, sizes: dict[str, int]) -> tuple[dict[str, Any], set[str]]:
-    """Fields of DSpark's Markov head and confidence head, and the tensors they have."""
+    """Config fields of DSpark's Markov head and confidence head, and the names of their tensors."""
     refuse_wrong_keys(missing={keys.MARKOV_IN, keys.MARKOV_OUT} - set(tensors), unknown=set())
     kind = raw_config.get("markov_head_type") or "vanilla"
     if kind not in keys.MARKOV_PARTS:
@@ -352,7 +352,7 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
 
 
 def _with_all_rows(tensors: Tensors, vocabulary: torch.Tensor | None, size: int) -> Tensors:
-    """DSpark's W2 of a part of the vocabulary, with rows of 0 for the tokens that are not drafted."""
+    """Extends DSpark's W2 to the whole vocabulary, with rows of 0 for tokens that are not drafted."""
     rows = tensors.get(keys.MARKOV_OUT)
     if rows is None or len(rows) == size:
         return tensors
@@ -366,7 +366,7 @@ def _with_all_rows(tensors: Tensors, vocabulary: torch.Tensor | None, size: int)
 
 
 def _draft_vocabulary(borrowed: Tensors, raw_config: RawConfig, notes: list[str]) -> torch.Tensor | None:
-    """Tokens of the rows of a copied `lm_head`, `None` where they are all of V."""
+    """Token ids of the rows of a copied `lm_head`; `None` if it covers the whole vocabulary."""
     size = integer(raw_config, "vocab_size", notes)
     if EMBEDDING in borrowed and matrix_shape(borrowed, EMBEDDING)[0] != size:
         raise CheckpointShapeError(f"{EMBEDDING} has {len(borrowed[EMBEDDING])} rows, config.json says {size} tokens.")

@@ -1,4 +1,4 @@
-"""Block drafters in the layout of z-lab's, SpecForge's and JetSpec's code, which vLLM and SGLang read too."""
+"""Writes block drafters in the layout of z-lab's, SpecForge's and JetSpec's code, which vLLM and SGLang also read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from . import keys
 
 
 def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
-    """Files in the authors' layout.
+    """Builds the files in the authors' layout.
 
     Args:
         heads: DFlash, DFlash 2, Domino or JetSpec heads.
-        target: The loaded target, whose depth tells where index -1 of its hidden states is; the heads remember it.
+        target: The loaded target. Only its depth is used, which is the index of its last hidden state; by default the
+            depth stored with the heads is used.
 
     Raises:
-        ExportError: for heads the layout cannot represent.
+        ExportError: If the layout cannot represent the heads.
     """
     config, notes = heads.config, common_notes(heads)
     if config.window_from != "query" and config.sliding_layers:
@@ -32,7 +33,7 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     depth = target_depth(heads, target)
     nested: dict[str, Any] = {keys.MASK_TOKEN: config.mask_token_id, keys.TAPS: taps(heads, depth)}
     nested |= {"causal_head": True, "causal": True} if config.causal else {}
-    # z-lab's code reads blocks of sliding layers causally unless `is_causal` says otherwise.
+    # In z-lab's code, blocks of sliding layers are causal unless `is_causal` says otherwise.
     nested |= {keys.NON_CAUSAL: not config.sliding_causal} if config.sliding_layers else {}
     nested |= {keys.EMBEDDING_SCALE: config.embedding_scale} if config.embedding_scale != 1 else {}
     nested |= {keys.MULTIPLIER: config.logit_multiplier} if config.logit_multiplier != 1 else {}
@@ -52,7 +53,7 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
 
 
 def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
-    """Architecture, and the fields that only the method has."""
+    """Architecture, and the fields that only this method has."""
     if isinstance(heads, DFlash2Head):
         return keys.ZLAB2, {name: getattr(heads.config, name) for name in keys.SELECTOR_FIELDS}
     if isinstance(heads, DominoHead):
@@ -63,10 +64,10 @@ def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
 
 
 def qwen3_fields(heads: BlockHead, destination: str) -> dict[str, Any]:
-    """Fields of the layers, as of an ordinary Qwen 3.
+    """Fields of the layers, as in the config of an ordinary Qwen 3.
 
     Raises:
-        ExportError: for layers that Qwen 3 does not have.
+        ExportError: If the layers are not of Qwen 3's form.
     """
     config = heads.config
     if not config.qk_norm or config.mlp_bias or config.attention_bias != config.attention_out_bias:
@@ -92,17 +93,17 @@ def qwen3_fields(heads: BlockHead, destination: str) -> dict[str, Any]:
 
 
 def target_depth(heads: BlockHead, target: PreTrainedModel | None) -> int | None:
-    """Layers of the target, as far as anybody knows."""
+    """Number of layers of the target; `None` if unknown."""
     if target is not None:
         return int(target.config.get_text_config(decoder=True).num_hidden_layers)
     return (heads.config.target or {}).get("num_hidden_layers")
 
 
 def taps(heads: BlockHead, depth: int | None) -> list[int]:
-    """Hidden states the heads read, counted as outputs of layers.
+    """Indices of the hidden states that the heads read, counted as outputs of layers.
 
     Raises:
-        ExportError: for the last one of a target whose depth nobody knows.
+        ExportError: If the heads read the last hidden state and the target's depth is unknown.
     """
     levels = heads.feature_layers
     if -1 in levels and depth is None:
@@ -113,5 +114,5 @@ def taps(heads: BlockHead, depth: int | None) -> list[int]:
 
 
 def own_tensors(heads: BlockHead) -> dict[str, Any]:
-    """The heads' weights, which have the layout's names already."""
+    """Weights of the heads, whose names are already those of the layout."""
     return {name: parameter.detach() for name, parameter in heads.named_parameters()}

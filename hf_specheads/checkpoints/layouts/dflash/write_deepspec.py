@@ -1,5 +1,7 @@
-"""DSpark heads in the layout of DeepSpec, its authors' code; all fields beside those of the layers, and copies of the
-target's embedding and `lm_head` beside the weights."""
+"""Writes DSpark heads in the layout of DeepSpec, its authors' code.
+
+All fields are at the top level of the config, and copies of the target's embedding and `lm_head` are included.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from .write import own_tensors, qwen3_fields, taps, target_depth
 
 
 def layout(heads: DSparkHead, target: PreTrainedModel | None) -> Layout:
-    """Files in DeepSpec's layout.
+    """Builds the files in DeepSpec's layout.
 
     Args:
         heads: DSpark heads.
         target: The loaded target.
 
     Raises:
-        ExportError: for heads the layout cannot represent, or without a target.
+        ExportError: If the layout cannot represent the heads, or there is no target.
     """
     config = heads.config
     target = copied_target(heads, target, "keep them in this package's own")
@@ -47,7 +49,7 @@ def layout(heads: DSparkHead, target: PreTrainedModel | None) -> Layout:
 
 
 def markov_fields(heads: DSparkHead) -> dict[str, Any]:
-    """Fields of DSpark's Markov head and confidence head."""
+    """Config fields of DSpark's Markov head and confidence head."""
     config = heads.config
     return {
         "markov_rank": config.markov_rank,

@@ -1,1 +1,1 @@
-"""EAGLE-1/2, HASS and PosS as their authors save them."""
+"""EAGLE-1/2, HASS and PosS heads as their authors save them."""

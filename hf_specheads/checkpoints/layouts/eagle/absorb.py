@@ -1,9 +1,10 @@
-"""Serving heads whose `fc` has a bias where `fc` has none: the bias moves into an embedding of the heads' own.
+"""Moves the bias of `fc` into an embedding of the heads' own, for engines whose `fc` has no bias.
 
-With `fc.weight = [A | B]`: `A e + B f + b = A (e + d) + B f` for `A d = b`, so every embedding is shifted by the same
-vector d. Rounding `e + d` to 16 bits would lose e, because d is the longer of the two; so both are turned first. A
-reflection Q takes d to its length in one coordinate: the others keep the size they had, and the rounding error of that
-one is a few thousandths of b. The heads then read `Q (e + d)` and have `A Q`. What the rounding costs is measured.
+With `fc.weight = [A | B]`, embedding e, feature f and bias b: `A e + B f + b = A (e + d) + B f`, where `A d = b`. So
+every embedding is shifted by the same vector d. Since d is longer than e, rounding `e + d` to 16 bits would lose e, so
+the sum is reflected first. The reflection Q maps d to a vector with a single nonzero coordinate. The other coordinates
+keep their magnitude, and the rounding error of this one is a few thousandths of b. The exported heads read
+`Q (e + d)` and have `A Q` in place of A. The remaining rounding error is measured.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ..fields import Tensors
 from ..keys import EMBEDDING, FC
 
 MAX_CONDITION = 1e8
-MIN_AGREEMENT = 0.95  # share of rows whose favourite token must stay the same
+MIN_AGREEMENT = 0.95  # share of rows whose most likely token must stay the same
 MEASURED_ROWS = 256
 CHUNK = 8192
 
 
 def needed_target(target: PreTrainedModel | None, reason: str) -> PreTrainedModel:
-    """The target.
+    """Returns the target.
 
     Raises:
-        ExportError: without one; `reason` says what it is needed for.
+        ExportError: If there is none; `reason` says why it is needed.
     """
     if target is None:
         raise ExportError(f"{reason}; pass the loaded target (`target=`, `--target`), whose embedding it takes.")
@@ -37,10 +38,10 @@ def needed_target(target: PreTrainedModel | None, reason: str) -> PreTrainedMode
 
 
 def embedding_of(heads: SpecialistHead, target: PreTrainedModel) -> torch.Tensor:
-    """The target's embeddings [V, E] as its first layer gets them, in the heads' type on the CPU.
+    """The target's embeddings [V, E] as its first layer receives them, in the heads' dtype, on the CPU.
 
     Raises:
-        WrongTargetError: for another target than the heads'.
+        WrongTargetError: If the heads were made for another target.
     """
     heads.check_target(target)
     module, device = target.get_input_embeddings(), target.device
@@ -51,10 +52,10 @@ def embedding_of(heads: SpecialistHead, target: PreTrainedModel) -> torch.Tensor
 
 
 def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tensors, list[str]]:
-    """`embed_tokens.weight` [V, E] and `fc.weight` [H, E + H] that need no bias, and what was measured of them.
+    """Computes `embed_tokens.weight` [V, E] and `fc.weight` [H, E + H] that need no bias, and a note on their error.
 
     Raises:
-        ExportError: without a target; if A cannot be inverted; if rounding changes too many drafted tokens.
+        ExportError: If there is no target, A cannot be inverted, or rounding changes too many drafted tokens.
     """
     reason = "vLLM's `fc` has no bias, so that of these heads must move into an embedding"
     target = needed_target(target, reason)
@@ -87,7 +88,7 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tenso
 
 
 def _reflection(vector: torch.Tensor) -> torch.Tensor:
-    """Householder's matrix [E, E] that takes a vector to a multiple of the first unit vector; its own inverse."""
+    """Householder matrix [E, E] that maps a vector to a multiple of the first unit vector. It is its own inverse."""
     normal = vector.clone()
     normal[0] += torch.copysign(vector.norm(), vector[0])
     identity = torch.eye(len(vector), dtype=vector.dtype)
@@ -97,9 +98,9 @@ def _reflection(vector: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _measure(heads: EagleHead, target: PreTrainedModel, tensors: Tensors) -> tuple[float, float]:
-    """Largest error of a draft logit after rows of the target's own features, and the share of equal favourites.
+    """Measures the largest error of a draft logit, and the share of rows whose most likely token stays the same.
 
-    The rows are of a text that the target continues from a random token, so that they are like those of a generation.
+    The rows come from a text that the target generates from a random token, so they resemble those of a generation.
     """
     token_ids = _some_text(target, MEASURED_ROWS + 1)
     features = target(token_ids, output_hidden_states=True).hidden_states[-1][:, :-1].to(heads.device)
@@ -117,14 +118,14 @@ def _measure(heads: EagleHead, target: PreTrainedModel, tensors: Tensors) -> tup
 
 
 def _some_text(target: PreTrainedModel, length: int) -> torch.Tensor:
-    """int64 [1, length], drawn from the target, or random tokens where its positions do not suffice."""
+    """Samples a text from the target: int64 [1, length], where length is at most the target's number of positions."""
     config = target.config.get_text_config(decoder=True)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first = torch.randint(0, config.vocab_size, (1, 1), device="cpu").to(target.device)
         mask = torch.ones_like(first)
-        # To a type checker, a PreTrainedModel need not generate; a target does.
+        # For type checkers, a PreTrainedModel does not always have `generate`; a target always does.
         text: torch.Tensor = target.generate(  # type: ignore[operator]
             first, attention_mask=mask, do_sample=True, min_new_tokens=length - 1, max_new_tokens=length - 1
         )

@@ -1,9 +1,9 @@
-"""The authors' layout of EAGLE-1/2, HASS and PosS, which share one set of keys; PosS has one layer per specialist.
+"""Reads the authors' layout of EAGLE-1/2, HASS and PosS, which share one set of keys. PosS has a layer per specialist.
 
-A variant of HASS has three norms more: `embed_layernorm`, `hidden_layernorm` and `lm_head_layernorm`. SGLang's packs
-of EAGLE-1 differ by their `architectures` only, and by a copy of the target's `lm_head`. What the keys tell is taken
-from the keys: sizes, biases, the number of specialists. `config.json` gives what they cannot: number of attention
-heads, norm epsilon, rope. (arXiv 2401.15077, 2406.16858, 2408.15766, 2506.03566)
+A variant of HASS has three more norms: `embed_layernorm`, `hidden_layernorm` and `lm_head_layernorm`. SGLang's packs
+of EAGLE-1 differ only in their `architectures` and in a copy of the target's `lm_head`. Sizes, biases and the number
+of specialists are taken from the tensors. The number of attention heads, the norm epsilon and the rope, which tensors
+do not reveal, are taken from `config.json`. (arXiv 2401.15077, 2406.16858, 2408.15766, 2506.03566)
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of EAGLE, HASS or POSS heads.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        HeadConfigError: if a field is missing or impossible; [`MissingArgumentError`] if `positions_per_specialist`
+        CheckpointKeysError: If keys are missing or unknown.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        HeadConfigError: If a field is missing or impossible; [`MissingArgumentError`] if `positions_per_specialist`
             cannot be known.
     """
     raw_config, notes = source.raw_config, list[str]()
@@ -83,7 +83,7 @@ def convert(source: Source) -> Conversion:
 
 # ------------------------------------------------------------------ what the keys tell
 def _without_lm_head(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> Tensors:
-    """SGLang skips an `lm_head` in its packs and uses the target's; elsewhere such a tensor is unknown."""
+    """Drops the `lm_head` of SGLang's packs, as SGLang does, which uses the target's; elsewhere the key is unknown."""
     architectures = raw_config.get("architectures")
     packed = isinstance(architectures, list) and any(str(name).endswith("ForCausalLMEagle") for name in architectures)
     if not packed or LM_HEAD not in tensors:
@@ -96,7 +96,7 @@ def _without_lm_head(raw_config: RawConfig, tensors: Tensors, notes: list[str]) 
 
 
 def _note_bias(raw_config: RawConfig, fields: dict[str, Any], notes: list[str]) -> None:
-    """The field `bias` means one thing or another, so the keys decide; a contradiction is worth a word."""
+    """Notes contradictions between config and keys. The field `bias` is ambiguous, so the keys decide."""
     stated = boolean(raw_config, "bias")
     if stated is not None and stated != fields["fc_bias"]:
         notes.append(f"fc with{'' if fields['fc_bias'] else 'out'} bias, as the keys say (config.json: bias={stated})")
@@ -121,7 +121,7 @@ def _check_keys(tensors: Tensors, num_layers: int, fields: dict[str, Any]) -> No
 
 
 def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[str, int]:
-    """Sizes from the shapes of layer 0; only the number of attention heads needs the config."""
+    """Reads sizes from the shapes of layer 0; only the number of attention heads needs the config."""
     wanted = (FC, FIRST_LAYER + Q_PROJ, FIRST_LAYER + K_PROJ, FIRST_LAYER + GATE_PROJ)
     refuse_wrong_keys(missing=set(wanted) - set(tensors), unknown=set())
     (hidden, inputs), (queries, _), (keys, _), (middle, _) = (matrix_shape(tensors, key) for key in wanted)
@@ -133,7 +133,7 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
         **attention_sizes(raw_config, queries, keys, notes),
         "vocab_size": _vocab_size(raw_config, tensors, hidden, notes),
     }
-    # The authors' code does not read `head_dim`, so that nothing is damaged where it says something else.
+    # The authors' code ignores `head_dim`, so a different value there does not mean that the file is damaged.
     refuse_contradiction(raw_config, {name: size for name, size in sizes.items() if name != "head_dim"})
     return {**sizes, "feature_size": hidden, "embedding_size": hidden}
 
@@ -148,7 +148,7 @@ def _vocab_size(raw_config: RawConfig, tensors: Tensors, hidden: int, notes: lis
 
 
 def _positions(source: Source, num_layers: int, notes: list[str]) -> int:
-    """Positions per specialist: the argument, else the `PosS3` of a repository name; no file stores it."""
+    """Draft positions per specialist, from the argument or a name such as `PosS3`; no file stores the number."""
     if source.positions_per_specialist is not None:
         return source.positions_per_specialist
     if match := re.search(r"PosS-?(\d{1,2})(?!\d)", source.name, flags=re.IGNORECASE):

@@ -1,7 +1,7 @@
-"""EAGLE-1/2, HASS and POSS heads as their authors write them, and as vLLM and SGLang read them.
+"""Writes EAGLE-1/2, HASS and POSS heads as their authors do, and as vLLM and SGLang read them.
 
-Engines have one EAGLE layer, so POSS heads become their specialist 0 there, which is a whole EAGLE head. The authors'
-own layout keeps all specialists. (arXiv 2401.15077, 2408.15766, 2506.03566)
+Engines have a single EAGLE layer, so only specialist 0 of POSS heads is written for them; it is a complete EAGLE head.
+The authors' own layout keeps all specialists. (arXiv 2401.15077, 2408.15766, 2506.03566)
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MEND = "export them `--to eagle`, or use them with this package"
 
 
 def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
-    """Files for `"vllm"`, `"sglang"` or `"eagle"`, the authors' own.
+    """Builds the files for `"vllm"`, `"sglang"` or `"eagle"` (the authors' own layout).
 
     Raises:
-        ExportError: for heads the destination cannot represent.
+        ExportError: If the destination cannot represent the heads.
     """
     if to == "speculators":
         raise ExportError(
@@ -48,7 +48,7 @@ def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
 
 # ------------------------------------------------------------------ tensors
 def _tensors(heads: EagleHead, specialists: int) -> Tensors:
-    """`fc` and the layers of the first specialists, adapters merged, by the authors' names, which are ours."""
+    """`fc` and the layers of the first specialists, with adapters merged; the authors' names equal ours."""
     tensors = {f"fc.{name}": value.detach() for name, value in heads.fc.state_dict().items()}
     for index in range(specialists):
         tensors |= {f"layers.{index}.{name}": value for name, value in heads.specialist_state(index).items()}
@@ -56,7 +56,7 @@ def _tensors(heads: EagleHead, specialists: int) -> Tensors:
 
 
 def lost_specialists(heads: SpecialistHead) -> list[str]:
-    """What serving specialist 0 alone costs."""
+    """Note on what is lost if only specialist 0 is served; empty for heads with one specialist."""
     config = heads.config
     if config.num_specialists == 1:
         return []
@@ -69,7 +69,7 @@ def lost_specialists(heads: SpecialistHead) -> list[str]:
 
 # ------------------------------------------------------------------ vLLM
 def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
-    """`fc` has no bias there; a config field `bias` would switch on biases of attention, so there is none."""
+    """vLLM's `fc` has no bias. The config field `bias` is not written, because it would enable attention biases."""
     config = heads.config
     fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "vllm")}
     fields["attention_bias"] = config.attention_out_bias
@@ -92,7 +92,7 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
 
 # ------------------------------------------------------------------ SGLang
 def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
-    """`fc` always has a bias there, and one that is missing from the file is left random: it is written as 0."""
+    """SGLang's `fc` always has a bias, and leaves it uninitialised if the file has none, so a bias of 0 is written."""
     config = heads.config
     if config.mlp_bias:
         raise ExportError(f"these heads have biases in their MLP, and SGLang's Llama layers have none; {MEND}.")
@@ -107,7 +107,7 @@ def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         **llama_fields(heads, "sglang"),
         "attention_bias": config.attention_bias or config.attention_out_bias,
     }
-    if only_qkv:  # SGLang's Qwen2 layers have exactly these biases
+    if only_qkv:  # SGLang's Qwen 2 layers have biases of q, k and v only
         fields |= {"model_type": "qwen2", "use_sliding_window": False}
     tensors, notes = _tensors(heads, 1), lost_specialists(heads) + common_notes(heads)
     if config.attention_out_bias and not config.attention_bias:

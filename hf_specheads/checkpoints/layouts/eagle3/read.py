@@ -1,10 +1,10 @@
-"""The authors' layout of EAGLE-3 heads (arXiv 2503.01840), written by SafeAILab's, SpecForge's, ModelOpt's and
-DeepSpec's code.
+"""Reads the authors' layout of EAGLE-3 heads (arXiv 2503.01840), which SafeAILab's, SpecForge's, ModelOpt's and
+DeepSpec's code write.
 
     fc.weight [h, 3 H]   norm.weight [h]   lm_head.weight [Vd, h]   d2t int64 [Vd], offsets   t2d bool [V]
     midlayer.* or layers.0.*   attention over [embedding ; feature], hidden_norm, input_layernorm, ...
 
-`d2t` and `t2d` may be absent where Vd = V. An `embed_tokens.weight` in the file is the heads' own.
+`d2t` and `t2d` may be absent if Vd = V. An `embed_tokens.weight` in the file is the heads' own embedding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from .keys import (
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
-    """Whether the keys are those of EAGLE-3 heads, in any of the spellings."""
+    """Whether the keys are those of EAGLE-3 heads, in any spelling."""
     if "mask_hidden" in shapes or "fusion_fc.weight" in shapes:
         return False
     if any(key.startswith(MIDLAYER) or key.endswith(f".{HIDDEN_NORM}") for key in shapes):
@@ -82,10 +82,10 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of EAGLE-3 heads.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys, and a missing `d2t`.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        CheckpointValueError: if `d2t` and `t2d` are no draft vocabulary.
-        HeadConfigError: if a field is missing or impossible.
+        CheckpointKeysError: If keys are missing or unknown, or `d2t` is missing.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        CheckpointValueError: If `d2t` and `t2d` do not describe a draft vocabulary.
+        HeadConfigError: If a field is missing or impossible.
     """
     raw_config, notes = source.raw_config, list[str]()
     eagle_config = _modelopt_config(raw_config)
@@ -114,7 +114,7 @@ def convert(source: Source) -> Conversion:
 
 # ------------------------------------------------------------------ config.json
 def _modelopt_config(raw_config: RawConfig) -> RawConfig:
-    """ModelOpt's nested `eagle_config`, empty in other files."""
+    """Returns ModelOpt's nested `eagle_config`, which is empty in other files; refuses variants that are not read."""
     nested = raw_config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise HeadConfigError(f"config.json has eagle_config={nested!r}, expected an object.")
@@ -140,8 +140,10 @@ def _levels(
     tensors: Tensors,
     notes: list[str],
 ) -> list[int] | None:
-    """Hidden states the heads read, `None` for the usual three. ModelOpt and DeepSpec count outputs of layers, one
-    less."""
+    """Indices of the hidden states that the heads read; `None` for the usual three.
+
+    ModelOpt and DeepSpec count outputs of layers, so their indices are smaller by one.
+    """
     width, levels = sizes["feature_size"], raw_config.get(LEVELS)
     shift = 0
     if not levels and eagle_config.get(LEVELS):
@@ -228,7 +230,7 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
 
 
 def _vocab_size(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> int:
-    """V of the target: as long as `t2d` and the embedding, else as the config says."""
+    """V of the target: the length of `t2d` and of the embedding, or else the number in the config."""
     found = {key: tensors[key].shape[0] for key in (T2D, EMBEDDING) if key in tensors and tensors[key].dim()}
     if len(set(found.values())) > 1:
         raise CheckpointShapeError(f"the file has {found} tokens; one of the two is damaged.")

@@ -1,6 +1,7 @@
-"""EAGLE-3 heads as their authors write them, and as vLLM, SGLang and `speculators` read them (arXiv 2503.01840).
+"""Writes EAGLE-3 heads as their authors do, and as vLLM, SGLang and `speculators` read them (arXiv 2503.01840).
 
-POSS heads on this backbone become their specialist 0, which is a whole EAGLE-3 head: no layout has several.
+Of POSS heads with this backbone, only specialist 0 is written, because no layout has several specialists. Specialist 0
+is a complete EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ NOT_IN_QWEN3 = "which Qwen 3's layers do not have together; use them with this p
 
 
 def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout:
-    """Files for `"vllm"`, `"sglang"` or `"eagle"`, the authors' own.
+    """Builds the files for `"vllm"`, `"sglang"` or `"eagle"` (the authors' own layout).
 
     Raises:
-        ExportError: for heads the destination cannot represent.
+        ExportError: If the destination cannot represent the heads.
     """
     _check_rows(heads)
     files = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
@@ -58,9 +59,9 @@ def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> Tens
     """Tensors of specialist 0.
 
     Args:
-        heads: The heads.
+        heads: EAGLE-3 heads.
         layer: Prefix of the decoder layer's keys.
-        whole_vocabulary: Write `d2t` and `t2d` also where all of V is drafted, as zeros and ones.
+        whole_vocabulary: Write `d2t` (zeros) and `t2d` (ones) even if the whole vocabulary is drafted.
     """
     state = {key: value.detach() for key, value in heads.state_dict().items() if not key.startswith("layers.")}
     state |= {f"{layer}{name}": value for name, value in heads.specialist_state(0).items()}
@@ -73,7 +74,7 @@ def tensors_of(heads: Eagle3Head, layer: str, *, whole_vocabulary: bool) -> Tens
 
 
 def _pruned(heads: Eagle3Head, kept: torch.Tensor) -> Tensors:
-    """Rows of the projection, and the vocabulary, of pruned heads: as if they had been trained with these tokens."""
+    """`lm_head` rows and draft vocabulary of pruned heads, as if they had been trained with only these tokens."""
     trained = heads.trained_vocabulary
     rows = kept if trained is None else torch.searchsorted(trained, kept)
     d2t, t2d = mapping_of(kept.cpu(), heads.config.vocab_size)
@@ -82,10 +83,10 @@ def _pruned(heads: Eagle3Head, kept: torch.Tensor) -> Tensors:
 
 
 def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
-    """Hidden states the heads read, counted as what enters a layer; `None` if they are the usual three of any target.
+    """Indices of the hidden states that the heads read, where index i enters layer i; `None` for the usual three.
 
     Raises:
-        ExportError: for a hidden state that enters no layer.
+        ExportError: If a hidden state enters no layer.
     """
     levels, depth = heads.config.feature_layers, target_depth(heads)
     if levels is None:
@@ -100,12 +101,12 @@ def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
 
 
 def target_depth(heads: Eagle3Head) -> int | None:
-    """Layers of the target, as far as known."""
+    """Number of layers of the target; `None` if unknown."""
     return (heads.config.target or {}).get("num_hidden_layers")
 
 
 def size_fields(heads: Eagle3Head) -> dict[str, Any]:
-    """Draft vocabulary, and what only some heads have to say: other widths, other numbers of levels."""
+    """Size of the draft vocabulary, and the target's width and the number of levels if they are not the usual ones."""
     config, vocabulary = heads.config, heads.draft_vocabulary
     fields: dict[str, Any] = {"draft_vocab_size": config.vocab_size if vocabulary is None else len(vocabulary)}
     if config.feature_size != config.hidden_size:
@@ -134,14 +135,14 @@ def _vllm(heads: Eagle3Head) -> Layout:
 
 
 def _check_qwen3(heads: Eagle3Head) -> None:
-    """Layers with norms of queries and keys are Qwen 3's, which have fewer biases than Llama's."""
+    """Refuses biases that vLLM's Qwen 3 layers lack; heads with norms of queries and keys are served as Qwen 3."""
     for what, there in (("a bias of `o_proj`", heads.config.attention_out_bias), (MLP_BIASES, heads.config.mlp_bias)):
         if there:
             raise ExportError(f"these heads have {what} and norms of queries and keys, {NOT_IN_QWEN3}.")
 
 
 def paired_biases(heads: Eagle3Head, layer: str) -> Tensors:
-    """Zeros for what is missing where one field stands for the biases of all four attention projections."""
+    """Zeros for missing biases, if only some projections have one: engines have one field for all four biases."""
     config = heads.config
     if config.attention_bias == config.attention_out_bias:
         return {}
@@ -150,7 +151,7 @@ def paired_biases(heads: Eagle3Head, layer: str) -> Tensors:
 
 # ------------------------------------------------------------------ SGLang
 def _sglang(heads: Eagle3Head) -> Layout:
-    """Levels lie in `eagle_config`, counted as outputs of layers, one less; others read the copy at the top."""
+    """SGLang reads the levels in `eagle_config`, as outputs of layers (one less); other readers use the outer copy."""
     config = heads.config
     for what, there in (
         ("norm_before_residual=True", config.norm_before_residual),
@@ -182,7 +183,7 @@ def _sglang(heads: Eagle3Head) -> Layout:
 
 # ------------------------------------------------------------------ the authors' own
 def _authors(heads: Eagle3Head) -> Layout:
-    """The authors' code has none of the variants, and always reads the usual three levels."""
+    """The authors' code supports none of the variants and always reads the usual three levels."""
     config = heads.config
     if variants := [flag for flag in (*FLAGS, "qk_norm") if getattr(config, flag)]:
         raise ExportError(

@@ -1,1 +1,1 @@
-"""Hydra and Hydra++ as their authors save them."""
+"""Hydra and Hydra++ heads as their authors save them."""

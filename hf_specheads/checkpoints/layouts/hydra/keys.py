@@ -1,4 +1,4 @@
-"""Names in the layout of Hydra and Hydra++: theirs and ours, for both directions."""
+"""Names in the layout of Hydra and Hydra++, and their names in our heads, for reading and writing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..keys import FIRST_LAYER, INPUT_NORM, LAYER_WEIGHTS, POST_NORM
 
 EMBEDDING_COPY = "input_embed_fn.weight"
-PREFIX = "prefix_embeding_layer."  # spelled like this
+PREFIX = "prefix_embeding_layer."  # the authors' spelling
 PREFIX_LAYER = f"{PREFIX}{FIRST_LAYER}"
 ROPE_TABLE = f"{PREFIX_LAYER}self_attn.rotary_emb.inv_freq"
 BLOCKS, PROJECTIONS = "hydra_mlp.", "hydra_lm_head."
@@ -23,18 +23,19 @@ HEAD_ARCH, GROUNDED, OFFSET = "hydra_head_arch", "grounded_heads", "hidden_state
 
 @dataclass(frozen=True)
 class Numbering:
-    """How the modules of the authors' heads are numbered.
+    """Numbering of the modules in the authors' heads.
 
     Attributes:
-        prefixed: Hydra++: with dropout before every block and projection, every other index is taken.
-        grounded: The first block of a head has two parts.
+        prefixed: Whether these are Hydra++ heads. Their blocks and projections have odd indices, because a dropout
+            module precedes each of them.
+        grounded: Whether the first block of every Hydra head has two parts.
     """
 
     prefixed: bool
     grounded: bool
 
     def place(self, block: int) -> int:
-        """Index of a block within its head."""
+        """Index of a block within its Hydra head."""
         return 2 * block + 1 if self.prefixed else block
 
     def block(self, head: int, block: int) -> str:
@@ -42,21 +43,21 @@ class Numbering:
         return f"{BLOCKS}{head}.{self.place(block)}."
 
     def linear(self, head: int, block: int) -> dict[str, str]:
-        """Keys of what a block has in any case, by part."""
+        """Keys of a block's linear layer, which every block has, by part."""
         return {part: f"{self.block(head, block)}linear.{part}" for part in PARTS}
 
     def projection(self, head: int) -> dict[str, str]:
-        """Keys of a head's projection, by part."""
+        """Keys of a Hydra head's projection, by part."""
         return {part: f"{PROJECTIONS}{head}{'.1' if self.prefixed else ''}.{part}" for part in PARTS}
 
     def names(self, num_heads: int, num_blocks: int, stored: int, layer_biases: Iterable[str]) -> dict[str, str]:
-        """Our name of every tensor of theirs.
+        """Maps every name in the authors' layout to the name in our heads.
 
         Args:
-            num_heads: Heads.
-            num_blocks: Blocks of each, as they are used.
-            stored: Blocks of each that are modules of their own; the later ones are the last of these again.
-            layer_biases: Biases that the prefix layer has, without its prefix.
+            num_heads: Number of Hydra heads.
+            num_blocks: Number of blocks that each Hydra head applies.
+            stored: Number of distinct blocks per Hydra head; later blocks reuse the last of them.
+            layer_biases: Keys of the prefix layer's biases, without its prefix.
         """
         names: dict[str, str] = {}
         for head in range(num_heads):

@@ -1,14 +1,14 @@
-"""The authors' layout of Hydra and Hydra++ heads (arXiv 2402.05109): a state dict, `hydra_lm_head.pt`.
+"""Reads the authors' layout of Hydra and Hydra++ heads (arXiv 2402.05109): a state dict, `hydra_lm_head.pt`.
 
-    hydra_mlp.{i}.{j}.linear.*            blocks of head i; with dropout between them in Hydra++, so j = 1, 3, 5, ...
-    hydra_mlp.{i}.{first}.res_connection.*    only of grounded heads: R of the first block
+    hydra_mlp.{i}.{j}.linear.*            blocks of head i; in Hydra++ j = 1, 3, 5, ..., because dropout is in between
+    hydra_mlp.{i}.{first}.res_connection.*    only if grounded: R of the first block
     hydra_lm_head.{i}(.1).*               projections [V, H], with bias
-    prefix_embeding_layer.*               Hydra++: a one-layer Llama (the name is spelled like this)
-    input_embed_fn.weight                 a copy of the target's embedding, which tells the target
+    prefix_embeding_layer.*               Hydra++: a one-layer Llama (the authors' spelling)
+    input_embed_fn.weight                 a copy of the target's embedding, which identifies the target
 
-The later blocks of a head are one module that is listed several times. `config.json` has none of the prefix layer's
-fields: the authors build it from the target's config. Sizes follow from the tensors, head size and rope base from the
-stored rope table.
+The later blocks of a Hydra head are one module that is listed several times. `config.json` has no fields of the prefix
+layer, because the authors build it from the target's config. Sizes are taken from the tensors; the size of an
+attention head and the rope base from the stored rope table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from . import keys
 from .keys import Numbering
 
 NOT_KEPT = (keys.EMBEDDING_COPY, keys.PREFIX + EMBEDDING, keys.ROPE_TABLE)
-ROPE_TOLERANCE = 0.01  # relative; tables are stored in the weights' dtype, which may have 8 bits
+ROPE_TOLERANCE = 0.01  # relative; tables are stored in the weights' dtype, which may have only 8 significant bits
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
@@ -50,9 +50,9 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of Hydra heads.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys, and heads or blocks numbered with gaps.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        HeadConfigError: if a field is missing or impossible.
+        CheckpointKeysError: If keys are missing or unknown, or heads or blocks are numbered with gaps.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        HeadConfigError: If a field is missing or impossible.
     """
     raw_config, tensors, notes = source.raw_config, source.tensors, list[str]()
     numbering = _numbering(tensors)
@@ -84,7 +84,7 @@ def convert(source: Source) -> Conversion:
 
 # ------------------------------------------------------------------ keys
 def _numbering(tensors: Tensors) -> Numbering:
-    """As the keys show it."""
+    """Infers the numbering from the keys."""
     return Numbering(
         prefixed=any(key.startswith(keys.PREFIX) for key in tensors),
         grounded=any(key.endswith(f".{keys.RESIDUAL}weight") for key in tensors),
@@ -92,7 +92,7 @@ def _numbering(tensors: Tensors) -> Numbering:
 
 
 def _count(tensors: Tensors, numbering: Numbering) -> tuple[int, int]:
-    """Heads, and blocks of each."""
+    """Counts the Hydra heads, and the blocks of each."""
     blocks: dict[int, set[int]] = {}
     for key in tensors:
         if match := keys.BLOCK.fullmatch(key):
@@ -110,7 +110,7 @@ def _count(tensors: Tensors, numbering: Numbering) -> tuple[int, int]:
 
 
 def _repeated(tensors: Tensors, num_heads: int, num_blocks: int, numbering: Numbering) -> list[list[Tensors]]:
-    """The blocks of every head that the authors' code repeats: all after the first, of ungrounded heads all."""
+    """Blocks that may be repetitions: per Hydra head, all after the first if grounded, otherwise all."""
     return [
         [
             {part: tensors[key] for part, key in numbering.linear(head, block).items()}
@@ -150,7 +150,7 @@ def _offset(raw_config: RawConfig) -> int:
 
 
 def _prefix_fields(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[str, Any]:
-    """Fields of the prefix layer."""
+    """Config fields of the prefix layer."""
     (queries, _), (rows, _), (middle, _) = (
         matrix_shape(tensors, keys.PREFIX_LAYER + name) for name in (Q_PROJ, K_PROJ, GATE_PROJ)
     )
@@ -181,10 +181,10 @@ def _prefix_fields(raw_config: RawConfig, tensors: Tensors, notes: list[str]) ->
 
 
 def _rope_of(table: torch.Tensor, parameters: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The rope parameters, with the base that the stored table of inverse frequencies has.
+    """Returns the rope parameters with the base of the stored table of inverse frequencies.
 
     Raises:
-        CheckpointShapeError: if the table is that of no base.
+        CheckpointShapeError: If no base gives this table.
     """
     if table.ndim != 1:
         raise CheckpointShapeError(f"{keys.ROPE_TABLE} has the shape {list(table.shape)}, expected [head size / 2].")

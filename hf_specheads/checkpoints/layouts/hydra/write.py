@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ heads as their authors publish them (arXiv 2402.05109)."""
+"""Writes Hydra and Hydra++ heads as their authors publish them (arXiv 2402.05109)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from . import keys
 
 
 def layout(heads: HydraHead) -> Layout:
-    """A state dict, `hydra_lm_head.pt`, with the authors' numbering.
+    """Builds the files: a state dict, `hydra_lm_head.pt`, with the authors' numbering.
 
     Raises:
-        ExportError: for heads without projections of their own.
+        ExportError: If the heads have no projections of their own.
     """
     config = heads.config
     if heads.lm_heads is None:
@@ -48,13 +48,13 @@ def layout(heads: HydraHead) -> Layout:
 
 
 def _layer_fields(heads: HydraHead) -> dict[str, Any]:
-    """Of the prefix layer; the authors' code takes them from the target, our importer from here."""
+    """Config fields of the prefix layer. This package reads them; the authors' code reads the target's config."""
     names = ("num_attention_heads", "rms_norm_eps", "hidden_act", "max_position_embeddings")
     return {**{name: getattr(heads.config, name) for name in names}, **rope_fields(heads.config, "eagle")}
 
 
 def _tensors(heads: HydraHead) -> Tensors:
-    """By the authors' names, with every use of a tied block."""
+    """Tensors by the authors' names; a tied block is written once per use."""
     config, state = heads.config, heads.state_dict()
     numbering = keys.Numbering(config.head_arch == "prefix-mlp", config.grounded)
     stored = len(list(heads.blocks[0].children()))

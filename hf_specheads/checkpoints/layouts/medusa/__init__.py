@@ -1,1 +1,1 @@
-"""Medusa as its authors and vLLM save it."""
+"""Medusa heads as their authors and vLLM save them."""

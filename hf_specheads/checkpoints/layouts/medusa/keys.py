@@ -1,10 +1,10 @@
-"""Names in the layouts of Medusa, to be written with `format` and read with patterns."""
+"""Names in the layouts of Medusa: templates for `str.format` when writing, and for [`pattern`] when reading."""
 
 from __future__ import annotations
 
 import re
 
-# Head i has its blocks, and after the last of them its projection.
+# In the authors' layout, the projection of a Medusa head follows its last block, so it has the next index.
 BLOCK, PROJECTION = "{head}.{block}.linear.{part}", "{head}.{block}.weight"
 SERVED_BLOCK, SERVED_PROJECTION = "blocks.{head}.layers.{block}.{part}", "lm_heads.{head}.weight"
 # Fields of `config.json`.
@@ -12,7 +12,7 @@ NUM_HEADS, NUM_BLOCKS, SERVED_BIAS = "medusa_num_heads", "medusa_num_layers", "m
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """What matches all keys of a name above, with the groups `head`, `block` and `part` as far as it has them."""
+    """Regular expression for all keys of a template, with the groups `head`, `block` and `part` of its fields."""
     number = r"(?P<{}>\d{{1,3}})"
     groups = {field: number.format(field) for field in ("head", "block")}
     return re.compile(name.replace(".", r"\.").format(**groups, part="(?P<part>weight|bias)"))

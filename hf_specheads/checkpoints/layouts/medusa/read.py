@@ -1,13 +1,13 @@
-"""The layouts of Medusa heads (arXiv 2401.10774): the authors' three, and those of two serving engines.
+"""Reads the layouts of Medusa heads (arXiv 2401.10774): three of the authors, and those of ModelOpt and of vLLM.
 
     authors, heads alone      `{i}.{j}.linear.{weight,bias}`, then `{i}.{n}.weight` [V, H], head i's own projection;
                               without it ("version 2"), the heads share the target's `lm_head`
-    authors, Medusa-2         the same under `medusa_head.`, inside of a whole target that was trained with them
-    ModelOpt                  the same under `medusa_heads.`, inside of a whole target
+    authors, Medusa-2         the same under `medusa_head.`, inside the checkpoint of a target trained with them
+    ModelOpt                  the same under `medusa_heads.`, inside the checkpoint of a target
     vLLM                      `blocks.{i}.layers.{j}.{weight,bias}`, `lm_heads.{i}.weight`
 
-`config.json` is not believed: files with 5 heads say 2. The keys tell how many heads and blocks there are. Of a whole
-target only the heads are read.
+The numbers of heads and blocks are taken from the keys, not from `config.json`: published files with 5 heads say 2. Of
+a target's checkpoint only the heads and the embedding are read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from . import keys
 
 BLOCK, PROJECTION = keys.pattern(keys.BLOCK), keys.pattern(keys.PROJECTION)
 SERVED_BLOCK, SERVED_PROJECTION = keys.pattern(keys.SERVED_BLOCK), keys.pattern(keys.SERVED_PROJECTION)
-Blocks = dict[int, list[Tensors]]  # the blocks of every head, in order, by the names of their parts
+Blocks = dict[int, list[Tensors]]  # by Medusa head: its blocks in order, each by the names of its parts
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
-    """Whether the keys are those of Medusa heads, alone or within their target."""
+    """Whether the keys are those of Medusa heads, alone or inside the checkpoint of their target."""
     if any(IN_TARGET.match(key) for key in shapes):
         return True
     served = any(SERVED_BLOCK.fullmatch(key) for key in shapes)
@@ -52,9 +52,9 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of Medusa heads.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys, and heads numbered with gaps.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        HeadConfigError: if a field is missing or impossible.
+        CheckpointKeysError: If keys are missing or unknown, or heads are numbered with gaps.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        HeadConfigError: If a field is missing or impossible.
     """
     raw_config, notes = source.raw_config, list[str]()
     ours, embedding = _heads_alone(source, notes)
@@ -84,7 +84,7 @@ def convert(source: Source) -> Conversion:
 
 # ------------------------------------------------------------------ keys
 def _heads_alone(source: Source, notes: list[str]) -> tuple[Tensors, torch.Tensor | None]:
-    """The heads' tensors without prefix, and the embedding of a target that is in the same file."""
+    """Returns the heads' tensors without prefix, and the embedding of the target if the file contains it."""
     tensors = source.tensors
     inside = {IN_TARGET.sub("", key, count=1): value for key, value in tensors.items() if IN_TARGET.match(key)}
     if len(inside) in (0, len(tensors)):
@@ -95,11 +95,11 @@ def _heads_alone(source: Source, notes: list[str]) -> tuple[Tensors, torch.Tenso
 
 
 def _parts(tensors: Tensors, served_bias: bool | None) -> tuple[Blocks, dict[int, torch.Tensor]]:
-    """Blocks of every head, in order, and projections by head.
+    """Sorts tensors into the blocks of every Medusa head, in order, and projections by head.
 
     Args:
-        tensors: The heads' tensors.
-        served_bias: vLLM's field `medusa_fc_bias`; without biases in the file, its blocks have none.
+        tensors: Tensors of the heads. Blocks of vLLM's layout without a bias get a bias of 0.
+        served_bias: vLLM's field `medusa_fc_bias`: whether the blocks should have biases.
     """
     blocks: dict[int, dict[int, Tensors]] = {}
     projections: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Medusa heads as their authors publish them, and as vLLM read them while it had Medusa (arXiv 2401.10774)."""
+"""Writes Medusa heads as their authors publish them, and as older releases of vLLM read them (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from . import keys
 
 
 def layout(heads: MedusaHead, to: str) -> Layout:
-    """Files for `"medusa"`, the authors' own, or `"vllm-medusa"`.
+    """Builds the files for `"medusa"` (the authors' own layout) or `"vllm-medusa"`.
 
     Raises:
-        ExportError: for heads without projections of their own, to vLLM.
+        ExportError: If the destination is vLLM and the heads have no projections of their own.
     """
     return _authors(heads) if to == "medusa" else _old_vllm(heads)
 
 
 def _blocks(heads: MedusaHead, name: str) -> Tensors:
-    """Tensors of all blocks by a name of [`keys`]; a tied block is listed once per use, as the authors do."""
+    """Tensors of all blocks, named by a template of [`keys`]; as in the authors' files, a tied block is repeated."""
     config, state = heads.config, heads.state_dict()
     return {
         name.format(head=head, block=block, part=part): state[f"blocks.{head}.{stored}.{part}"]
@@ -36,7 +36,7 @@ def _blocks(heads: MedusaHead, name: str) -> Tensors:
 
 
 def _projections(heads: MedusaHead, name: str) -> Tensors:
-    """Projections of the heads by a name of [`keys`]."""
+    """Projections of the heads, named by a template of [`keys`]."""
     config, state = heads.config, heads.state_dict()
     return {
         name.format(head=head, block=config.num_blocks): state[f"lm_heads.{head}.weight"]
@@ -55,7 +55,7 @@ def _common(heads: MedusaHead) -> dict[str, Any]:
 
 
 def _authors(heads: MedusaHead) -> Layout:
-    """A state dict; heads that share the target's `lm_head` are the authors' "version 2"."""
+    """Builds the authors' state dict; heads that share the target's `lm_head` are their "version 2"."""
     config = heads.config
     fields = {
         TARGET_NAME: target_name(heads),

@@ -1,1 +1,1 @@
-"""Fine-tuned MTP layers as they lie in a target's checkpoint, in Qwen's layout."""
+"""Fine-tuned MTP layers in Qwen's layout, as stored in a target's checkpoint."""

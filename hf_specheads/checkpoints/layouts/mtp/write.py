@@ -1,5 +1,7 @@
-"""Fine-tuned MTP layers under the names that they have in checkpoints of Qwen's targets (`mtp.*`), and in
-`speculators`' layout. Engines and `load_heads(..., method="mtp")` take them out of a target's own checkpoint."""
+"""Writes fine-tuned MTP layers under the names of Qwen's targets (`mtp.*`), or in the layout of `speculators`.
+
+Engines and `load_heads(..., method="mtp")` read MTP layers from a target's own checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ OURS = "layers.0."
 
 
 def layout(heads: MtpHead) -> Layout:
-    """Files of a checkpoint that has nothing but its MTP layer, `config.json` that of the target.
+    """Builds the files of a checkpoint that holds only the MTP layer, with the target's fields in `config.json`.
 
     Raises:
-        ExportError: for layers that the target's checkpoint has already, and for more than one.
+        ExportError: If the layers are the target's own, or if there is more than one.
     """
     _check(heads)
     names = {ours: f"mtp.{theirs}" for theirs, ours in QWEN_NAMES.items()}
@@ -46,15 +48,15 @@ def layout(heads: MtpHead) -> Layout:
 
 
 def speculators_layout(heads: MtpHead, target: PreTrainedModel | str | None) -> Layout:
-    """Files in the layout of `speculators`.
+    """Builds the files in the layout of `speculators`.
 
     Args:
         heads: MTP heads.
-        target: The target or its name, default the one the heads remember; the layout names it.
+        target: The target or its name, which the layout records; default the name stored with the heads.
 
     Raises:
-        ExportError: for layers that the target's checkpoint has already, for more than one, for those that the library
-            does not know, or an unknown target.
+        ExportError: If the layers are the target's own, if there is more than one, if the library does not know their
+            type, or if the target is unknown.
     """
     _check(heads)
     model_type = (heads.config.layer_config or {}).get("model_type")
@@ -95,7 +97,7 @@ def _check(heads: MtpHead) -> None:
 
 
 def _named(heads: MtpHead, modules: dict[str, str], layer: str) -> Tensors:
-    """The weights under other names: modules by [`modules`], the rest of the decoder layer after `layer`."""
+    """Renames the weights: modules as `modules` says, and those of the decoder layer with the prefix `layer`."""
     tensors: Tensors = {}
     for key, value in heads.state_dict().items():
         module, _, kind = key.removeprefix(OURS).partition(".")

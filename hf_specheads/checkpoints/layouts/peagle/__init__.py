@@ -1,1 +1,1 @@
-"""P-EAGLE's layout."""
+"""P-EAGLE heads as their authors save them."""

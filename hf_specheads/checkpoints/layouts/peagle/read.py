@@ -1,9 +1,9 @@
-"""The authors' layout of P-EAGLE heads (arXiv 2602.01469): EAGLE-3's tensors, and
+"""Reads the authors' layout of P-EAGLE heads (arXiv 2602.01469). In addition to EAGLE-3's tensors it has
 
     mask_hidden [1, 1, F]   the feature of mask rows, before `fc`
     layers.1.*, ...         further, ordinary decoder layers
 
-The mask token is `mask_token_id` in `config.json`, or `ptd_token_id` as vLLM has it.
+The mask token is `mask_token_id` in `config.json`, or `ptd_token_id` in vLLM's spelling.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
 
 
 def convert(source: Source) -> Conversion:
-    """Builds config and weights of P-EAGLE heads; what they share with EAGLE-3 is read as that.
+    """Builds config and weights of P-EAGLE heads; EAGLE-3's reader converts the shared part.
 
     Raises:
-        HeadLoadError: one of its subclasses, as for EAGLE-3 heads.
+        HeadLoadError: One of its subclasses, as for EAGLE-3 heads.
     """
     tensors, raw_config = dict(source.tensors), source.raw_config
     mask = tensors.pop(MASK_HIDDEN, None)
@@ -56,10 +56,10 @@ def convert(source: Source) -> Conversion:
 
 
 def _deeper_layers(tensors: dict[str, torch.Tensor]) -> int:
-    """How many layers there are past the first, all complete.
+    """Counts the layers after the first.
 
     Raises:
-        CheckpointKeysError: if one lacks a tensor.
+        CheckpointKeysError: If a layer lacks a tensor, or layers are numbered with gaps.
     """
     found: dict[int, set[str]] = {}
     for key in tensors:

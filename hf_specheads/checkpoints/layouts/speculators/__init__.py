@@ -1,1 +1,1 @@
-"""EAGLE-1/3, HASS, P-EAGLE, DFlash-1/2, DSpark and MTP as `speculators` saves them."""
+"""EAGLE-1/3, HASS, P-EAGLE, DFlash-1/2, DSpark and MTP heads as `speculators` saves them."""

@@ -1,7 +1,8 @@
-"""The layouts of the library `speculators`: EAGLE-3 heads, and EAGLE and HASS heads of its older versions.
+"""Reads the layouts of the library `speculators`; those of EAGLE and HASS come from its older versions.
 
-    eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in an object of its own,
+    eagle3   keys as in `eagle3`, with `layers.0.*`; `config.json` holds the layer's fields in a nested object,
              `transformer_layer_config`, and the target's name in `speculators_config.verifier`
+    peagle   as `eagle3`, with the tensors and fields of P-EAGLE
     dflash, dspark, dflash2
              keys as in `dflash`, with copies of the target's embedding and of drafted rows of its `lm_head`; taps are
              indices of transformers' `hidden_states`, windows count from the root
@@ -9,8 +10,8 @@
     eagle    `fusion_fc.*` (versions up to 0.6), `transformer.*`; with `layernorms` also `embedding_layernorm`,
              `transformer.input_layernorm` and `pre_lm_head_layernorm`, the norms of a variant of HASS
 
-All but `mtp` are rewritten in the spelling of their authors' layout and read by its module. In the last, the
-embedding's norm stands before `fc`, the input norm before attention, and the last one before the target's `lm_head`.
+All but `mtp` are renamed to their authors' layout and read by its module. In `eagle`, the norm of the embedding is
+applied before `fc`, the input norm before attention, and the last norm before the target's `lm_head`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from . import read_mtp as mtp
 
 
 def recognises(shapes: dict[str, tuple[int, ...]], config: RawConfig) -> bool:
-    """Whether config or keys are those of `speculators`."""
+    """Whether the config or the keys are those of `speculators`."""
     return keys.KIND in config or keys.FUSION + "weight" in shapes
 
 
@@ -37,11 +38,11 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of heads in a layout of `speculators`.
 
     Raises:
-        CheckpointKeysError: for missing or unknown keys, and norms or biases that the config does not say.
-        CheckpointShapeError: if sizes contradict one another or the config.
-        CheckpointValueError: if `d2t` and `t2d` are no draft vocabulary.
-        HeadConfigError: if a field is missing or impossible.
-        UnknownFormatError: for other models of the library.
+        CheckpointKeysError: If keys are missing or unknown, or the config contradicts the norms or biases in the file.
+        CheckpointShapeError: If sizes contradict one another or the config.
+        CheckpointValueError: If `d2t` and `t2d` do not describe a draft vocabulary.
+        HeadConfigError: If a field is missing or impossible.
+        UnknownFormatError: If these are another kind of model of the library.
     """
     raw_config = source.raw_config
     kind = raw_config.get(keys.KIND, keys.EAGLE_KIND)
@@ -76,7 +77,7 @@ def convert(source: Source) -> Conversion:
 
 
 def _block_config(raw_config: RawConfig, kind: str) -> RawConfig:
-    """Fields of a block drafter in the spelling of its authors."""
+    """Fields of a block drafter, renamed to those of its authors."""
     fields = {name: raw_config[name] for name in keys.BLOCK_FIELDS if raw_config.get(name) is not None}
     levels = raw_config.get(keys.AUX_LAYERS)
     if not isinstance(levels, list) or not all(type(level) is int and level >= 0 for level in levels):
@@ -87,7 +88,7 @@ def _block_config(raw_config: RawConfig, kind: str) -> RawConfig:
 
 
 def _rope_of(raw_config: RawConfig, layer: RawConfig) -> RawConfig:
-    """Rope fields, which some writers repeat beside the layer's; both must say the same."""
+    """Rope fields outside `transformer_layer_config`, where some writers repeat them; both must agree."""
     outside = {name: raw_config[name] for name in keys.ROPE if raw_config.get(name) is not None}
     for name, value in outside.items():
         if layer.get(name, value) != value:
@@ -98,7 +99,7 @@ def _rope_of(raw_config: RawConfig, layer: RawConfig) -> RawConfig:
 
 
 def _with_residual(config: RawConfig) -> RawConfig:
-    """`norm_before_residual` must be said: the library itself and vLLM take opposite values for granted."""
+    """Requires `norm_before_residual`, because the library itself and vLLM assume opposite defaults."""
     if boolean(config, "norm_before_residual") is None:
         raise HeadConfigError(
             "config.json does not say `norm_before_residual`, and readers of this layout disagree about what that "
@@ -108,7 +109,7 @@ def _with_residual(config: RawConfig) -> RawConfig:
 
 
 def _verifier(raw_config: RawConfig) -> str | None:
-    """Name of the target, if it is said."""
+    """Name of the target; `None` if the config does not have it."""
     inner = raw_config.get(keys.OWN_CONFIG)
     verifier = inner.get(keys.VERIFIER) if isinstance(inner, dict) else None
     name = verifier.get(keys.VERIFIER_NAME) if isinstance(verifier, dict) else None
@@ -116,7 +117,7 @@ def _verifier(raw_config: RawConfig) -> str | None:
 
 
 def _eagle_tensors(raw_config: RawConfig, tensors: Tensors) -> Tensors:
-    """The tensors under the names of EAGLE's own layout."""
+    """Renames the tensors to EAGLE's own layout."""
     for field, key in (("fusion_bias", keys.FUSION_BIAS), ("layernorms", keys.LAST_NORM)):
         stated = boolean(raw_config, field)
         if stated is not None and stated != (key in tensors):

@@ -1,6 +1,6 @@
-"""MTP layers as `speculators` saves them: one layer under names of its own, with the config of the whole target.
+"""Reads MTP layers as `speculators` saves them: one layer under the library's names, with the whole target's config.
 
-Copies of the target's embedding and `lm_head` beside it are left out; one of them may be all NaN.
+Copies of the target's embedding and `lm_head` in the file are ignored; one of them may be all NaN.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def convert(source: Source) -> Conversion:
     """Builds config and weights of MTP heads.
 
     Args:
-        source: With the fields of the layer, which are those of a target.
+        source: Checkpoint whose `raw_config` holds the fields of the layer, which are those of a target.
 
     Raises:
-        HeadConfigError: if a field is missing or impossible.
-        UnknownFormatError: for other tensors.
+        HeadConfigError: If a field is missing or impossible.
+        UnknownFormatError: If there are other tensors.
     """
     notes: list[str] = []
     tensors = {key: tensor for key, tensor in source.tensors.items() if key not in keys.OF_THE_TARGET}

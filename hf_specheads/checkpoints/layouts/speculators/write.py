@@ -1,6 +1,6 @@
-"""EAGLE-3 and P-EAGLE heads in the layout of the `speculators` library, which vLLM serves without further options.
+"""Writes EAGLE-3 and P-EAGLE heads in the layout of the `speculators` library, which vLLM serves without options.
 
-The fields are those that version 0.9.0 writes; its own `from_pretrained` and converter are the oracles
+The fields are those that version 0.9.0 writes. They are checked with the library's own `from_pretrained` and converter
 (`benchmarks/oracles/compare_speculators.py`).
 """
 
@@ -27,7 +27,7 @@ VERSION = "0.9.0"
 
 
 def heads_config(heads: DraftHead, kind: str, target: PreTrainedModel | str | None) -> dict[str, Any]:
-    """The object that names the algorithm and the target."""
+    """Builds `speculators_config`, which names the algorithm and the target."""
     name, architectures = _verifier(heads, target)
     return {
         "algorithm": kind,
@@ -41,14 +41,14 @@ def heads_config(heads: DraftHead, kind: str, target: PreTrainedModel | str | No
 
 
 def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
-    """Files in the layout of `speculators`.
+    """Builds the files in the layout of `speculators`.
 
     Args:
         heads: EAGLE-3 or P-EAGLE heads.
-        target: The target or its name, default the one the heads remember; the layout names it.
+        target: The target or its name, which the layout records; default the name stored with the heads.
 
     Raises:
-        ExportError: for heads the layout cannot represent, or an unknown target.
+        ExportError: If the layout cannot represent the heads, or the target is unknown.
     """
     config = heads.config
     if config.feature_size != config.hidden_size:
@@ -95,12 +95,12 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
 
 
 def _kept_for_vllm(heads: Eagle3Head) -> dict[str, Any]:
-    """vLLM makes the heads' config of `transformer_layer_config` and takes this number from there alone."""
+    """`num_aux_hidden_states`, if unusual: vLLM reads this field only from `transformer_layer_config`."""
     return {name: value for name, value in size_fields(heads).items() if name == "num_aux_hidden_states"}
 
 
 def _verifier(heads: DraftHead, target: PreTrainedModel | str | None) -> tuple[str, list[str]]:
-    """Name and architecture of the target."""
+    """Name and architectures of the target."""
     name = target if isinstance(target, str) else None
     known = None
     if isinstance(target, PreTrainedModel):

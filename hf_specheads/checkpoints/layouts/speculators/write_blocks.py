@@ -1,6 +1,6 @@
-"""Block drafters in the layout of the `speculators` library, which vLLM serves without further options.
+"""Writes block drafters in the layout of the `speculators` library, which vLLM serves without further options.
 
-Copies of the target's embedding and of the drafted rows of its `lm_head` belong to the layout.
+The layout includes copies of the target's embedding and of the drafted rows of its `lm_head`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CONFIG_CLASSES = {
 
 
 def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
-    """Files in the layout of `speculators`.
+    """Builds the files in the layout of `speculators`.
 
     Args:
         heads: DFlash, DFlash 2 or DSpark heads.
         target: The loaded target.
 
     Raises:
-        ExportError: for heads the layout cannot represent, or without a target.
+        ExportError: If the layout cannot represent the heads, or there is no target.
     """
     config, notes = heads.config, adapter_note(heads)
     target = copied_target(heads, target, "export them `--to dflash`")
@@ -79,7 +79,7 @@ def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
     """Kind of the speculator, and the fields that only its method has.
 
     Raises:
-        ExportError: for DFlash 2 heads over a part of the vocabulary.
+        ExportError: If DFlash 2 heads draft only a part of the vocabulary.
     """
     if isinstance(heads, DSparkHead):
         return keys.DSPARK_KIND, markov_fields(heads)
@@ -94,7 +94,7 @@ def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
 
 
 def _own_tensors(heads: BlockHead) -> dict[str, torch.Tensor]:
-    """The heads' weights, those of DSpark's logits for drafted tokens alone."""
+    """Weights of the heads; of DSpark's `markov_w2` only the rows of drafted tokens."""
     tensors, kept = own_tensors(heads), heads.pruned_token_ids
     if isinstance(heads, DSparkHead) and kept is not None:
         tensors[MARKOV_OUT] = tensors[MARKOV_OUT][kept]
